@@ -1,0 +1,57 @@
+# `make train` and `make test` work on a fresh machine that has Python >= 3.11, make and git.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check box bench soak lock clean
+
+help:  ## this list
+	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+# --- environments, from lock files with hashes
+
+.venv: .venv/ready  ## what training needs
+.venv/ready: requirements.lock requirements-uv.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --require-hashes -r requirements-uv.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements-dev.lock
+	@touch $@
+
+# --- what people do
+
+train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm where sbatch answers
+	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
+
+test: .venv/ready-dev  ## every suite, with a real Slurm in a box where that can be had
+	$(PYTEST) -m "not soak"
+
+check: .venv/ready-dev  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
+	@$(BIN)/python -m tests.box shell
+
+bench: .venv/ready-dev  ## speed as ratios to a hand-written loop, in one run
+	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
+	$(BIN)/python -m tests.bench.loop
+
+soak: .venv/ready-dev  ## the long suites
+	$(PYTEST) -m soak
+
+lock: .venv/ready  ## resolve the lock files again
+	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
+	$(BIN)/uv pip compile pyproject.toml --universal $(LOCK) -o requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade
+
+clean:  ## everything that can be made again; runs/ and data/ stay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

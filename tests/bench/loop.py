@@ -1,0 +1,184 @@
+"""Steps per second of our loop beside a hand-written DDP loop, accelerate and Lightning; run by ``make bench``.
+
+A small model (784-256-10), batch 64 a rank, two DDP ranks on gloo: the step is short, so what a loop adds shows. The
+contenders take turns in the same two processes, since machines drift; the median of their rounds is compared.
+accelerate and Lightning come with the ``bench`` extra and are left out where they are not installed.
+
+    python -m tests.bench.loop [--steps 200] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.dist.ranks import run_ranks
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.data.loader import Loader
+from toolkit.data.memory import InMemory
+from toolkit.dist.session import Session
+from toolkit.strategies import build_strategy
+from toolkit.train.loop import Trainer
+from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.state import Checkpoints, identity
+
+RANKS, BATCH, FEATURES, CLASSES, LOG_EVERY = 2, 64, 784, 10, 50
+NEVER = 10**9
+Round = Callable[[int], None]  # trains for a number of steps
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(BATCH * RANKS * 50, FEATURES, generator=draw), torch.randint(CLASSES, (BATCH * RANKS * 50,))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+
+
+class Endless:
+    """A DataLoader without end, an epoch after the other."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batches = loader, iter(loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+def by_hand(session: Session) -> Round:
+    """What anyone writes first: DDP, DistributedSampler, DataLoader, and the loss printed now and then."""
+    data = TensorDataset(*tensors())
+    loader = Endless(DataLoader(data, BATCH, sampler=DistributedSampler(data, RANKS, session.rank)))
+    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    optimizer = SGD(ddp.parameters(), 0.05, momentum=0.9)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            inputs, targets = next(loader)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(ddp(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            if step % LOG_EVERY == 0:
+                loss.item()
+
+    return train
+
+
+def bare(session: Session) -> Round:
+    """DDP on one batch over and over: no loader, nothing logged. What is left is the same for all."""
+    inputs, targets = (tensor[:BATCH] for tensor in tensors())
+    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    optimizer = SGD(ddp.parameters(), 0.05, momentum=0.9)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            functional.cross_entropy(ddp(inputs), targets).backward()
+            optimizer.step()
+
+    return train
+
+
+def ours(session: Session) -> Round:
+    """The real loop: the step's own seed, metrics, TensorBoard and progress included; one checkpoint at the end."""
+    inputs, targets = tensors()
+    strategy = build_strategy(StrategyConfig(), session)
+    data = InMemory(inputs.view(-1, 1, 28, 28), targets)
+    loader = Loader(data, global_batch_size=BATCH * RANKS, seed=0, share=strategy.share)
+    optim = OptimConfig(lr=0.05)
+    made = partial(nn.Sequential, nn.Flatten(), model())
+    strategy.build(made, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
+    done = 0
+
+    def train(steps: int) -> None:
+        nonlocal done
+        done += steps
+        config = TrainConfig(epochs=NEVER, max_steps=done, log_every=LOG_EVERY, eval_every=NEVER)
+        schedule = partial(build_schedule, optim)
+        trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+        trainer._step = done - steps
+        trainer._train(lambda _: {})
+
+    return train
+
+
+def with_accelerate(session: Session) -> Round:
+    """accelerate's own example, on the process group that is open."""
+    from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    loader = DataLoader(TensorDataset(*tensors()), BATCH, shuffle=True)
+    net, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), 0.05, momentum=0.9), loader)
+    endless = Endless(loader)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            inputs, targets = next(endless)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            if step % LOG_EVERY == 0:
+                loss.item()
+
+    return train
+
+
+CONTENDERS: dict[str, Callable[[Session], Round]] = {"hand-written": by_hand, "ours": ours, "bare DDP": bare}
+
+
+def race(session: Session, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Steps per second in each round of each contender."""
+    torch.manual_seed(0)
+    names = [*CONTENDERS, *(["accelerate"] if importlib.util.find_spec("accelerate") else [])]
+    makers = CONTENDERS | {"accelerate": with_accelerate}
+    trainers = {name: makers[name](session) for name in names}
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in names if number % 2 else reversed(names):
+            torch.distributed.barrier()
+            started = time.perf_counter()
+            trainers[name](steps if number else 20)  # the first round warms up
+            speeds[name].append(steps / (time.perf_counter() - started))
+    return {name: values[1:] for name, values in speeds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    speeds = run_ranks(RANKS, race, options.steps, options.rounds)[0]
+    reference = speeds["hand-written"]
+    print(f"{'loop':<14}{'steps/s':>9}{'of hand-written':>18}  (median of {options.rounds} rounds)")
+    for name, values in speeds.items():
+        ratio = statistics.median(value / other for value, other in zip(values, reference, strict=True))
+        print(f"{name:<14}{statistics.median(values):>9.1f}{ratio:>18.2f}")
+    for missing in ("accelerate", "lightning"):
+        if not importlib.util.find_spec(missing):
+            print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[bench]'")
+
+
+if __name__ == "__main__":
+    main()

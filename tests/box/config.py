@@ -1,0 +1,137 @@
+"""The files a box configures Slurm with, as text. Every value that differs from Slurm's default has its reason here."""
+
+import os
+from dataclasses import dataclass
+
+SUBNET = "10.77.0"  # a box's network has no way out and no name on the host: every box may use the same one
+LOGIN = "login"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What kind of cluster a box is."""
+
+    name: str
+    nodes: int
+    cpus: int
+    strict: bool
+    slurm: str
+    grace_s: int = 30
+    slurmd_timeout_s: int = 30
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"node{number}" for number in range(1, self.nodes + 1)]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Host name -> address, the login side included."""
+        nodes = {name: f"{SUBNET}.{10 + number}" for number, name in enumerate(self.node_names, start=1)}
+        return {LOGIN: f"{SUBNET}.1", **nodes}
+
+    @property
+    def memory_mb(self) -> int:
+        """Each node's share of the machine: never more than there is, so that CR_Core_Memory means something."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        return max(1000, total // self.nodes)
+
+
+def config_files(spec: Spec) -> dict[str, str]:
+    """Name -> text of everything in the box's /etc/slurm but the munge key."""
+    files = {
+        "slurm.conf": slurm_conf(spec),
+        "slurmdbd.conf": _SLURMDBD,
+        "cgroup.conf": _cgroup_conf(spec),
+        "mpi.conf": "PMIxCliTmpDirBase=/run/pmix\n",
+    }
+    if spec.strict:
+        # File, not Count alone (that makes the node INVAL); with it Slurm sets CUDA_VISIBLE_DEVICES
+        files["gres.conf"] = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+    return files
+
+
+def hosts(spec: Spec) -> str:
+    return "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **spec.addresses}.items())
+
+
+def slurm_conf(spec: Spec) -> str:
+    nodes = f"node[1-{spec.nodes}]"
+    addresses = f"{SUBNET}.[11-{10 + spec.nodes}]"
+    gres = " Gres=gpu:2" if spec.strict else ""
+    return f"""\
+ClusterName={spec.name}
+SlurmctldHost={LOGIN}({spec.addresses[LOGIN]})
+SlurmUser=root
+StateSaveLocation=/var/spool/slurmctld
+SlurmdSpoolDir=/var/spool/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
+SlurmdLogFile=/var/log/slurm/%n.slurmd.log
+MailProg=/bin/true
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={LOGIN}
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=5
+# a requeued job may start again after cred_expire + 1 s: 121 s by default
+AuthInfo=cred_expire=5
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=2
+PriorityType=priority/basic
+# nodes may have more CPUs than the machine, and a node that comes back serves at once
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout={spec.slurmd_timeout_s}
+JobRequeue=1
+PropagateResourceLimits=NONE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{_STRICT if spec.strict else _PLAIN}{_memory_limit(spec)}
+NodeName={nodes} NodeAddr={addresses} CPUs={spec.cpus} RealMemory={spec.memory_mb} State=UNKNOWN{gres}
+PartitionName=DEFAULT Nodes={nodes} MaxTime=INFINITE State=UP
+PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_s}
+PartitionName=high PriorityTier=10 PreemptMode=OFF
+PartitionName=cancel PriorityTier=1 PreemptMode=CANCEL GraceTime=0
+"""
+
+
+_PLAIN = """\
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+KillWait=5
+"""
+
+# As sites are: ranks are bound, memory is counted, only the job's own processes are signalled, 30 s from TERM to KILL
+_STRICT = """\
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/affinity,task/cgroup
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+KillWait=30
+GresTypes=gpu
+"""
+
+_SLURMDBD = f"""\
+AuthType=auth/munge
+DbdHost={LOGIN}
+SlurmUser=root
+PidFile=/run/slurmdbd.pid
+LogFile=/var/log/slurm/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct_db
+"""
+
+
+def _memory_limit(spec: Spec) -> str:
+    return f"DefMemPerCPU={spec.memory_mb // spec.cpus}\n" if spec.strict else ""
+
+
+def _cgroup_conf(spec: Spec) -> str:
+    if spec.strict:
+        return "CgroupPlugin=cgroup/v1\nConstrainCores=yes\nConstrainRAMSpace=yes\n"
+    # never used, but without a name slurmd 22.05 looks for one and refuses to start on some machines
+    return "CgroupPlugin=cgroup/v1\n" if spec.slurm < "23.11" else "CgroupPlugin=disabled\n"

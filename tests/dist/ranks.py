@@ -1,0 +1,106 @@
+"""Runs a function on a few gloo ranks, each a fresh process, and hands back what each returned.
+
+The processes are forked from a server that has imported torch once: importing it in each would cost 3 CPU seconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+LIMIT_S = 60.0
+#: torch._dynamo as well: the first optimizer of a process imports it, for another 2 s.
+PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed",
+    "toolkit.strategies",
+    "toolkit.train.loop",
+    "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard.summary",
+]
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(session, *args)`` on every rank of a fresh process group; the results in the order of the ranks.
+
+    ``function`` must be importable by name, arguments and results must survive ``pickle``. Raises AssertionError with
+    every rank's traceback when one fails, and when a rank is not done after a minute.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        call = pickle.dumps((function, args))
+        ranks = [
+            context.Process(
+                target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for rank, (_, sending) in zip(ranks, pipes, strict=True):
+            rank.start()
+            sending.close()
+        try:
+            return _results([receiving for receiving, _ in pipes])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def _results(pipes: list[Connection]) -> list[Any]:
+    """Waits for all; the first failure ends the wait, since the other ranks may hang in a collective without it."""
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while len(results) < len(pipes):
+        ready = wait([pipe for i, pipe in enumerate(pipes) if i not in results], timeout=deadline - time.monotonic())
+        missing = sorted(set(range(len(pipes))) - set(results))
+        assert ready, f"ranks {missing} were not done after {LIMIT_S:.0f} s"
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            done, results[rank] = _received(pipe)
+            assert done, f"rank {rank}:\n{results[rank]}"
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, "the process ended without an answer"
+
+
+def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from toolkit.dist.report import NullReporter
+    from toolkit.dist.session import Session
+
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT_S - 5)  # shows where a rank hangs, before it is killed
+    store = TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter())
+    try:
+        function, args = pickle.loads(call)
+        answer = pickle.dumps((True, function(session, *args)))
+        dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    dist.destroy_process_group()

@@ -1,0 +1,315 @@
+"""The ddp strategy against a loop written by hand on one process, over the same global batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.dist.ranks import run_ranks
+from toolkit.config import StrategyConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
+from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.train.evaluate import evaluate
+from toolkit.train.objectives import classification, cross_entropy
+from toolkit.train.seeds import reseed
+
+pytestmark = pytest.mark.dist
+
+FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), 0.01),  # its first slots are not zeros
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.01),  # has its slots before the first step
+}
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def noisy_model() -> nn.Module:
+    """Dropout draws random numbers, BatchNorm keeps buffers that differ between ranks."""
+    torch.manual_seed(1)
+    hidden = nn.Linear(FEATURES, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.3)
+    return nn.Sequential(*hidden, nn.Linear(33, 20), nn.ReLU(), nn.Linear(20, CLASSES))
+
+
+def global_batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 + step)
+    inputs = torch.randn(size, FEATURES, generator=draw)
+    return inputs, torch.randint(CLASSES, (size,), generator=draw)
+
+
+def part(share: Share, step: int, size: int = BATCH) -> Batch:
+    inputs, targets = global_batch(step, size)
+    start, stop = share.bounds(size)
+    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), size)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over something that is spread unevenly: sample i has ``targets[i]`` tokens, class 0 has none at all."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return (losses * targets).sum(), targets.sum().float()
+
+
+def ddp(
+    session: Session,
+    model: Callable[[], nn.Module] = plain_model,
+    optimizer: str = "sgd",
+    criterion: Criterion = cross_entropy,
+    size: int = BATCH,
+    **options: Any,
+) -> Strategy:
+    strategy = build_strategy(StrategyConfig("ddp"), session, **options)
+    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+    return strategy
+
+
+def snapshot(strategy: Strategy) -> dict[str, Tensor]:
+    return {name: entry.value.detach().clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+
+
+def rates(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+# ------------------------------------------------------------------------------------------- equals one process
+
+
+def oracle(optimizer: str, criterion: Criterion, size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training, written as anyone would write it without ranks."""
+    model = plain_model()
+    stepper = OPTIMIZERS[optimizer](model)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = global_batch(step, size)
+        total, weight = criterion(model(inputs), targets)
+        loss = total / (len(inputs) if weight is None else weight)
+        for group in stepper.param_groups:
+            group["lr"] = rates(step)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+CASES = [
+    ("sgd", cross_entropy, 1, 10),
+    ("sgd", cross_entropy, 3, 10),
+    ("adamw", cross_entropy, 1, 10),
+    ("adamw", cross_entropy, 3, 10),
+    ("nadam", cross_entropy, 1, 10),
+    ("adagrad", cross_entropy, 1, 10),
+    ("sgd", cross_entropy, 3, 5),  # shares of one and two samples, worked through in three parts
+    ("sgd", token_loss, 1, 10),
+    ("adamw", token_loss, 3, 10),
+]
+
+
+def train_cases(session: Session) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for optimizer, criterion, accumulate, size in CASES:
+        strategy = ddp(session, plain_model, optimizer, criterion, size, accumulate=accumulate)
+        strategy.state()  # what a fresh start does when it looks for a checkpoint must not change the first step
+        losses = [strategy.step(part(strategy.share, n, size), rates(n)).loss.item() for n in range(STEPS)]
+        found.append((losses, snapshot(strategy)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_equal_those_of_one_process_on_the_same_global_batches(world_size: int) -> None:
+    ranks = run_ranks(world_size, train_cases)
+    for case, (optimizer, criterion, _, size) in enumerate(CASES):
+        losses, weights = oracle(optimizer, criterion, size)
+        assert np.allclose(np.sum([rank[case][0] for rank in ranks], axis=0), losses, atol=1e-6), CASES[case]
+        for rank in ranks:
+            for name, weight in weights.items():
+                torch.testing.assert_close(
+                    rank[case][1][f"model/{name}"], weight, atol=1e-6, rtol=0, msg=str(CASES[case])
+                )
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
+
+
+def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
+    """Unpadded: this share's range in batches, every share the same number of them."""
+    inputs, targets = global_batch(7, size)
+    start, stop = share.bounds(size)
+    calls = math.ceil(math.ceil(size / share.count) / batch_size)
+    cuts = [(min(start + i * batch_size, stop), min(start + (i + 1) * batch_size, stop)) for i in range(calls)]
+    return [Batch(inputs[a:b], targets[a:b], torch.arange(a, b), size) for a, b in cuts]
+
+
+def evaluate_parts(session: Session, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+    strategy = ddp(session, noisy_model)
+    for step in range(STEPS):
+        strategy.step(part(strategy.share, step), 0.05)
+    figures = evaluate(strategy, eval_parts(strategy.share, size, 4), size, classification)
+    return figures, snapshot(strategy)
+
+
+def test_evaluation_is_that_of_one_process_over_the_same_weights() -> None:
+    ranks = run_ranks(3, evaluate_parts, 22)
+    model = noisy_model()
+    model.load_state_dict({name.removeprefix("model/"): v for name, v in ranks[0][1].items() if "model/" in name})
+    inputs, targets = global_batch(7, 22)
+    outputs = model.eval()(inputs)
+    for figures, _ in ranks:
+        assert figures == ranks[0][0]
+        assert figures["accuracy"] == (outputs.argmax(1) == targets).sum().item() / 22
+        assert figures["loss"] == pytest.approx(functional.cross_entropy(outputs, targets).item(), rel=1e-6)
+
+
+def evaluate_too_few(session: Session) -> str:
+    strategy = ddp(session)
+    with pytest.raises(Exception, match="evaluation looked at") as caught:
+        evaluate(strategy, eval_parts(strategy.share, 22, 4), 23, classification)
+    return str(caught.value)
+
+
+def test_an_evaluation_that_misses_a_sample_is_refused_with_both_numbers() -> None:
+    assert all("22 samples" in message and "23" in message for message in run_ranks(2, evaluate_too_few))
+
+
+# --------------------------------------------------------------------------------------------------- bitwise
+
+
+def continue_training(
+    session: Session, start: dict[str, Tensor] | None, first: int, last: int
+) -> list[dict[str, Tensor]]:
+    """Steps ``first`` to ``last`` - 1, from ``start`` or from the beginning; the state after each."""
+    strategy = ddp(session, noisy_model, size=25, accumulate=2)
+    live = strategy.state()
+    if start is not None:
+        for name, entry in live.items():
+            entry.value.copy_(start[name])  # type: ignore[union-attr]
+        assert live.keys() == start.keys()
+        strategy.loaded({})
+    states = []
+    for step in range(first, last):
+        reseed(5, step, strategy.share.index)
+        strategy.step(part(strategy.share, step, 25), rates(step))
+        states.append(snapshot(strategy))
+    return states
+
+
+def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted() -> None:
+    undisturbed = run_ranks(3, continue_training, None, 0, 6)[0]
+    resumed = run_ranks(3, continue_training, undisturbed[2], 3, 6)
+    for rank in resumed:
+        for whole, again in zip(undisturbed[3:], rank, strict=True):
+            assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def names(session: Session) -> tuple[set[str], set[str]]:
+    strategy = ddp(session, noisy_model, "adamw")
+    before = set(strategy.state())
+    strategy.step(part(strategy.share, 0), 0.1)
+    return before, set(strategy.state())
+
+
+def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the_first_step() -> None:
+    model = noisy_model()
+    slots = {
+        f"optim/{name}/{slot}" for name, _ in model.named_parameters() for slot in ("step", "exp_avg", "exp_avg_sq")
+    }
+    expected = {f"model/{name}" for name in model.state_dict()} | slots
+    assert run_ranks(1, names) == [(expected, expected)]
+
+
+# ---------------------------------------------------------------------------------------------------- priming
+
+
+def prime(session: Session) -> None:
+    made = noisy_model()
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    strategy = build_strategy(StrategyConfig("ddp"), session)
+    model = noisy_model()
+    optimizer = OPTIMIZERS["sgd"](model)
+    torch.set_rng_state(before)
+    strategy.build(lambda: model, lambda _: optimizer, cross_entropy, part(strategy.share, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not optimizer.state
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_as_they_were() -> None:
+    run_ranks(2, prime)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(FEATURES, CLASSES), nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.used(inputs)  # type: ignore[no-any-return]
+
+
+def refusals(session: Session) -> list[str]:
+    messages = []
+    for build in (partial(ddp, session, HalfUsed), partial(ddp, session, size=1)):
+        with pytest.raises(ConfigError) as caught:
+            build()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step() -> None:
+    for unused, without in run_ranks(2, refusals):
+        assert "idle.weight, idle.bias" in unused
+        assert "data.global_batch_size: 1 samples cannot be shared by 2 ranks" in without
+
+
+# ------------------------------------------------------------------------------------------- precision, compile
+
+
+def train_bf16(session: Session) -> tuple[float, torch.dtype]:
+    strategy = ddp(session, precision="bf16")
+    losses = [strategy.step(part(strategy.share, 0), 0.1).loss.item() for _ in range(5)]
+    weight = strategy.state()["model/0.weight"].value
+    return losses[-1] - losses[0], weight.dtype  # type: ignore[union-attr]
+
+
+def test_bf16_computes_in_half_precision_and_keeps_weights_in_fp32() -> None:
+    for change, dtype in run_ranks(2, train_bf16):
+        assert change < 0
+        assert dtype is torch.float32
+
+
+def fail_to_compile(session: Session) -> str:
+    import torch._dynamo.exc
+
+    def refuse(*_: object) -> Tensor:
+        raise torch._dynamo.exc.TorchDynamoException("no compiler here\nand pages of more")
+
+    def model() -> nn.Module:
+        made = plain_model()
+        made.compile = lambda: made.register_forward_pre_hook(refuse)  # type: ignore[method-assign, assignment]
+        return made
+
+    with pytest.raises(ConfigError) as caught:
+        ddp(session, model, compile=True)
+    return str(caught.value)
+
+
+def test_a_model_that_cannot_be_compiled_names_the_key_to_change() -> None:
+    (message,) = run_ranks(1, fail_to_compile)
+    assert message.startswith("train.compile: torch.compile failed on this model")
+    assert "no compiler here); set train.compile: false" in message

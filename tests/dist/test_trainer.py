@@ -1,0 +1,179 @@
+"""The whole loop on real ranks: resume, evaluation, what is logged, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.ranks import run_ranks
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.data.loader import Loader, eval_batches
+from toolkit.data.memory import InMemory
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.train.evaluate import evaluate
+from toolkit.train.loop import Result, Trainer
+from toolkit.train.objectives import classification, cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+pytestmark = pytest.mark.dist
+
+SAMPLES, BATCH, EVAL_SAMPLES = 50, 20, 37
+CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 steps, an epoch ends in step 3, 5, 8, 10
+
+
+def images(count: int, seed: int) -> InMemory:
+    draw = torch.Generator().manual_seed(seed)
+    return InMemory(torch.randn(count, 1, 4, 4, generator=draw), torch.randint(5, (count,), generator=draw))
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5))
+
+
+def noisy_model() -> nn.Module:
+    """Dropout draws random numbers, BatchNorm keeps buffers that differ between ranks."""
+    layers = nn.Linear(16, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 5)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def judge(strategy: Strategy) -> dict[str, float]:
+    test_set = images(EVAL_SAMPLES, 2)
+    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), EVAL_SAMPLES, classification)
+
+
+def train(
+    session: Session,
+    run_dir: Path,
+    config: TrainConfig = CONFIG,
+    model: Any = noisy_model,
+    every_steps: int = 4,
+    job: JobConfig | None = None,
+) -> tuple[Result, dict[str, Tensor]]:
+    session = replace(session, run_dir=run_dir)
+    prepare(config.seed)
+    strategy = build_strategy(StrategyConfig(), session, accumulate=config.accumulate)
+    loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
+    optim = OptimConfig("adamw", lr=0.01)
+    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    checkpoints = Checkpoints(CheckpointConfig(every_steps), session, strategy, identity(job or JobConfig()))
+    schedule = partial(build_schedule, optim)
+    trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+    result = trainer.fit(judge)
+    return result, {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+
+
+def logged(run_dir: Path, tag: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "tensorboard" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, dict[str, Tensor]]:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    return run_dir, *run_ranks(3, train, run_dir)[0]
+
+
+def test_a_run_does_every_step_and_counts_epochs_and_samples(undisturbed: Any) -> None:
+    _, result, _ = undisturbed
+    assert (result.step, result.epoch, result.samples) == (10, 4, 200)
+    assert result.metrics.keys() == {"eval/accuracy", "eval/loss", "train/loss"}
+
+
+def test_evaluations_come_in_the_step_that_ends_an_epoch_and_at_the_end(undisturbed: Any) -> None:
+    run_dir, result, _ = undisturbed
+    accuracies = logged(run_dir, "eval/accuracy")
+    assert list(accuracies) == [3, 5, 8, 10]
+    assert accuracies[10] == result.metrics["eval/accuracy"]
+
+
+def test_checkpoints_come_at_their_interval_and_at_the_end(undisturbed: Any) -> None:
+    names = sorted(path.name for path in (undisturbed[0] / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000010"]  # the newest two of 4, 8, 10
+
+
+def die_after(session: Session, run_dir: Path, steps: int) -> None:
+    """A crash of one rank's loader: nothing is saved on the way out."""
+    plain_at = Loader.at
+
+    def at(loader: Loader, step: int) -> Any:
+        if step == steps:
+            raise OSError("the disk is gone")
+        return plain_at(loader, step)
+
+    Loader.at = at  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(session, run_dir)
+
+
+def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    run_ranks(3, die_after, tmp_path, 7)  # after the checkpoint of step 4
+    assert list(logged(tmp_path, "train/loss")) == [1, 2, 3, 4, 5, 6, 7]
+    for result, state in run_ranks(3, train, tmp_path):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
+    assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
+
+
+def test_a_finished_run_is_only_evaluated_again_and_on_any_number_of_ranks_exactly_the_same(undisturbed: Any) -> None:
+    run_dir, result, state = undisturbed
+    for world_size in (1, 2):
+        for again, same in run_ranks(world_size, train, run_dir):
+            assert again.step == result.step
+            assert again.metrics["eval/accuracy"] == result.metrics["eval/accuracy"]
+            assert again.metrics["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
+            assert_same(same, state)
+
+
+def test_a_model_without_batch_statistics_trains_alike_on_another_number_of_ranks_from_the_middle_on(
+    tmp_path: Path,
+) -> None:
+    config = replace(CONFIG, log_every=3)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ((result, state),) = run_ranks(1, train, whole, config, plain_model)
+    run_ranks(2, train, parts, replace(config, max_steps=4), plain_model)
+    for again, weights in run_ranks(3, train, parts, replace(config, accumulate=3), plain_model):
+        assert again.metrics == pytest.approx(result.metrics, abs=1e-5)
+        for name, weight in state.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0)
+
+
+def test_the_loss_that_is_logged_is_the_mean_of_the_global_loss_over_the_window(tmp_path: Path) -> None:
+    run_ranks(3, train, tmp_path / "each", replace(CONFIG, log_every=1), plain_model)
+    run_ranks(2, train, tmp_path / "four", replace(CONFIG, log_every=4), plain_model)
+    each = logged(tmp_path / "each", "train/loss")
+    windows = {4: [1, 2, 3, 4], 8: [5, 6, 7, 8], 10: [9, 10]}
+    expected = {step: np.mean([each[n] for n in window]) for step, window in windows.items()}
+    assert logged(tmp_path / "four", "train/loss") == pytest.approx(expected, abs=1e-5)
+
+
+def refused(session: Session, run_dir: Path) -> str:
+    job = JobConfig()
+    job.model.name, job.train.seed = "lenet", 8
+    with pytest.raises(ConfigError) as caught:
+        train(session, run_dir, job=job)
+    return str(caught.value)
+
+
+def test_a_resume_as_another_run_is_refused_with_each_key_and_both_values(undisturbed: Any) -> None:
+    (message,) = run_ranks(1, refused, undisturbed[0])
+    assert "model.name was 'mlp' and is now 'lenet'; train.seed was 0 and is now 8. Set them back" in message

@@ -1,0 +1,38 @@
+"""The Slurm that the stories run on: one box for the session, and boxes of other kinds on request."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.box import Box, BoxUnavailable
+
+BoxFactory = Callable[..., Box]
+
+
+@pytest.fixture(scope="session")
+def box() -> Iterator[Box]:
+    """Four nodes of Slurm 22.05, plain; TOOLKIT_BOX_SLURM and TOOLKIT_BOX_PROFILE choose another kind."""
+    with ExitStack() as stack:
+        yield start_box(stack)
+
+
+@pytest.fixture
+def make_box() -> Iterator[BoxFactory]:
+    """Starts boxes with Box's own arguments, and takes them down after the test."""
+    with ExitStack() as stack:
+        yield lambda **options: start_box(stack, **options)
+
+
+def start_box(stack: ExitStack, **options: Any) -> Box:
+    """A running box that comes down with `stack`; skips (or fails, if Slurm is required) where none can stand."""
+    chosen = {"slurm": os.environ.get("TOOLKIT_BOX_SLURM"), "profile": os.environ.get("TOOLKIT_BOX_PROFILE")}
+    options = {**{key: value for key, value in chosen.items() if value}, **options}
+    try:
+        return stack.enter_context(Box(**options))
+    except BoxUnavailable as reason:
+        if os.environ.get("TOOLKIT_REQUIRE_SLURM") == "1":
+            raise
+        pytest.skip(f"no Slurm to be had: {reason}")

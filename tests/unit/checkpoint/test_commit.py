@@ -1,0 +1,165 @@
+"""Whatever dies or fails while a checkpoint is written, the newest committed one stays loadable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, weights
+from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.errors import CheckpointError, ConfigError
+
+
+def filled(folder: Path, *steps: int) -> CheckpointStore:
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    for step in steps:
+        alone(store, step, weights(float(step)))
+    return store
+
+
+def operations_of_a_save(folder: Path) -> list[tuple[str, str]]:
+    """The file operations of the third save, which removes the first checkpoint."""
+    store, seen = filled(folder, 100, 200), list[tuple[str, str]]()
+    with file_operations(lambda name, path: seen.append((name, Path(path).name))):
+        alone(store, 300, weights(300.0))
+    return seen
+
+
+def test_killed_between_any_two_file_operations_the_newest_committed_one_loads(tmp_path: Path) -> None:
+    total = len(operations_of_a_save(tmp_path / "whole"))
+    assert total > 10
+    steps = []
+    for k in range(total):
+        store, count = filled(tmp_path / str(k), 100, 200), 0
+
+        def die_at_k(name: str, path: str, k: int = k) -> None:
+            nonlocal count
+            count += 1
+            if count > k:  # the dead do nothing more
+                raise Killed
+
+        with pytest.raises(Killed), file_operations(die_at_k):
+            alone(store, 300, weights(300.0))
+        store, state = CheckpointStore(tmp_path / str(k) / "checkpoints"), weights(0.0)
+        loaded = load_alone(store, state)
+        assert loaded
+        assert float(state["model/weight"].value.unique().item()) == loaded.step
+        assert loaded.skipped == {}
+        assert not list(store.folder.glob("*.tmp-*"))  # swept
+        assert all(store.verify(path) for path in store.list())  # none is half removed
+        assert len(store.list()) >= 2
+        alone(store, 300, weights(300.0))
+        assert newest_step(store.folder) == 300
+        steps.append(loaded.step)
+    assert steps == sorted(steps)  # once committed it stays so
+    assert {200, 300} == set(steps)
+
+
+def test_an_old_checkpoint_is_not_deleted_before_the_new_one_is_durable(tmp_path: Path) -> None:
+    seen = operations_of_a_save(tmp_path)
+    committed = next(
+        i for i, (name, path) in enumerate(seen) if name == "rename" and path.startswith("step-00000300.tmp")
+    )
+    durable = seen.index(("fsync", "checkpoints"), committed)
+    flushed = [path for name, path in seen[:committed] if name == "fsync"]
+    assert flushed[0] == "rank-00000.bin"
+    assert flushed[1].startswith(".manifest.json.tmp")  # the manifest last
+    assert flushed[-1].startswith("step-00000300.tmp")  # then the folder, all before the rename
+    touched = [i for i, (name, path) in enumerate(seen) if "step-00000100" in path or name in ("unlink", "rmdir")]
+    assert touched
+    assert min(touched) > durable
+    removing = [seen[i] for i in touched if seen[i][0] != "fsync"]
+    assert removing[0] == ("rename", "step-00000100")  # half removed it must not look committed
+
+
+def test_a_left_over_temporary_folder_does_not_block_later_saves(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100)
+    left = store.folder / "step-00000200.tmp-0badcafe"
+    left.mkdir()
+    (left / "rank-00000.bin").write_bytes(b"half")
+    alone(store, 200, weights(200.0))
+    assert newest_step(store.folder) == 200
+    assert left.exists()  # only the start of an attempt may conclude that its writer is dead
+    assert store.sweep() == [left]
+    assert not left.exists()
+
+
+def test_the_sweep_leaves_what_this_store_is_writing(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100)
+    writing = store.begin(200)
+    assert store.sweep() == []
+    assert writing.is_dir()
+
+
+def test_saving_a_committed_step_again_changes_nothing(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100)
+    seen: list[str] = []
+    with file_operations(lambda name, path: seen.append(name)):
+        assert alone(store, 100, weights(999.0)) == store.path(100)
+    assert seen == []
+
+
+def test_keep_counts_valid_checkpoints_only(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100, 200)
+    os.truncate(store.path(200) / "rank-00000.bin", 3)
+    alone(store, 300, weights(300.0))
+    assert [path.name for path in store.list()] == ["step-00000300", "step-00000200", "step-00000100"]
+    alone(store, 400, weights(400.0))
+    assert [path.name for path in store.list()] == ["step-00000400", "step-00000300", "step-00000200"]
+
+
+def test_keeping_one_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: 1 is too few"):
+        CheckpointStore(tmp_path, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "the disk is full: free space"), (errno.EROFS, "is read-only"), (errno.ENOENT, "has vanished")],
+)
+@pytest.mark.parametrize("operation", ["mkdir", "open", "fsync", "replace", "rename"])
+def test_a_file_error_names_the_path_and_what_to_do(tmp_path: Path, number: int, advice: str, operation: str) -> None:
+    store = filled(tmp_path, 100)
+
+    def fail(name: str, path: str) -> None:
+        if name == operation:
+            raise OSError(number, os.strerror(number), path)
+
+    with file_operations(fail), pytest.raises(CheckpointError, match=advice) as caught:
+        alone(store, 200, weights(200.0))
+    assert str(store.folder) in str(caught.value)
+    assert os.strerror(number) in str(caught.value)
+    assert newest_step(store.folder) == 100
+    assert not list(store.folder.glob("*.tmp-*"))
+
+
+def test_a_checkpoint_that_cannot_be_pruned_does_not_fail_the_save(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100, 200)
+
+    def fail(name: str, path: str) -> None:
+        if name == "unlink":
+            raise OSError(errno.EACCES, "Permission denied", path)
+
+    with file_operations(fail):
+        alone(store, 300, weights(300.0))
+    assert newest_step(store.folder) == 300
+
+
+def test_the_newest_step_is_found_without_torch(tmp_path: Path) -> None:
+    store = filled(tmp_path, 100, 200)
+    code = (
+        "import sys, pathlib; from toolkit.checkpoint.store import CheckpointStore, newest_step;"
+        f"path = pathlib.Path({str(store.folder)!r}); CheckpointStore(path).verify(CheckpointStore(path).list()[0]);"
+        "print(newest_step(path), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["200", "False"]
+
+
+def test_a_folder_that_is_not_there_has_no_newest_step(tmp_path: Path) -> None:
+    assert newest_step(tmp_path / "nowhere") is None

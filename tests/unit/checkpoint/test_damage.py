@@ -1,0 +1,218 @@
+"""Damage of any kind is detected, skipped with a reason and moved aside; nothing in a checkpoint is ever run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.manifest import CorruptCheckpointError
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.checkpoint.writer import save
+from toolkit.dist.state import PerRank, Replicated
+from toolkit.errors import CheckpointError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """A store with the steps 100 and 200, whose weights are 100.0 and 200.0."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    alone(store, 100, weights(100.0))
+    alone(store, 200, weights(200.0))
+    return store
+
+
+def loaded_value(store: CheckpointStore) -> float:
+    state = weights(0.0)
+    assert load_alone(store, state)
+    return float(state["model/weight"].value.unique().item())
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Forge the manifest: `change` it and give it a right crc32."""
+    path = folder / manifests.NAME
+    fields = json.loads(path.read_bytes())["manifest"]
+    change(fields)
+    path.write_bytes(manifests._frame(1, json.dumps(fields).encode()))
+
+
+def test_a_flipped_bit_anywhere_in_any_file_is_detected(store: CheckpointStore) -> None:
+    newest = store.path(200)
+    undetected = []
+    for path in sorted(newest.iterdir()):
+        bits = 8 * path.stat().st_size
+        for bit in {0, bits - 1, *random.Random(0).sample(range(bits), min(300, bits))}:
+            flip(path, bit)
+            try:
+                store.verify(newest)
+                undetected.append((path.name, bit))
+            except CorruptCheckpointError:
+                pass
+            flip(path, bit)
+    assert undetected == []
+    assert store.verify(newest).step == 200
+
+
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(
+    store: CheckpointStore, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    flip(store.path(200) / name, 77)
+    assert loaded_value(store) == 100.0
+    assert any("skipping step-00000200" in m and name in m for m in caplog.messages)
+    assert [path.name.split(".bad-")[0] for path in store.folder.glob("*.bad-*")] == ["step-00000200"]
+    alone(store, 200, weights(201.0))  # the step can be saved again
+    assert loaded_value(store) == 201.0
+
+
+@pytest.mark.parametrize("size", [0, 1, 47])
+def test_a_truncated_file_is_detected(store: CheckpointStore, size: int) -> None:
+    os.truncate(store.path(200) / "rank-00000.bin", size)
+    with pytest.raises(CorruptCheckpointError, match=f"has {size} bytes instead of 48"):
+        store.verify(store.path(200))
+    assert loaded_value(store) == 100.0
+
+
+def test_a_longer_file_and_a_missing_one_are_detected(store: CheckpointStore) -> None:
+    data = store.path(200) / "rank-00000.bin"
+    data.write_bytes(data.read_bytes() + b"\0")
+    with pytest.raises(CorruptCheckpointError, match="49 bytes instead of 48"):
+        store.verify(store.path(200))
+    data.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.bin cannot be read: No such file"):
+        store.verify(store.path(200))
+
+
+def test_without_its_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(store: CheckpointStore) -> None:
+    (store.path(200) / manifests.NAME).unlink()
+    assert newest_step(store.folder) == 100
+    assert loaded_value(store) == 100.0
+    alone(store, 200, weights(202.0))
+    assert loaded_value(store) == 202.0
+
+
+def test_when_all_are_damaged_the_run_stops_instead_of_starting_anew(store: CheckpointStore) -> None:
+    for path in store.list():
+        flip(path / "rank-00000.bin", 5)
+    for _attempt in range(2):  # nothing is moved, so the next attempt does not start at step 0 either
+        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good, and all were left in place"):
+            load_alone(store, weights(0.0))
+    assert len(store.list()) == 2
+
+
+def test_read_only_loading_changes_no_file(store: CheckpointStore) -> None:
+    flip(store.path(200) / "rank-00000.bin", 5)
+    (store.folder / "step-00000300.tmp-0badcafe").mkdir()
+    before = sorted(store.folder.rglob("*"))
+    loaded = load_alone(store, weights(0.0), read_only=True)
+    assert loaded
+    assert loaded.step == 100
+    assert list(loaded.skipped) == ["step-00000200"]
+    assert sorted(store.folder.rglob("*")) == before
+
+
+def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> None:
+    def state(rank: int, value: float) -> dict[str, Any]:
+        return {"w": Replicated(torch.full((2,), value)), f"own/rank{rank}": PerRank(torch.full((2,), value))}
+
+    def write(rank: int, kv: object) -> None:
+        store = CheckpointStore(tmp_path)
+        for step in (1, 2):
+            save(store, step, state(rank, float(step)), {}, rank=rank, world_size=3, kv=kv)
+
+    def read(rank: int, kv: object) -> tuple[int, list[str], float]:
+        live = state(rank, 0.0)
+        loaded = load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
+        return loaded.step, list(loaded.skipped), float(live["w"].value[0])
+
+    on_ranks(3, write)
+    flip(tmp_path / "step-00000002" / "rank-00002.bin", 3)  # only rank 2 reads it
+    assert on_ranks(3, read) == [(1, ["step-00000002"], 1.0)] * 3
+
+
+def test_a_newer_format_is_refused_naming_both_versions(store: CheckpointStore) -> None:
+    path = store.path(200) / manifests.NAME
+    path.write_bytes(manifests._frame(2, b'{"all": "new"}'))
+    with pytest.raises(CheckpointError, match="has format 2 and this toolkit reads up to format 1"):
+        load_alone(store, weights(0.0))
+    assert len(store.list()) == 2
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_forged_manifest_runs_no_code(store: CheckpointStore, tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "ran"))
+    (store.path(200) / manifests.NAME).write_bytes(bomb)
+    (store.path(100) / "rank-00000.bin").write_bytes(bomb)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is good"):
+        load_alone(store, weights(0.0))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "rank-00000.bin/../../secret", "rank-1.bin", "", None, 3])
+def test_a_file_name_that_leads_elsewhere_is_refused(store: CheckpointStore, name: Any) -> None:
+    def forge(fields: Any) -> None:
+        fields["files"] = {str(name): 48}
+        fields["tensors"]["model/weight"]["parts"][0]["file"] = name
+
+    rewrite(store.path(200), forge)
+    with pytest.raises(CorruptCheckpointError, match=r"not of the form rank-00000\.bin"):
+        store.verify(store.path(200))
+
+
+def test_a_symbolic_link_in_place_of_a_file_is_refused(store: CheckpointStore) -> None:
+    data = store.path(200) / "rank-00000.bin"
+    data.rename(data.with_name("elsewhere"))
+    data.symlink_to(".//" + "./" * 18 + "elsewhere")  # 48 bytes, as the file has: the size alone does not tell
+    assert data.lstat().st_size == data.stat().st_size == 48
+    with pytest.raises(CorruptCheckpointError):
+        store.verify(store.path(200))
+    assert loaded_value(store) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("start", -8), ("start", 8), ("size_bytes", 1 << 60), ("size_bytes", "48"), ("crc32", None), ("shape", [9, 9])],
+)
+def test_ranges_that_lie_are_refused_before_memory_is_taken(store: CheckpointStore, key: str, value: Any) -> None:
+    rewrite(store.path(200), lambda fields: fields["tensors"]["model/weight"]["parts"][0].update({key: value}))
+    with pytest.raises(CorruptCheckpointError, match="is no manifest of format 1"):
+        store.verify(store.path(200))
+
+
+def test_a_manifest_nested_too_deeply_is_damage_and_no_crash(store: CheckpointStore) -> None:
+    body = b"[" * 200_000
+    (store.path(200) / manifests.NAME).write_bytes(manifests._frame(1, body))
+    with pytest.raises(CorruptCheckpointError):
+        store.verify(store.path(200))
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(store: CheckpointStore) -> None:
+    store.path(200).rename(store.path(900))
+    with pytest.raises(CorruptCheckpointError, match="holds step 200"):
+        store.verify(store.path(900))

@@ -1,0 +1,207 @@
+"""Ranks as threads around torch's own HashStore: all return the same or all raise the same."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.unit.checkpoint.ranks import on_ranks, weights
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore, file_errors
+from toolkit.checkpoint.writer import save
+from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.errors import CheckpointError
+
+
+def own(rank: int, value: float = 0.0) -> State:
+    return {**weights(value), f"own/rank{rank}": PerRank(torch.full((4,), value + rank))}
+
+
+def messages(outcomes: list[object]) -> list[str]:
+    assert all(isinstance(outcome, CheckpointError) for outcome in outcomes), outcomes
+    return [str(outcome) for outcome in outcomes]
+
+
+def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
+    paths = on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
+    assert paths == [tmp_path / "step-00000003"] * 2
+    assert sorted(p.name for p in paths[0].iterdir()) == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+
+
+def test_a_rank_that_holds_only_replicas_writes_no_file(tmp_path: Path) -> None:
+    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(1.0), {}, rank=r, world_size=2, kv=kv))
+    assert sorted(p.name for p in (tmp_path / "step-00000003").iterdir()) == ["manifest.json", "rank-00000.bin"]
+
+
+def test_the_store_holds_no_more_keys_after_many_saves_than_after_one(tmp_path: Path) -> None:
+    kept = list[int]()
+
+    def run(rank: int, kv: HashStore) -> None:
+        store = CheckpointStore(tmp_path)
+        for step in range(1, 6):
+            save(store, step, own(rank), {}, rank=rank, world_size=2, kv=kv)
+            if rank == 0:
+                kept.append(kv.num_keys())
+        load(store, own(rank), rank=rank, world_size=2, kv=kv)
+
+    assert on_ranks(2, run) == [None, None]
+    assert max(kept) <= kept[0] + 2  # the other rank may have spoken in the next save already
+
+
+class FullDisk(CheckpointStore):
+    """A store whose disk is full for the file of one rank."""
+
+    def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
+        """Fails as `fsio.write_stream` does."""
+        with file_errors("writing", path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_cannot_write_is_reported_to_all(tmp_path: Path, failing: int) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        store = (FullDisk if rank == failing else CheckpointStore)(tmp_path)
+        return save(store, 3, own(rank), {}, rank=rank, world_size=3, kv=kv)
+
+    texts = messages(on_ranks(3, run))
+    assert len(set(texts)) == 1
+    assert f"rank-0000{failing}.bin failed (No space left on device)" in texts[0]
+    assert "free space there" in texts[0]
+    assert failing == 0 or f"rank {failing} on " in texts[0]
+    assert CheckpointStore(tmp_path).list() == []
+
+
+def test_after_a_failed_save_the_same_ranks_can_save_the_step(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        store = CheckpointStore(tmp_path)
+        bad = {"w": Replicated(torch.zeros(1)), "x": Replicated(object() if rank == 0 else None)}
+        with pytest.raises(CheckpointError):
+            save(store, 3, bad, {}, rank=rank, world_size=2, kv=kv)
+        return save(store, 3, own(rank), {}, rank=rank, world_size=2, kv=kv)
+
+    assert on_ranks(2, run) == [tmp_path / "step-00000003"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_silent_ranks_are_named_on_all_ranks_that_wait(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path | None:
+        if rank in (1, 3):
+            return None
+        return save(CheckpointStore(tmp_path), 3, own(rank), {}, rank=rank, world_size=4, kv=kv, timeout_s=1.0)
+
+    outcomes = on_ranks(4, run)
+    texts = messages([outcomes[0], outcomes[2]])
+    assert all("no word within 1 s from rank 1, 3" in text for text in texts)
+
+
+def test_a_rank_that_hears_nothing_from_rank_0_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 1 heard nothing about its checkpoint from rank 0 for 0\.2 s"):
+        save(CheckpointStore(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=HashStore(), timeout_s=0.1)
+
+
+def test_replicas_that_have_drifted_apart_are_named(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore, *, check: bool = True) -> Path:
+        state = {"same": Replicated(torch.ones(2)), "drifted": Replicated(torch.ones(2) * (1 + rank * 1e-7))}
+        store = CheckpointStore(tmp_path)
+        return save(store, 3, state, {}, rank=rank, world_size=2, kv=kv, check_replicas=check)
+
+    texts = messages(on_ranks(2, run))
+    assert all("drifted declared as replicated, but rank 1 and rank 0 hold different values" in t for t in texts)
+    assert on_ranks(2, lambda r, kv: run(r, kv, check=False)) == [tmp_path / "step-00000003"] * 2
+
+
+def test_numbers_that_differ_are_no_replicas(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        return save(CheckpointStore(tmp_path), 3, {"n": Replicated(rank)}, {}, rank=rank, world_size=2, kv=kv)
+
+    assert all("n declared as replicated" in text for text in messages(on_ranks(2, run)))
+
+
+def test_ranks_with_different_names_are_refused(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        state = {f"w{rank}": Replicated(torch.ones(1))}
+        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+
+    assert all("rank 1 declares other replicated values" in text for text in messages(on_ranks(2, run)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ({0: (0, 2), 1: (1, 3)}, "overlap or leave a gap"),
+        ({0: (0, 1), 1: (2, 3)}, "overlap or leave a gap"),
+        ({0: (0, 3), 1: (0, 3)}, "overlap or leave a gap"),
+    ],
+)
+def test_shards_that_do_not_make_up_the_tensor_are_refused(
+    tmp_path: Path, parts: dict[int, tuple[int, int]], complaint: str
+) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        start, stop = parts[rank]
+        state = {"w": Sharded(torch.zeros(stop - start, 2), (3, 2), (start, 0))}
+        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+
+    assert all(complaint in text for text in messages(on_ranks(2, run)))
+
+
+def test_two_ranks_with_the_same_per_rank_name_are_refused(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        state = {"residual": PerRank(torch.zeros(2))}
+        return save(CheckpointStore(tmp_path), 3, state, {}, rank=rank, world_size=2, kv=kv)
+
+    assert all("two ranks declare residual as their own" in text for text in messages(on_ranks(2, run)))
+
+
+def test_ranks_at_different_steps_are_refused(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> Path:
+        return save(CheckpointStore(tmp_path), 3 + rank, own(rank), {}, rank=rank, world_size=2, kv=kv)
+
+    assert "it saves step 4 while rank 0 saves step 3" in messages(on_ranks(2, run))[0]
+
+
+def test_per_rank_values_are_refused_at_another_world_size(tmp_path: Path) -> None:
+    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
+    with pytest.raises(CheckpointError, match="it holds values of each of 2 ranks, and now there are 1"):
+        load(CheckpointStore(tmp_path), own(0), rank=0, world_size=1, kv=None)
+
+
+def test_replicated_state_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
+    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
+
+    def read(rank: int, kv: HashStore) -> float:
+        live = weights(0.0)
+        assert load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
+        return float(live["model/weight"].value.mean())
+
+    assert on_ranks(3, read) == [7.0] * 3
+
+
+def test_a_rank_with_another_model_stops_all_ranks(tmp_path: Path) -> None:
+    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(7.0), {}, rank=r, world_size=2, kv=kv))
+
+    def read(rank: int, kv: HashStore) -> object:
+        live = weights(0.0) if rank == 0 else {"model/weight": Replicated(torch.zeros(9))}
+        return load(CheckpointStore(tmp_path), live, rank=rank, world_size=2, kv=kv)
+
+    texts = messages(on_ranks(2, read))
+    assert all("does not fit this model and strategy" in text and "rank 1 on" in text for text in texts)
+
+
+def test_no_checkpoint_is_none_on_all_ranks(tmp_path: Path) -> None:
+    def read(rank: int, kv: HashStore) -> object:
+        return load(CheckpointStore(tmp_path), own(rank), rank=rank, world_size=2, kv=kv)
+
+    assert on_ranks(2, read) == [None, None]
+
+
+def test_a_conversation_of_an_earlier_attempt_in_the_same_store_is_not_heard(tmp_path: Path) -> None:
+    kv = HashStore()
+    with pytest.raises(CheckpointError, match="no word"):  # attempt 1: rank 1 never comes
+        save(CheckpointStore(tmp_path), 3, own(0), {}, rank=0, world_size=2, kv=kv, timeout_s=0.05)
+    with pytest.raises(CheckpointError, match="heard nothing"):  # attempt 2 must not take that error for its own
+        save(CheckpointStore(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=kv, timeout_s=0.05, attempt=2)

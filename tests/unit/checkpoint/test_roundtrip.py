@@ -1,0 +1,158 @@
+"""Every value comes back bit for bit; the oracle is torch.equal."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.errors import CheckpointError
+
+
+def dense_dtypes() -> list[torch.dtype]:
+    """The dtypes of this torch of which a dense tensor can be made and seen as bytes."""
+    found = []
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        try:
+            tensor = torch.empty(2, dtype=dtype)
+            tensor.view(torch.uint8)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        if not tensor.is_quantized:
+            found.append(dtype)
+    return sorted(found, key=str)
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Any bit pattern, NaNs included (0 or 1 for bool)."""
+    template = torch.empty(shape, dtype=dtype)
+    high = 2 if dtype is torch.bool else 256
+    size = template.numel() * template.element_size()
+    return torch.randint(0, high, (size,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(flat_a, flat_b)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls some of its types experimental
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
+    saved = {f"{dtype}/{shape}": random_bits(dtype, shape) for dtype in dense_dtypes() for shape in shapes}
+    assert {"torch.bfloat16/()", "torch.bool/(5,)", "torch.complex64/(5,)", "torch.float8_e4m3fn/(5,)"} <= saved.keys()
+    alone(store, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
+    live = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
+    assert load_alone(store, {name: Replicated(tensor) for name, tensor in live.items()})
+    assert [name for name in saved if not same_bits(saved[name], live[name])] == []
+
+
+def test_views_parameters_and_lazy_conjugates_come_back_equal(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    base = torch.randn(6, 4)
+    saved = {
+        "transposed": base.t(),
+        "strided": base[::2, 1:3],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+    alone(store, 1, {name: Replicated(tensor) for name, tensor in saved.items()})
+    live = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    live["transposed"] = torch.zeros(6, 4).t()  # not contiguous on the way in either
+    live["parameter"] = torch.nn.Parameter(torch.zeros(6, 4))
+    load_alone(store, {name: Replicated(tensor) for name, tensor in live.items()})
+    assert [name for name in saved if not torch.equal(saved[name], live[name])] == []
+
+
+def test_meta_and_values_come_back_as_json(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    state = {
+        "optim/groups": Replicated([{"lr": 0.1, "betas": [0.9, 0.95], "name": "é"}]),
+        "model/w": Replicated(torch.ones(1)),
+    }
+    path = alone(store, 7, state, epoch=2, note=None)
+    loaded = load_alone(store, state)
+    assert loaded
+    assert (loaded.step, loaded.path, loaded.skipped) == (7, path, {})
+    assert loaded.meta == {"epoch": 2, "note": None}
+    assert loaded.values == {"optim/groups": [{"lr": 0.1, "betas": [0.9, 0.95], "name": "é"}]}
+
+
+def test_no_checkpoint_gives_none_and_leaves_the_state_alone(tmp_path: Path) -> None:
+    state = weights(3.0)
+    assert load_alone(CheckpointStore(tmp_path / "never made"), state) is None
+    assert torch.equal(state["model/weight"].value, torch.full((3, 4), 3.0))
+
+
+def test_shards_and_per_rank_values_of_three_ranks_come_back(tmp_path: Path) -> None:
+    whole = torch.arange(10.0).reshape(5, 2)
+    rows = [(0, 1), (1, 3), (3, 5)]
+
+    def state(rank: int, source: torch.Tensor) -> State:
+        start, stop = rows[rank]
+        return {
+            "model/w": Sharded(source[start:stop].clone(), (5, 2), (start, 0)),
+            f"residual/rank{rank}": PerRank(torch.full((2,), float(rank)) * (source is whole)),
+            f"counter/rank{rank}": PerRank(rank),
+            "bias": Replicated(torch.ones(2) * (source is whole)),
+        }
+
+    def run(rank: int, kv: object) -> tuple[State, object]:
+        store = CheckpointStore(tmp_path)
+        save(store, 5, state(rank, whole), {}, rank=rank, world_size=3, kv=kv)
+        live = state(rank, torch.zeros(5, 2))
+        return live, load(store, live, rank=rank, world_size=3, kv=kv)
+
+    for rank, (live, loaded) in enumerate(on_ranks(3, run)):
+        for name, entry in state(rank, whole).items():
+            if isinstance(entry.value, torch.Tensor):
+                assert torch.equal(live[name].value, entry.value), name
+        assert loaded.values == {f"counter/rank{rank}": rank}
+
+
+def test_folders_are_0700_and_files_0600(tmp_path: Path) -> None:
+    path = alone(CheckpointStore(tmp_path / "checkpoints"), 1, weights(1.0))
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()}
+    assert modes == {0o600}
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("live", "complaint"),
+    [
+        ({"a": Replicated(torch.zeros(3))}, r"a is float32 \(2,\) in the checkpoint and float32 \(3,\) here"),
+        ({"a": Replicated(torch.zeros(2, dtype=torch.int32))}, r"float32 \(2,\) in the checkpoint and int32"),
+        ({"b": Replicated(torch.zeros(2))}, "b is not in the checkpoint, a is only in the checkpoint"),
+        ({"a": Sharded(torch.zeros(2), (2,), (0,))}, "a is replicated in the checkpoint and sharded here"),
+        ({"a": Replicated(1)}, "a is a tensor only in the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_an_error_and_no_older_one_is_tried(
+    tmp_path: Path, live: State, complaint: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        alone(store, step, {"a": Replicated(torch.ones(2))})
+    with pytest.raises(CheckpointError, match=complaint):
+        load_alone(store, live)
+    assert len(store.list()) == 2
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"embedding\.grad is a Tensor of layout torch\.sparse_coo"):
+        alone(CheckpointStore(tmp_path), 1, {"embedding.grad": Replicated(torch.eye(3).to_sparse())})
+
+
+def test_a_value_that_is_not_json_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="only JSON is stored beside tensors"):
+        alone(CheckpointStore(tmp_path), 1, {"odd": Replicated({1, 2})})  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,347 @@
+"""The real `Slurm` with stub programs on its PATH: what it says to them, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster.commands import (
+    JobStatus,
+    Slurm,
+    Step,
+    parse_duration,
+    parse_jobs,
+    parse_time,
+    srun_argv,
+    step_environment,
+    submit_environment,
+)
+from toolkit.errors import SlurmError
+
+# `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
+RUNNING = """JobId=1 JobName=my job
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901759 Nice=0 Account=root QOS=normal
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:05 TimeLimit=00:10:00 TimeMin=N/A
+   SubmitTime=1795188628 EligibleTime=1795188628
+   StartTime=1795188629 EndTime=1795189229 Deadline=N/A
+   PreemptEligibleTime=1795188629 PreemptTime=None
+   Partition=main AllocNode:Sid=login:125
+   ReqNodeList=node[1-3] ExcNodeList=(null)
+   NodeList=node[1-3]
+   BatchHost=node1
+   NumNodes=3 NumCPUs=5 NumTasks=5 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   Command=/shared/my job.sh a=b
+   WorkDir=/work
+   Comment=x JobState=FAILED a=b
+   StdErr=/dev/null
+   StdIn=/dev/null
+   StdOut=/logs/a b.out
+   Power=
+"""
+ELEMENT = """JobId=4 ArrayJobId=2 ArrayTaskId=1 JobName=wrap
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+"""
+REST = """JobId=2 ArrayJobId=2 ArrayTaskId=2-3%2 JobName=wrap
+   JobState=PENDING Reason=JobArrayTaskLimit Dependency=(null)
+"""
+
+
+class Stubs:
+    """Programs that record how they were called and answer what the test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def slurm(self, timeout_s: float = 10.0, **environ: str) -> Slurm:
+        return Slurm({"PATH": f"{self.folder}:/bin:/usr/bin", **environ}, timeout_s=timeout_s)
+
+    def add(self, program: str, stdout: str = "", stderr: str = "", code: int = 0, before: str = "") -> None:
+        answers = {"out": stdout, "err": stderr}
+        for name, text in answers.items():
+            (self.folder / f"{program}.{name}").write_text(text)
+        path = self.folder / program
+        path.write_text(
+            f'#!/bin/sh\n{before}\necho "$*" >> {self.folder}/{program}.calls\nenv > {self.folder}/{program}.env\n'
+            f"cat {self.folder}/{program}.out\ncat {self.folder}/{program}.err >&2\nexit {code}\n"
+        )
+        path.chmod(0o755)
+
+    def calls(self, program: str) -> list[str]:
+        path = self.folder / f"{program}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def environ(self, program: str) -> dict[str, str]:
+        lines = (self.folder / f"{program}.env").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+def test_a_job_is_read_with_its_times_and_free_texts() -> None:
+    (row,) = parse_jobs(RUNNING)
+    assert (row.job_id, row.state, row.name, row.restarts) == ("1", "RUNNING", "my job", 2)
+    assert (row.start_time, row.end_time, row.preempt_time) == (1795188629.0, 1795189229.0, None)
+    assert (row.time_limit_s, row.node_list, row.batch_host) == (600.0, "node[1-3]", "node1")
+    assert (row.command, row.stdout_path) == ("/shared/my job.sh a=b", "/logs/a b.out")
+
+
+def test_a_comment_cannot_pretend_to_be_a_state() -> None:
+    (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x\n   JobState=COMPLETED "))
+    assert row.state == "RUNNING"
+
+
+def test_an_array_element_is_requeued_by_its_index_and_its_unsplit_rest_by_no_index() -> None:
+    element, rest = parse_jobs(ELEMENT + "\n" + REST)
+    assert element.requeue_id == "2_1"
+    assert rest.requeue_id == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:10:00", 600),
+        ("1-02:03:04", 93784),
+        ("10:00", 600),
+        ("UNLIMITED", None),
+        ("Partition_Limit", None),
+        (None, None),
+    ],
+)
+def test_durations_are_read_as_seconds(text: str | None, seconds: float | None) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", [None, "Unknown", "None", "N/A", "(null)", "soon"])
+def test_no_time_is_none(text: str | None) -> None:
+    assert parse_time(text) is None
+
+
+def test_times_are_read_as_local_time_or_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    assert parse_time("2026-11-20T15:30:28") == parse_time("1795188628") == 1795188628.0
+
+
+# -------------------------------------------------------------------------------------------------------- asking
+
+
+def test_a_job_is_asked_for_in_seconds_since_the_epoch_and_in_the_c_locale(stubs: Stubs) -> None:
+    stubs.add("scontrol", RUNNING)
+    row = stubs.slurm(SQUEUE_FORMAT="%A", LANG="de_DE.UTF-8").show_job("1")
+    assert row is not None
+    assert row.job_id == "1"
+    assert stubs.calls("scontrol") == ["show job 1"]
+    environ = stubs.environ("scontrol")
+    assert (environ["LC_ALL"], environ["SLURM_TIME_FORMAT"]) == ("C", "%s")
+    assert "SQUEUE_FORMAT" not in environ
+
+
+def test_of_an_array_the_element_asked_for_is_shown(stubs: Stubs) -> None:
+    stubs.add("scontrol", REST + "\n" + ELEMENT)
+    row = stubs.slurm().show_job("2_1")
+    assert row is not None
+    assert row.job_id == "4"
+
+
+def test_a_job_that_the_controller_has_forgotten_is_none(stubs: Stubs) -> None:
+    stubs.add("scontrol", stderr="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert stubs.slurm().show_job("999") is None
+
+
+def test_all_jobs_are_asked_for_in_one_call(stubs: Stubs) -> None:
+    stubs.add("squeue", "1|RUNNING|node[1-3]|None\n2_1|PENDING||Priority\n7_3|COMPLETING|node1|None\n")
+    found = stubs.slurm().show_jobs(["1", "2_1", "7_3"])
+    assert found == {
+        "1": JobStatus("1", "RUNNING", None, "node[1-3]"),
+        "2_1": JobStatus("2_1", "PENDING", "Priority"),
+        "7_3": JobStatus("7_3", "COMPLETING", None, "node1"),
+    }
+    assert len(stubs.calls("squeue")) == 1
+
+
+def test_only_jobs_that_the_controller_has_forgotten_are_asked_of_accounting(stubs: Stubs) -> None:
+    stubs.add("squeue", "1|RUNNING|node1|None\n")
+    stubs.add("sacct", "8|CANCELLED by 1000|node2\n")
+    found = stubs.slurm().show_jobs(["1", "8", "9"])
+    assert {job_id: status and status.state for job_id, status in found.items()} == {
+        "1": "RUNNING",
+        "8": "CANCELLED",
+        "9": None,
+    }
+    assert [call.split("--jobs=")[1] for call in stubs.calls("sacct")] == ["8,9"]
+
+
+def test_without_accounting_a_forgotten_job_is_unknown_and_not_dead(stubs: Stubs) -> None:
+    stubs.add("squeue", stderr="slurm_load_jobs error: Invalid job id specified", code=1)
+    stubs.add("sacct", stderr="Slurm accounting storage is disabled", code=1)
+    assert stubs.slurm().show_jobs(["8"]) == {"8": None}
+
+
+def test_an_old_squeue_that_fails_for_one_unknown_id_is_asked_for_all_of_the_user(stubs: Stubs) -> None:
+    stubs.add(
+        "squeue",
+        "1|RUNNING|node1|None\n",
+        before=f'case "$*" in *--jobs=*) echo "$*" >> {stubs.folder}/squeue.calls; '
+        'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac',
+    )
+    stubs.add("sacct")
+    found = stubs.slurm().show_jobs(["1", "8"])
+    assert found["1"] == JobStatus("1", "RUNNING", None, "node1")
+    assert [call.split()[-1].split("=")[0] for call in stubs.calls("squeue")] == ["--jobs", "--user"]
+
+
+def test_a_whole_array_is_over_only_when_its_last_element_is(stubs: Stubs) -> None:
+    stubs.add("squeue", "7_0|COMPLETED|n1|None\n7_1|RUNNING|n1|None\n7_2|FAILED|n1|None\n")
+    status = stubs.slurm().show_jobs(["7"])["7"]
+    assert status is not None
+    assert not status.is_over
+
+
+def test_asking_for_nothing_asks_nobody(stubs: Stubs) -> None:
+    assert stubs.slurm().show_jobs([]) == {}
+
+
+# --------------------------------------------------------------------------------------------------------- acting
+
+
+def test_sbatch_returns_the_id_and_hands_on_nothing_of_the_job_we_are_in(stubs: Stubs) -> None:
+    stubs.add("sbatch", "123;cluster\n")
+    slurm = stubs.slurm(SLURM_CPU_BIND="quiet", SLURM_JOB_ID="1", RANK="0", SLURM_CONF="/etc/s.conf")
+    assert slurm.sbatch(["--nodes=2", "job file.sh"]) == "123"
+    assert stubs.calls("sbatch") == ["--parsable --nodes=2 job file.sh"]
+    environ = stubs.environ("sbatch")
+    assert environ["SLURM_CONF"] == "/etc/s.conf"
+    assert not environ.keys() & {"SLURM_CPU_BIND", "SLURM_JOB_ID", "RANK", "LC_ALL", "SLURM_TIME_FORMAT"}
+
+
+def test_an_answer_of_sbatch_without_an_id_is_an_error(stubs: Stubs) -> None:
+    stubs.add("sbatch", "welcome\n")
+    with pytest.raises(SlurmError, match="no job id but 'welcome'"):
+        stubs.slurm().sbatch(["job.sh"])
+
+
+def test_a_job_is_cancelled_whole_and_a_step_by_its_name(stubs: Stubs) -> None:
+    stubs.add("scancel")
+    slurm = stubs.slurm()
+    slurm.cancel("5")
+    slurm.cancel("5", signal="KILL", step="0")
+    slurm.cancel("5", signal="USR1", batch=True)
+    assert stubs.calls("scancel") == ["5", "--signal=KILL 5.0", "--signal=USR1 --batch 5"]
+
+
+def test_a_step_is_found_by_its_name(stubs: Stubs) -> None:
+    stubs.add("squeue", "2_1.0|attempt-0\n2_1.1|attempt-1\n2_1.batch|batch\n")
+    slurm = stubs.slurm()
+    assert slurm.find_step("2_1", "attempt-1") == "1"
+    assert slurm.find_step("2_1", "attempt-2") is None
+
+
+def test_a_requeue_that_slurm_has_done_already_is_no_error(stubs: Stubs) -> None:
+    stubs.add("scontrol", stderr="Job is pending execution for job 2_1", code=1)
+    stubs.slurm().requeue("2_1")
+    assert stubs.calls("scontrol") == ["requeue 2_1"]
+
+
+def test_a_requeue_that_slurm_refuses_says_why_and_what_to_do(stubs: Stubs) -> None:
+    stubs.add("scontrol", stderr="Requested operation is presently disabled for job 5", code=1)
+    with pytest.raises(SlurmError, match=r"(?s)scontrol requeue 5.*exit code 1.*disabled.*What to do"):
+        stubs.slurm().requeue("5")
+
+
+# ------------------------------------------------------------------------------------------------------- failing
+
+
+def test_a_missing_program_is_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(SlurmError, match="`scontrol` is not on PATH"):
+        Slurm({"PATH": str(tmp_path)}).show_job("1")
+
+
+def test_a_program_that_does_not_answer_is_ended_and_named(stubs: Stubs) -> None:
+    stubs.add("squeue", before="exec sleep 60")
+    with pytest.raises(SlurmError, match=r"did not answer within 0\.1 s"):
+        stubs.slurm(timeout_s=0.1).show_jobs(["1"])
+
+
+def test_a_failure_shows_the_last_words_of_stderr(stubs: Stubs) -> None:
+    stubs.add("scancel", stderr="".join(f"line {n}\n" for n in range(9)), code=3)
+    with pytest.raises(SlurmError, match=r"(?s)exit code 3:\n  line 4.*line 8") as caught:
+        stubs.slurm().cancel("1")
+    assert "line 3" not in str(caught.value)
+
+
+def test_slurm_is_available_where_sbatch_exists_and_a_controller_is_up(stubs: Stubs) -> None:
+    assert not stubs.slurm().available()
+    stubs.add("sbatch")
+    assert not stubs.slurm().available()
+    stubs.add("scontrol", "Slurmctld(primary) at a is DOWN\n")
+    assert not stubs.slurm().available()
+    stubs.add("scontrol", "Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP\n")
+    assert stubs.slurm().available()
+
+
+def test_half_an_installation_is_noticed_within_the_time_limit(stubs: Stubs) -> None:
+    stubs.add("sbatch")
+    stubs.add("scontrol", before="exec sleep 60")
+    assert not stubs.slurm(timeout_s=0.1).available()
+
+
+# -------------------------------------------------------------------------------------------------------- argv, env
+
+
+def test_a_step_says_everything_on_its_command_line() -> None:
+    step = Step(["python", "a b.py"], ["n1", "n3", "n1"], 2, "logs/rank-%t.log", mpi="pmix", overlap=True)
+    assert srun_argv(step) == [
+        "srun",
+        "--ntasks=3",
+        "--cpus-per-task=2",
+        "--distribution=arbitrary",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--output=logs/rank-%t.log",
+        "--open-mode=append",
+        "--export=ALL",
+        "--mpi=pmix",
+        "--overlap",
+        "python",
+        "a b.py",
+    ]
+
+
+REMOVED_FOR_STEPS = """SLURM_NNODES SLURM_JOB_NUM_NODES SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_HOSTFILE
+SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_DISTRIBUTION SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_MEM_PER_NODE
+SLURM_MEM_PER_CPU SRUN_CPUS_PER_TASK PMIX_RANK PMI_FD RANK"""
+
+
+def test_what_contradicts_a_shrunken_allocation_is_removed_for_a_step() -> None:
+    kept = {"SLURM_JOB_ID": "1", "SLURM_CONF": "x", "SLURM_JOB_NODELIST": "n1", "PATH": "/bin", "MASTER_PORT": "1"}
+    assert step_environment({**kept, **dict.fromkeys(REMOVED_FOR_STEPS.split(), "9")}) == kept
+
+
+def test_a_submission_keeps_slurms_site_and_nothing_of_a_job() -> None:
+    kept = {"SLURM_CONF": "x", "SLURM_CLUSTERS": "a", "PATH": "/bin", "HOME": "/h", "OMPI_MCA_btl": "tcp"}
+    job = "SLURM_JOB_ID SBATCH_PARTITION SRUN_DEBUG PMI_RANK PMIX_RANK SLURMD_NODENAME WORLD_SIZE TORCHELASTIC_RUN_ID"
+    assert submit_environment({**kept, **dict.fromkeys(job.split(), "1")}) == kept
+
+
+def test_importing_the_package_is_cheap_and_brings_neither_torch_nor_submitit() -> None:
+    code = (
+        "import sys, json, toolkit.cluster.commands, toolkit.cluster.placement, toolkit.cluster.network, "
+        "toolkit.cluster.fake; print(json.dumps([m for m in ('torch', 'submitit', 'numpy', 'asyncio') "
+        "if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert json.loads(done.stdout) == []

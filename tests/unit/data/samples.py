@@ -1,0 +1,38 @@
+"""Small data sets that the tests of this folder share."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Numbers:
+    """Sample i is the number i: what came out says which samples were read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        chosen = torch.from_numpy(indices.copy())
+        return chosen.float().unsqueeze(1), chosen
+
+
+class Noisy:
+    """Sample i is i and a draw from each generator that an augmentation may use."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        draws = [float(index), torch.rand(()).item(), random.random(), np.random.random()]
+        return torch.tensor(draws, dtype=torch.float64), index

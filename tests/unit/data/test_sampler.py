@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.permutation import order
+from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls
+from toolkit.dist.batch import Share
+
+SIZES = st.integers(1, 50)
+BATCHES = st.integers(1, 70)
+WORLDS = st.integers(1, 9)
+
+
+def samplers(size: int, batch: int, world: int) -> list[TrainSampler]:
+    return [TrainSampler(size, global_batch_size=batch, seed=5, share=Share(index, world)) for index in range(world)]
+
+
+def global_batch(size: int, batch: int, world: int, step: int) -> list[tuple[int, int]]:
+    """(position, sample) of one step, share after share."""
+    parts = [sampler.at(step) for sampler in samplers(size, batch, world)]
+    return [pair for part in parts for pair in zip(part.positions().tolist(), part.indices.tolist(), strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, BATCHES, WORLDS, st.integers(1, 6))
+def test_shares_of_all_steps_are_the_positions_of_the_run_exactly_once(n: int, b: int, w: int, steps: int) -> None:
+    seen = [position for step in range(steps) for position, _ in global_batch(n, b, w, step)]
+    assert seen == list(range(steps * b))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, BATCHES, WORLDS, st.integers(0, 1000))
+def test_global_batch_is_the_same_for_every_world_size(n: int, b: int, w: int, step: int) -> None:
+    assert global_batch(n, b, w, step) == global_batch(n, b, 1, step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, BATCHES, WORLDS, st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_random_access_equals_sequential_access(n: int, b: int, w: int, asked: list[int]) -> None:
+    sequential, jumping = samplers(n, b, w)[0], samplers(n, b, w)[0]
+    parts = [sequential.at(step) for step in range(41)]
+    for step in asked:
+        part = jumping.at(step)
+        assert (part.start, part.indices.tolist()) == (parts[step].start, parts[step].indices.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, BATCHES, st.integers(1, 4))
+def test_each_sample_comes_once_per_epoch_though_batches_straddle_epochs(n: int, b: int, epochs: int) -> None:
+    steps = -(-n * epochs // b)
+    samples = [sample for step in range(steps) for _, sample in global_batch(n, b, 1, step)]
+    for epoch in range(epochs):
+        assert sorted(samples[epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, BATCHES, st.lists(WORLDS, min_size=2, max_size=5))
+def test_defect_a_sample_seen_twice_across_world_sizes(n: int, b: int, worlds: list[int]) -> None:
+    """A run resumed on other numbers of ranks in the middle of an epoch goes on where it was."""
+    samples = [sample for step, world in enumerate(worlds) for _, sample in global_batch(n, b, world, step)]
+    undisturbed = itertools.chain.from_iterable(order(n, 5, epoch, 0, n).tolist() for epoch in itertools.count())
+    assert samples == list(itertools.islice(undisturbed, len(worlds) * b))
+
+
+@given(BATCHES, WORLDS)
+def test_shares_differ_by_at_most_one_sample(b: int, w: int) -> None:
+    lengths = [stop - start for start, stop in (Share(index, w).bounds(b) for index in range(w))]
+    assert sum(lengths) == b
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_step_before_the_beginning_is_refused() -> None:
+    with pytest.raises(IndexError, match="before the beginning"):
+        samplers(10, 4, 1)[0].at(-1)
+
+
+def test_a_global_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        samplers(10, 0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 200), st.integers(1, 40), st.integers(1, 80))
+def test_evaluation_sees_each_sample_once_and_every_share_calls_equally_often(n: int, b: int, w: int) -> None:
+    shares = [EvalSampler(n, batch_size=b, share=Share(index, w)) for index in range(w)]
+    seen = [index for share in shares for call in range(share.calls) for index in share.at(call).indices.tolist()]
+    assert seen == list(range(n))
+    assert {share.calls for share in shares} == {eval_calls(n, w, b)}
+    for call in range(shares[0].calls):
+        parts = [share.at(call) for share in shares]
+        assert {part.global_count for part in parts} == {sum(part.indices.size for part in parts)}
+        assert max(part.indices.size for part in parts) > 0
+
+
+def test_imagenets_validation_set_comes_out_exact_on_64_shares() -> None:
+    shares = [EvalSampler(50_000, batch_size=128, share=Share(index, 64)) for index in range(64)]
+    assert sum(share.stop - share.start for share in shares) == 50_000
+    assert {share.calls for share in shares} == {7}
+
+
+def test_an_evaluation_batch_behind_the_last_is_refused() -> None:
+    with pytest.raises(IndexError, match="evaluation batch 3 of 3"):
+        EvalSampler(10, batch_size=4, share=Share(0, 1)).at(3)

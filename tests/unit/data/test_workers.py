@@ -1,0 +1,236 @@
+"""Data workers are processes of their own: each test here forks one or two and ends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.data.samples import Noisy
+from toolkit.data.loader import Loader, eval_batches
+from toolkit.data.permutation import order
+from toolkit.dist.batch import Batch, Share
+from toolkit.errors import JobFailedError
+
+DEADLINE_S = 20.0
+
+
+@contextmanager
+def running(dataset: Any, workers: int, *, batch: int = 6) -> Iterator[Loader]:
+    loader = Loader(dataset, global_batch_size=batch, seed=3, share=Share(0, 1), workers=workers)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def batch_at(loader: Loader, step: int) -> Batch:
+    batch = loader.at(step)
+    assert batch is not None
+    return batch
+
+
+def worker_pids() -> set[int | None]:
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_any_number_of_workers_gives_identical_tensors() -> None:
+    steps = [0, 1, 2, 7, 3, 4]  # in sequence, forward, back
+    seen = []
+    for workers in (0, 1, 2):
+        with running(Noisy(20), workers) as loader:
+            seen.append(torch.stack([batch_at(loader, step).inputs for step in steps]))
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+def test_workers_stay_through_the_run_and_end_with_the_loader() -> None:
+    with running(Noisy(20), 2) as loader:
+        loader.at(0)
+        pids = worker_pids()
+        assert len(pids) == 2
+        for step in (1, 2, 30, 31, 5):
+            assert batch_at(loader, step).positions[0] == step * 6
+        assert worker_pids() == pids
+    assert worker_pids() == set()
+
+
+def test_workers_of_a_loader_that_nobody_closed_end_when_it_is_gone() -> None:
+    loader = Loader(Noisy(20), global_batch_size=6, seed=3, share=Share(0, 1), workers=1)
+    loader.at(0)
+    assert len(worker_pids()) == 1
+    del loader
+    assert worker_pids() == set()
+
+
+def test_workers_leave_the_process_generator_and_handlers_alone() -> None:
+    on_death = signal.getsignal(signal.SIGCHLD)
+    state = torch.get_rng_state()
+    with running(Noisy(20), 1) as loader:
+        loader.at(0)
+        assert torch.equal(torch.get_rng_state(), state)
+        # torch's own handler would raise wherever the main thread is, in the middle of a checkpoint for one
+        assert signal.getsignal(signal.SIGCHLD) is on_death
+
+
+class Signalled(Noisy):
+    """Gets each signal that Slurm or a terminal sends to a whole group while it loads."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+            os.kill(os.getpid(), number)
+        return super().__getitem__(index)
+
+
+def test_signals_to_the_group_neither_end_workers_nor_run_the_ranks_handlers() -> None:
+    handled: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: handled.append(number))
+        for number in (signal.SIGUSR1, signal.SIGALRM)
+    }
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    wakeup = signal.set_wakeup_fd(writer)
+    try:
+        with running(Signalled(20), 1) as loader:
+            assert torch.equal(batch_at(loader, 0).inputs, batch_at(unworked(Noisy(20)), 0).inputs)
+            with pytest.raises(BlockingIOError):  # a worker that kept the wake-up pipe would have written here
+                os.read(reader, 1)
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+    assert handled == []
+
+
+def unworked(dataset: Any) -> Loader:
+    return Loader(dataset, global_batch_size=6, seed=3, share=Share(0, 1))
+
+
+class Threads(Noisy):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([torch.get_num_threads()]), index
+
+
+def test_workers_compute_with_one_thread() -> None:
+    with running(Threads(6), 1) as loader:
+        assert set(batch_at(loader, 0).inputs.flatten().tolist()) == {1}
+
+
+class Damaged(Noisy):
+    """Sample 5 cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 5:
+            raise OSError("truncated image")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_raises_in_a_worker_is_named_first() -> None:
+    position = order(6, 3, 0, 0, 6).tolist().index(5)
+    with running(Damaged(6), 1) as loader, pytest.raises(JobFailedError) as caught:
+        loader.at(0)
+    assert str(caught.value).startswith(f"sample 5 of the data set (position {position} of the run) cannot be loaded")
+    assert "in __getitem__" in str(caught.value)  # the worker's traceback is kept
+
+
+class Deadly(Noisy):
+    """Sample ``fatal`` kills the process that reads it, as the out-of-memory killer would, once ``gate`` is open."""
+
+    def __init__(self, size: int, fatal: int, gate: Any) -> None:
+        super().__init__(size)
+        self.fatal = fatal
+        self.gate = gate
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.fatal:
+            self.gate.wait(DEADLINE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading() -> None:
+    fatal = int(order(18, 3, 0, 8, 9)[0])  # position 8 is in step 1, which the worker loads ahead
+    gate = multiprocessing.get_context("fork").Event()
+    with running(Deadly(18, fatal, gate), 1) as loader:
+        loader.at(0)
+        gate.set()
+        wait_until(lambda: not worker_pids())
+        with pytest.raises(JobFailedError, match=rf"step 1,.*sample {fatal} of the data set \(position 8 of the run\)"):
+            loader.at(1)
+
+
+class Stuck(Noisy):
+    """Reading does not come back, as from a file server that is down."""
+
+    def __init__(self, size: int, started: Any) -> None:
+        super().__init__(size)
+        self.started = started
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.started.release()
+        signal.pause()
+        raise AssertionError("woken")
+
+
+def _rank(started: Any) -> None:
+    loader = Loader(Stuck(20, started), global_batch_size=6, seed=3, share=Share(0, 1), workers=2)
+    loader.at(0)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+def test_workers_of_a_killed_rank_die_with_it() -> None:
+    """Those that lived on would hold its sockets open, and its peers would wait instead of failing."""
+    fork: Any = multiprocessing.get_context("fork")
+    started = fork.Semaphore(0)
+    rank = fork.Process(target=_rank, args=(started,))
+    rank.start()
+    assert started.acquire(timeout=DEADLINE_S)
+    assert started.acquire(timeout=DEADLINE_S)
+    pids = [int(pid) for pid in Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()]
+    assert len(pids) == 2
+    assert all(map(_is_running, pids))
+    rank.kill()
+    rank.join()
+    wait_until(lambda: not any(map(_is_running, pids)))
+
+
+def test_evaluation_with_workers_equals_evaluation_without_and_ends_them() -> None:
+    with_workers, without = (list(eval_batches(Noisy(11), Share(1, 2), 2, workers=workers)) for workers in (1, 0))
+    assert len(with_workers) == len(without) == 3
+    for ours, theirs in zip(with_workers, without, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.inputs, theirs.inputs)
+    assert worker_pids() == set()
+
+
+def test_an_evaluation_left_early_ends_its_workers() -> None:
+    batches = eval_batches(Noisy(20), Share(0, 1), 2, workers=1)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert worker_pids() == set()

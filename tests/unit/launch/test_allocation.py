@@ -1,0 +1,51 @@
+"""The size of an allocation from the batch script's variables (recorded on Slurm 22.05)."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.config import ClusterConfig
+from toolkit.errors import RequestError
+from toolkit.launch.allocation import Allocation
+
+BATCH = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "node[1-4]",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_CPUS_PER_NODE": "4(x4)",
+    "SLURM_CLUSTER_NAME": "box",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "7",
+}
+
+
+def test_uneven_tasks_fill_one_node_after_the_other() -> None:
+    allocation = Allocation.slurm(BATCH)
+    assert allocation.world_size == 7
+    assert allocation.rank_hosts == ["node1", "node1", "node2", "node2", "node3", "node3", "node4"]
+
+
+def test_cpus_are_those_asked_for_or_an_even_share() -> None:
+    assert Allocation.slurm({**BATCH, "SLURM_CPUS_PER_TASK": "3"}).cpus_per_task == 3
+    assert Allocation.slurm(BATCH).cpus_per_task == 2
+
+
+def test_an_array_element_is_known_as_job_and_task() -> None:
+    array = {**BATCH, "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    allocation = Allocation.slurm(array)
+    assert (allocation.job_id, allocation.job_key, allocation.restart_count) == ("11_3", "box-11_3", 2)
+
+
+def test_contradicting_variables_are_shown() -> None:
+    with pytest.raises(RequestError, match=r"SLURM_TASKS_PER_NODE=2 .* SLURM_JOB_NODELIST=node\[1-4\]"):
+        Allocation.slurm({**BATCH, "SLURM_TASKS_PER_NODE": "2"})
+
+
+def test_outside_an_allocation_the_door_says_where_to_go() -> None:
+    with pytest.raises(RequestError, match="sbatch or salloc"):
+        Allocation.slurm({})
+
+
+def test_several_nodes_without_slurm_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"cluster\.nodes"):
+        Allocation.local(ClusterConfig(nodes=2))

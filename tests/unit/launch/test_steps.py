@@ -1,0 +1,128 @@
+"""srun's lines, and processes that do not outlive us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from toolkit import rundir
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import LocalLauncher, RankEnded, StepEnded, parse_srun_line, tethered
+
+TIMEOUT_S = 20
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "host", "how", "number"),
+    [
+        ("srun: error: node1: task 0: Killed", (0,), "node1", "SIGKILL", signal.SIGKILL),
+        ("srun: error: node2: tasks 2-3: Exited with exit code 1", (2, 3), "node2", "exit code 1", None),
+        ("srun: error: node2: tasks 2,5-6: Exited with exit code 75", (2, 5, 6), "node2", "exit code 75", None),
+        ("srun: error: n-01: task 7: Segmentation fault (core dumped)", (7,), "n-01", "SIGSEGV", signal.SIGSEGV),
+        ("srun: error: node1: task 4: Terminated", (4,), "node1", "SIGTERM", signal.SIGTERM),
+        ("srun: error: node1: task 4: Out Of Memory", (4,), "node1", "Out Of Memory", signal.SIGKILL),
+        ("srun: error: node1: task 4: Aborted", (4,), "node1", "SIGABRT", signal.SIGABRT),
+    ],
+)
+def test_srun_says_which_rank_ended_how(
+    line: str, ranks: tuple[int, ...], host: str, how: str, number: signal.Signals | None
+) -> None:
+    ended = parse_srun_line(line + "\n")
+    assert ended is not None
+    assert (ended.ranks, ended.host, ended.signal) == (ranks, host, number)
+    assert how in ended.how
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+        "slurmstepd: error: *** STEP 1.0 ON node1 CANCELLED AT 2026-11-20T15:00:00 ***",
+        "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        "",
+    ],
+)
+def test_other_lines_of_srun_end_no_rank(line: str) -> None:
+    assert parse_srun_line(line) is None
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def await_true(condition: Any) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_tethered_process_dies_with_its_parent_however_that_dies(tmp_path: Path) -> None:
+    """The parent starts a sleeper through the tether, prints its pid, and is killed with SIGKILL."""
+    code = (
+        "import subprocess, signal, time\n"
+        "from toolkit.launch.steps import tethered\n"
+        "child = subprocess.Popen(tethered(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        # only once the tether has become `sleep` has it called prctl: before that it would notice by itself
+        await_true(lambda: b"sleep" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0])
+        parent.kill()
+    await_true(lambda: gone(child))
+
+
+def test_a_tether_whose_parent_is_already_dead_starts_nothing() -> None:
+    command = tethered(["true"], signal.SIGKILL)
+    command[4] = "1"  # the pid that was our parent's
+    assert subprocess.run(command).returncode == 1
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    done = subprocess.run(tethered(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
+    assert "no-such-program: cannot be started" in done.stderr
+
+
+def start_local(tmp_path: Path, script: str, ranks: int) -> tuple[Any, SimpleQueue[Any], rundir.RunDir]:
+    run = rundir.create("test", tmp_path)
+    events: SimpleQueue[Any] = SimpleQueue()
+    launcher = LocalLauncher(run, Allocation(("here",), (ranks,), 1))
+    return launcher.start(1, ["sh", "-c", script], dict(os.environ), events), events, run
+
+
+def test_local_ranks_know_their_numbers_and_log_apart(tmp_path: Path) -> None:
+    _, events, run = start_local(tmp_path, "echo $RANK of $WORLD_SIZE at $MASTER_ADDR", 3)
+    assert events.get(timeout=TIMEOUT_S) == StepEnded(0)
+    for rank in range(3):
+        assert run.rank_log(1, rank).read_text() == f"{rank} of 3 at 127.0.0.1\n"
+
+
+def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
+    step, events, _ = start_local(tmp_path, "[ $RANK = 1 ] && kill -9 $$; sleep 600", 2)
+    ended = events.get(timeout=TIMEOUT_S)
+    assert isinstance(ended, RankEnded)
+    assert (ended.ranks, ended.host, ended.signal) == ((1,), "here", signal.SIGKILL)
+    step.kill()
+    rest = [events.get(timeout=TIMEOUT_S), events.get(timeout=TIMEOUT_S)]
+    assert [type(event) for event in rest] == [RankEnded, StepEnded]
+
+
+def test_children_of_a_killed_rank_are_ended_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    _, events, _ = start_local(tmp_path, f"sleep 600 & echo $! > {note}; kill -9 $$", 1)
+    assert isinstance(events.get(timeout=TIMEOUT_S), RankEnded)
+    await_true(lambda: gone(int(note.read_text())))

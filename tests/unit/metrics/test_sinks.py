@@ -1,0 +1,177 @@
+"""Sinks as TensorBoard's own EventAccumulator and the JSON reader see them, over kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServerAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.util.tensor_util import make_ndarray
+from torch.utils.tensorboard import SummaryWriter
+
+from toolkit.metrics.sinks import FanOut, JsonlSink, NullSink, Sink, TensorBoardSink, build_sinks
+
+NOW = 1_700_000_000.0
+
+
+class Clock:
+    """A wall clock that stands wrong by `ahead_s`."""
+
+    def __init__(self, ahead_s: float = 0.0) -> None:
+        self.now = NOW + ahead_s
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def seen_by_tensorboard(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Step and value of each point, in which TensorBoard's API for scripts and its server's own reader agree."""
+    found = [(event.step, event.value) for event in seen_by_tensorboard(folder).Scalars(tag)]
+    server = ServerAccumulator(str(folder), size_guidance={"tensors": 0}, tensor_size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, float(make_ndarray(event.tensor_proto))) for event in server.Tensors(tag)] == found
+    return found
+
+
+def log_steps(sink: Sink, first: int, last: int, value: float) -> None:
+    for step in range(first, last + 1):
+        sink.scalars(step, {"train/loss": value, "train/lr": 0.5})
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 30.0, -30.0])
+def test_each_step_has_one_value_after_a_resume_whatever_the_clocks_say(tmp_path: Path, ahead_s: float) -> None:
+    killed = TensorBoardSink(tmp_path, 0, Clock(ahead_s))
+    log_steps(killed, 1, 60, 1.0)  # checkpoint at step 20, killed at 60
+    resumed = TensorBoardSink(tmp_path, 21, Clock())
+    log_steps(resumed, 21, 80, 2.0)
+    resumed.close()
+    expected = [(step, 1.0 if step <= 20 else 2.0) for step in range(1, 81)]
+    assert points(tmp_path, "train/loss") == expected
+    assert points(tmp_path, "train/lr") == [(step, 0.5) for step, _ in expected]
+
+
+def test_three_attempts_on_nodes_whose_clocks_run_further_and_further_behind(tmp_path: Path) -> None:
+    for attempt, (resumed_step, last) in enumerate([(0, 30), (10, 40), (20, 50)]):
+        sink = TensorBoardSink(tmp_path, resumed_step + 1, Clock(-30.0 * attempt))
+        log_steps(sink, resumed_step + 1, last, float(attempt))
+    assert points(tmp_path, "train/loss") == [(s, float(s > 10) + float(s > 20)) for s in range(1, 51)]
+    times = [event.wall_time for event in seen_by_tensorboard(tmp_path).Scalars("train/loss")]
+    assert times == sorted(times)
+    assert len(list(tmp_path.glob("events*"))) == 3
+
+
+def test_without_the_purge_the_oracle_does_see_duplicates(tmp_path: Path) -> None:
+    for first, last in ((1, 30), (21, 40)):
+        with SummaryWriter(tmp_path) as writer:
+            for step in range(first, last + 1):
+                writer.add_scalar("train/loss", 1.0, step)
+    assert len(points(tmp_path, "train/loss")) == 50
+
+
+def test_a_new_start_without_a_checkpoint_drops_everything_before_it(tmp_path: Path) -> None:
+    log_steps(build_sinks(tmp_path, True, None), 0, 30, 1.0)
+    sink = build_sinks(tmp_path, True, None)
+    log_steps(sink, 0, 10, 2.0)
+    sink.close()
+    assert points(tmp_path / "tensorboard", "train/loss") == [(step, 2.0) for step in range(11)]
+    assert [line["train/loss"] for line in lines(tmp_path / "tensorboard" / "metrics.jsonl")] == [2.0] * 11
+
+
+def test_hparams_text_and_images_are_in_the_one_run_and_not_repeated_on_resume(tmp_path: Path) -> None:
+    for purge_step in (0, 21):
+        sink = TensorBoardSink(tmp_path, purge_step, Clock())
+        sink.hparams({"optim.lr": 0.1, "model.name": "mlp", "train.compile": False}, ["eval/accuracy"])
+        sink.text("config", "name: *digits*\nseed: 0")
+        sink.images("samples", torch.rand(10, 1, 8, 8))
+        sink.scalars(purge_step, {"eval/accuracy": 0.9})
+        sink.close()
+    accumulator = seen_by_tensorboard(tmp_path)
+    contents = accumulator.PluginTagToContent("hparams")
+    start = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/session_start_info"])
+    assert start.session_start_info.hparams["optim.lr"].number_value == pytest.approx(0.1)
+    assert start.session_start_info.hparams["model.name"].string_value == "mlp"
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(contents["_hparams_/experiment"])
+    assert [metric.name.tag for metric in experiment.experiment.metric_infos] == ["eval/accuracy"]
+    text = accumulator.Tensors("config/text_summary")
+    assert [event.step for event in text] == [0]
+    assert text[0].tensor_proto.string_val[0] == b"    name: *digits*\n    seed: 0\n"
+    images = accumulator.Images("samples")
+    assert [(event.step, event.encoded_image_string[1:4]) for event in images] == [(0, b"PNG")]
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []  # no second run
+
+
+def test_flushed_events_are_readable_while_the_sink_is_open(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, 0, Clock())
+    log_steps(sink, 1, 3, 1.0)
+    sink.flush()
+    assert len(points(tmp_path, "train/loss")) == 3
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_has_one_line_per_step_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    killed = JsonlSink(path, None, Clock())
+    log_steps(killed, 1, 60, 1.0)
+    with path.open("a") as file:
+        file.write('{"step": 61, "train/lo')  # cut off by the kill
+    resumed = JsonlSink(path, 20, Clock())
+    log_steps(resumed, 21, 80, 2.0)
+    resumed.close()
+    assert [(line["step"], line["train/loss"]) for line in lines(path)] == [(s, 1.0 + (s > 20)) for s in range(1, 81)]
+    assert NOW < lines(path)[0]["wall_time"] < NOW + 60
+
+
+def test_an_evaluation_at_a_logged_step_joins_its_line_also_across_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, None, Clock())
+    sink.scalars(1, {"train/loss": 3.0})
+    sink.scalars(2, {"train/loss": 2.0})
+    sink.flush()
+    sink.scalars(2, {"eval/loss": 1.0})
+    sink.close()
+    sink = JsonlSink(path, 2, Clock())
+    sink.scalars(2, {"eval/accuracy": 0.5})
+    sink.scalars(3, {"train/loss": float("nan")})
+    sink.close()
+    found = [{k: v for k, v in line.items() if k != "wall_time"} for line in lines(path)]
+    assert found == [
+        {"step": 1, "train/loss": 3.0},
+        {"step": 2, "train/loss": 2.0, "eval/loss": 1.0, "eval/accuracy": 0.5},
+        {"step": 3, "train/loss": None},
+    ]
+
+
+def test_files_are_0600_and_the_folder_0700(tmp_path: Path) -> None:
+    sink = build_sinks(tmp_path, True, None)
+    assert isinstance(sink, FanOut)
+    sink.close()
+    folder = tmp_path / "tensorboard"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_other_ranks_write_nothing_and_do_not_pay_for_tensorboard(tmp_path: Path) -> None:
+    assert isinstance(build_sinks(tmp_path, False, 3), NullSink)
+    code = (
+        "import sys, pathlib; from toolkit.metrics.sinks import build_sinks;"
+        f"build_sinks(pathlib.Path({str(tmp_path)!r}), False, None).scalars(1, {{'a': 1.0}});"
+        "print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []

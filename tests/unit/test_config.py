@@ -1,0 +1,153 @@
+"""Layers, strictness and the checks before anything is queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit import config as configs
+from toolkit.config import JobConfig, load_config, validate
+from toolkit.errors import ConfigError, RequestError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TOOLKIT_SITE", raising=False)
+    monkeypatch.delenv("TOOLKIT_DATA", raising=False)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_later_layers_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = write(tmp_path, "site.yaml", "cluster: {account: acc, partition: site}\noptim: {lr: 1.0}\n")
+    monkeypatch.setenv("TOOLKIT_SITE", str(site))
+    write(tmp_path, "base.yaml", "optim: {lr: 2.0, momentum: 0.5}\ncluster: {partition: base}\n")
+    top = write(tmp_path, "top.yaml", "extends: base.yaml\noptim: {lr: 3.0}\n")
+    config = load_config(top, ["optim.lr=4.0"])
+    assert (config.optim.lr, config.optim.momentum) == (4.0, 0.5)
+    assert (config.cluster.account, config.cluster.partition) == ("acc", "base")
+    assert config.name == "top"
+
+
+def test_dumped_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs/digits_ddp.yaml", ["cluster.extra.nodelist=n[1-2]", "train.max_steps=7"])
+    assert load_config(write(tmp_path, "c.yaml", configs.dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lrr=1", ["'optim.lrr'", "did you mean 'optim.lr'?", "momentum"]),
+        ("lr=1", ["'lr'", "did you mean 'optim.lr'?"]),
+        ("trian.epochs=1", ["'trian'", "did you mean 'train'?"]),
+        ("optim.lr=fast", ["optim.lr", "'fast'", "Float"]),
+        ("cluster.nodes=two", ["cluster.nodes", "Integer"]),
+        ("optim=3", ["optim is a section"]),
+        ("optim.lr", ["key=value"]),
+        ("optim.lr=[", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_key_or_type_is_refused_by_its_full_name(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ROOT / "configs/digits_ddp.yaml", [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "bad.yaml", "train: {epoch: 3}\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml.*'train\.epoch'.*did you mean 'train\.epochs'"):
+        load_config(path)
+
+
+def test_a_missing_file_lists_what_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"configs/digit_ddp\.yaml.*did you mean 'configs/digits_ddp\.yaml'"):
+        load_config("configs/digit_ddp.yaml")
+
+
+def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "extends: b.yaml\n")
+    write(tmp_path, "b.yaml", "extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "just words\n"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load_config(write(tmp_path, "x.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("strategy.name=dpp", ["strategy.name", "did you mean 'ddp'?"]),
+        ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
+        ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
+        ("data.name=minst", ["data.name", "did you mean 'mnist'?"]),
+        ("data.name=mnist", ["toolkit data fetch mnist"]),
+        ("data.global_batch_size=1", ["data.global_batch_size", "2 ranks"]),
+        ("train.accumulate=33", ["train.accumulate", "32"]),
+        ("checkpoint.keep=1", ["checkpoint.keep", "2 or more"]),
+        ("dist.backend=nccl", ["dist.backend", "gpus_per_node"]),
+        ("dist.backend=ncl", ["did you mean 'nccl'?"]),
+        ("optim.lr=.nan", ["optim.lr"]),
+        ("train.eval_every=0", ["train.eval_every"]),
+        ("train.eval_every=never", ["train.eval_every", "'epoch'"]),
+        ("checkpoint.every_steps=0", ["checkpoint.every_steps"]),
+        ("cluster.spare_nodes=1", ["cluster.spare_nodes", "not available in this version"]),
+        ("name=../x", ["name"]),
+        ("cluster.extra.nodes=3", ["cluster.nodes"]),
+        ("'cluster.extra={\"x y\": 1}'", ["cluster.extra"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_key_and_remedy(
+    override: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_DATA", str(tmp_path / "nothing"))
+    config = load_config(ROOT / "configs/digits_ddp.yaml", [override.strip("'")])
+    with pytest.raises(RequestError) as caught:
+        validate(config)
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint", "exclude"])
+@pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a\rb", "", "a\x00b"])
+def test_a_control_character_cannot_start_a_shell_line(key: str, value: str) -> None:
+    config = JobConfig()
+    setattr(config.cluster, key, value)
+    with pytest.raises(ConfigError, match=rf"cluster\.{key}"):
+        validate(config)
+
+
+def test_a_job_without_main_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nomain.py").write_text("raise RuntimeError('must not be imported')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"nomain.*has no function main"):
+        validate(JobConfig(job="nomain"))
+
+
+def test_the_shipped_list_of_models_is_torchvisions() -> None:
+    models = pytest.importorskip("torchvision").models
+    assert configs.torchvision_models() == models.list_models(module=models)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_config_is_valid(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.data.catalog.check_datasets", lambda config: None)  # fetched on the login node
+    validate(load_config(path))
+
+
+def test_every_default_is_valid() -> None:
+    validate(JobConfig())

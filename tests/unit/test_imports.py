@@ -1,0 +1,113 @@
+"""Imports point down, and nothing that the login node touches loads torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "toolkit"
+
+#: A module may import modules of a lower rank, and its own package. docs: the map in README.md.
+RANKS = {
+    "errors": 0,
+    "fsio": 0,
+    "logs": 0,
+    "rundir": 0,
+    "config": 0,
+    "cluster": 1,
+    "launch": 2,
+    "dist": 2,
+    "checkpoint": 3,
+    "data": 3,
+    "metrics": 3,
+    "strategies": 4,
+    "train": 5,
+    "cli": 7,
+}
+#: config.validate asks the torch-free catalogue whether the data are there; rank 0 holds config because all read it.
+ALLOWED_UP = {("config", "toolkit.data.catalog")}
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                f"{node.module}.{alias.name}" if node.module == "toolkit" else node.module for alias in node.names
+            }
+    return found
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem not in ("__init__", "__main__"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for module in imports_of(path):
+        if not module.startswith("toolkit.") or (part, module) in ALLOWED_UP or part_of(module) == "__version__":
+            continue
+        other = part_of(module)
+        assert other == part or RANKS[other] < RANKS[part] or RANKS[part] == 0 == RANKS[other], (
+            f"{part} (rank {RANKS[part]}) imports {module} (rank {RANKS[other]})"
+        )
+
+
+@pytest.mark.parametrize("part", ["errors", "fsio", "logs", "rundir", "config", "cluster", "launch", "cli"])
+def test_login_node_modules_never_import_torch(part: str) -> None:
+    files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
+    for path in files:
+        assert not [m for m in imports_of(path) if m.split(".")[0] in ("torch", "torchvision")], path
+
+
+def test_toolkit_never_imports_jobs() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert not [m for m in imports_of(path) if m.split(".")[0] == "jobs"], path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["status"],
+        ["env"],
+        ["submit", "configs/digits_ddp.yaml", "--dry-run", "--executor", "slurm"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
+    code = (
+        "import sys\nfrom toolkit.cli.main import main\n"
+        f"try:\n    main({argv!r})\nexcept SystemExit:\n    pass\n"
+        "loaded = {'torch', 'torchvision', 'tensorboard'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_only_fsio_renames_files() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "fsio.py":
+            text = path.read_text()
+            assert not [call for call in ("os.replace(", "os.rename(", ".rename(") if call in text], path
+
+
+def test_only_cluster_commands_names_slurms_programs() -> None:
+    programs = {"sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "commands.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
+                assert node.elts[0].value not in programs, f"{path}: {ast.unparse(node)}"

@@ -1,0 +1,57 @@
+"""Runs are found by id, prefix, name and path; a restarted job finds its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit import rundir
+from toolkit.errors import RunNotFoundError
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[rundir.RunDir]:
+    made = []
+    for number, name in enumerate(["digits", "digits", "mnist"]):
+        path = tmp_path / name / f"2026010{number + 1}-000000-aaaa"
+        path.mkdir(parents=True)
+        (path / "config.yaml").write_text("")
+        made.append(rundir.RunDir(path))
+    return made
+
+
+def test_a_run_is_found_by_id_prefix_name_and_path(runs: list[rundir.RunDir], tmp_path: Path) -> None:
+    assert rundir.find(runs[0].id, tmp_path) == runs[0]
+    assert rundir.find("20260103", tmp_path) == runs[2]
+    assert rundir.find("digits", tmp_path) == runs[1]
+    assert rundir.find(str(runs[0].path)) == runs[0]
+
+
+def test_an_ambiguous_prefix_lists_the_ids(runs: list[rundir.RunDir], tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match=f"{runs[0].id}.*{runs[2].id}"):
+        rundir.find("202601", tmp_path)
+
+
+def test_a_misspelt_name_gets_the_nearest(runs: list[rundir.RunDir], tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="did you mean 'digits'"):
+        rundir.find("digit", tmp_path)
+
+
+def test_no_runs_at_all_says_where_was_looked(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match=str(tmp_path)):
+        rundir.find("x", tmp_path)
+
+
+def test_a_restarted_job_finds_its_run_and_no_other(runs: list[rundir.RunDir], tmp_path: Path) -> None:
+    rundir.remember_job(runs[0], "box-5_1")
+    rundir.remember_job(runs[2], "box-5_2")
+    assert rundir.run_of_job("box-5_1", tmp_path) == runs[0]
+    assert rundir.run_of_job("box-5_2", tmp_path) == runs[2]
+    assert rundir.run_of_job("box-5", tmp_path) is None
+
+
+def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:
+    made = [rundir.create("name", tmp_path) for _ in range(20)]
+    assert len({run.id for run in made}) == 20
+    assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in made)

@@ -1,0 +1,146 @@
+"""A conversation between rank 0 and the others over a key-value store: rank 0 tells, the others report.
+
+A save or a load is one conversation. No collective is in it: one beside the training's own hangs as soon as two ranks
+order them differently, and a save that lost a rank could not say which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from toolkit.errors import CheckpointError
+
+_LONGEST_PAUSE_S = 0.1
+
+
+class KeyValue(Protocol):
+    """What is needed of a store; `torch.distributed.Store` has it."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Make `value` visible to every rank."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there, without waiting."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; whether it was there."""
+
+
+class Exchange:
+    """One conversation. With `world_size` 1 nothing is said and `kv` may be None.
+
+    `topic` and `number` give the keys. All ranks must hold the same, and no earlier conversation in this store may have
+    had them. A waiting rank asks again and again instead of blocking in the store, whose client serves one call at a
+    time: progress reports and stop requests go on meanwhile.
+    """
+
+    def __init__(
+        self, kv: KeyValue | None, *, rank: int, world_size: int, topic: str, number: int, timeout_s: float
+    ) -> None:
+        assert kv is not None or world_size == 1
+        self._kv = kv
+        self._rank = rank
+        self._others = range(1, world_size)
+        self._topic = topic
+        self._number = number
+        self._timeout_s = timeout_s
+        self._told = itertools.count()
+        self._round = itertools.count()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Rank 0: say something to all others."""
+        if self._kv and self._others:
+            self._kv.set(self._key(f"told/{next(self._told)}"), json.dumps(message))
+
+    def listen(self) -> dict[str, Any]:
+        """Others: the next thing that rank 0 says; CheckpointError if that is an error, or nothing in time.
+
+        They wait twice as long as rank 0, which knows which rank is missing and says so.
+        """
+        key = self._key(f"told/{next(self._told)}")
+        message = self._await(key, time.monotonic() + 2 * self._timeout_s)
+        if message is None:
+            raise CheckpointError(
+                f"rank {self._rank} heard nothing about its checkpoint from rank 0 for {2 * self._timeout_s:g} s; "
+                "look for the failure in rank 0's log"
+            )
+        if "error" in message:
+            raise CheckpointError(message["error"])
+        return message
+
+    def report(self, message: Mapping[str, Any]) -> None:
+        """Others: answer rank 0. A message with the key `error` makes rank 0's `gather` fail."""
+        assert self._kv
+        self._kv.set(self._key(f"reports/{next(self._round)}/{self._rank}"), json.dumps(message))
+
+    def gather(self) -> dict[int, dict[str, Any]]:
+        """Rank 0: what every other rank reported; CheckpointError naming the ranks that failed or stayed silent."""
+        number, deadline = next(self._round), time.monotonic() + self._timeout_s
+        keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
+        found = {rank: self._await(key, deadline) for rank, key in keys.items()}
+        self._forget([*keys.values()])
+        self._forget_previous()
+        reports = {rank: message for rank, message in found.items() if message is not None}
+        self._raise_failures(reports)
+        return reports
+
+    def _raise_failures(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        troubles = [str(message["error"]) for message in reports.values() if "error" in message]
+        silent = [str(rank) for rank in self._others if rank not in reports]
+        if silent:
+            troubles.append(f"no word within {self._timeout_s:g} s from rank {', '.join(silent)}: see their logs")
+        if troubles:
+            raise CheckpointError("; ".join(troubles))
+
+    def _await(self, key: str, deadline: float) -> dict[str, Any] | None:
+        """The message under `key`, or None when it is not there by `deadline` (asked at least once)."""
+        assert self._kv
+        pause_s = 0.001
+        while not self._kv.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        message: dict[str, Any] = json.loads(self._kv.get(key))
+        return message
+
+    def _key(self, name: str, number: int | None = None) -> str:
+        return f"{self._topic}/{self._number if number is None else number}/{name}"
+
+    def _forget(self, keys: list[str]) -> None:
+        """Delete keys where the store can; a store that cannot keeps a few hundred bytes for each save."""
+        for key in keys:
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                assert self._kv
+                self._kv.delete_key(key)
+
+    def _forget_previous(self) -> None:
+        """Delete what rank 0 told in the previous conversation: all are in this one, so all have heard it."""
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
+            while self._kv and self._kv.delete_key(next(told)):
+                pass
+
+
+@contextlib.contextmanager
+def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
+    """Rank 0: whatever fails inside is told to all ranks, and raised here as the same CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{doing}: {describe(error)}"
+        talk.tell({"error": text})
+        raise CheckpointError(text) from error
+
+
+def describe(error: Exception) -> str:
+    """One line; our own messages speak for themselves, others need their type."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,295 @@
+"""The manifest of a checkpoint, format version 1: what is in the folder, and the digests that prove it.
+
+A checkpoint folder holds one `rank-00000.bin` per rank that wrote (tensors one after the other, raw little-endian
+bytes without gaps) and `manifest.json`:
+
+    {"format": 1, "crc32": "89abcdef", "manifest":
+    { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...} }
+    }
+
+The first line stays the same in every later version. Its crc32 is that of the version and the text below it, so each
+byte of the folder is under a digest. A manifest is data from outside: it is never unpickled, file names other than
+`rank-*.bin` are refused, and every range is checked against the file's real size before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+
+FORMAT = 1
+NAME = "manifest.json"
+_HEAD = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "manifest":\n')
+_TAIL = b"\n}\n"
+_FILE_NAME = re.compile(r"rank-\d{5,}\.bin")
+_KINDS = ("replicated", "per_rank", "sharded")
+_CHUNK_BYTES = 1 << 24
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The files are not what was written; an older checkpoint may still be good."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a tensor, and the bytes `[start, start + size_bytes)` of `file` that hold it in C order."""
+
+    file: str
+    start: int
+    size_bytes: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor: `kind`, torch's name of its type without `torch.`, its global shape and the parts that cover it."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class ValueRecord:
+    """A value that is no tensor; `rank` is the one that wrote it."""
+
+    kind: str
+    rank: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but the tensors' bytes."""
+
+    step: int
+    world_size: int
+    versions: Mapping[str, str]
+    meta: Mapping[str, Any]
+    files: Mapping[str, int]  # name to size in bytes
+    tensors: Mapping[str, TensorRecord]
+    values: Mapping[str, ValueRecord]
+
+    def encode(self) -> bytes:
+        """The bytes of the manifest's file."""
+        try:
+            body = json.dumps(dataclasses.asdict(self), indent=1)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"only JSON is stored beside tensors, and a value or the meta data is not: {error}; "
+                "hand over a tensor or plain numbers, strings, lists and mappings"
+            ) from error
+        return _frame(FORMAT, body.encode())
+
+
+def _digest(version: int, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(b"%d\n" % version))
+
+
+def _frame(version: int, body: bytes) -> bytes:
+    return b'{"format": %d, "crc32": "%08x", "manifest":\n%b' % (version, _digest(version, body), body) + _TAIL
+
+
+def decode(raw: bytes, where: Path) -> Manifest:
+    """The manifest in the file content `raw`.
+
+    CorruptCheckpointError when a byte is wrong; CheckpointError when a newer version of this package wrote it.
+    """
+    head = _HEAD.match(raw)
+    version = int(head[1]) if head else 0
+    body = raw[head.end() : -len(_TAIL)] if head else b""
+    if raw != _frame(version, body):
+        raise CorruptCheckpointError(f"{where} is damaged: its content does not match its own crc32")
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{where} has format {version} and this toolkit reads up to format {FORMAT}; "
+            "update the toolkit, or resume with the version that wrote it"
+        )
+    try:
+        return _parse(json.loads(body))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where} is no manifest of format {FORMAT}: {error!r}") from error
+
+
+def _parse(fields: Any) -> Manifest:
+    """Build the dataclasses, every number and name checked; ValueError, TypeError or KeyError for what is wrong."""
+    manifest = Manifest(
+        step=_count(fields["step"]),
+        world_size=_count(fields["world_size"]),
+        versions=dict(fields["versions"]),
+        meta=dict(fields["meta"]),
+        files={_file_name(name): _count(size) for name, size in fields["files"].items()},
+        tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
+        values={name: parse_value(record) for name, record in fields["values"].items()},
+    )
+    _check_layout(manifest)
+    return manifest
+
+
+def parse_tensor(record: Any) -> TensorRecord:
+    """A `TensorRecord` from JSON, checked; ValueError, TypeError or KeyError for what is wrong."""
+    return TensorRecord(
+        kind=_kind(record["kind"]),
+        dtype=str(record["dtype"]),
+        shape=_counts(record["shape"]),
+        parts=tuple(_part(part) for part in record["parts"]),
+    )
+
+
+def parse_value(record: Any) -> ValueRecord:
+    """A `ValueRecord` from JSON, checked; ValueError, TypeError or KeyError for what is wrong."""
+    return ValueRecord(kind=_kind(record["kind"]), rank=_count(record["rank"]), value=record["value"])
+
+
+def _part(fields: Any) -> Part:
+    return Part(
+        file=_file_name(fields["file"]),
+        start=_count(fields["start"]),
+        size_bytes=_count(fields["size_bytes"]),
+        offsets=_counts(fields["offsets"]),
+        shape=_counts(fields["shape"]),
+        crc32=_count(fields["crc32"]),
+    )
+
+
+def _kind(kind: Any) -> str:
+    if kind not in _KINDS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(_KINDS)}")
+    return str(kind)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    return tuple(_count(number) for number in numbers)
+
+
+def file_name(rank: int) -> str:
+    """The file that `rank` writes."""
+    return f"rank-{rank:05d}.bin"
+
+
+def _file_name(name: Any) -> str:
+    """`name` if it is one that `writer` gives; anything else could point outside the folder."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"file name {name!r} is not of the form rank-00000.bin")
+    return name
+
+
+def _check_layout(manifest: Manifest) -> None:
+    """Parts must lie end to end in their files (no byte outside a digest) and cover their tensors."""
+    ends = dict.fromkeys(manifest.files, 0)
+    parts = [part for record in manifest.tensors.values() for part in record.parts]
+    for part in sorted(parts, key=lambda part: (part.file, part.start, part.size_bytes)):
+        if ends[part.file] != part.start:
+            raise ValueError(f"{part.file} has a gap or an overlap at byte {part.start}")
+        ends[part.file] += part.size_bytes
+    if ends != dict(manifest.files):
+        raise ValueError(f"files of {dict(manifest.files)} bytes hold tensors of {ends} bytes")
+    for name, record in manifest.tensors.items():
+        check_cover(name, record)
+
+
+def check_cover(name: str, record: TensorRecord) -> None:
+    """ValueError unless the parts are disjoint rectangles that fill the tensor."""
+    for part in record.parts:
+        if not len(part.offsets) == len(part.shape) == len(record.shape):
+            raise ValueError(f"{name}: part {part.shape} at {part.offsets} of {record.shape}: dimensions differ")
+        if any(o + s > whole for o, s, whole in zip(part.offsets, part.shape, record.shape, strict=True)):
+            raise ValueError(f"{name}: part {part.shape} at {part.offsets} stands outside {record.shape}")
+    filled = sum(math.prod(part.shape) for part in record.parts)
+    if not record.parts or filled != math.prod(record.shape) or _meet(record.parts):
+        raise ValueError(f"{name}: {len(record.parts)} parts of {filled} elements do not make up {record.shape}")
+
+
+def _meet(parts: tuple[Part, ...]) -> bool:
+    """Whether two of the rectangles share an element; quick where they are cut along the first dimension."""
+    solid = sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.offsets)
+    for i, p in enumerate(solid):
+        for q in solid[i + 1 :]:
+            if q.offsets[0] >= p.offsets[0] + p.shape[0]:
+                break
+            if all(a < b + n and b < a + m for a, m, b, n in zip(p.offsets, p.shape, q.offsets, q.shape, strict=True)):
+                return True
+    return False
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`; CheckpointError as in `decode`, or when it cannot be read."""
+    path = folder / NAME
+    with unreadable_is_corrupt(path):
+        return decode(path.read_bytes(), path)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """CorruptCheckpointError unless every file is there with the size that the manifest gives."""
+    for name, size_bytes in manifest.files.items():
+        with unreadable_is_corrupt(folder / name):
+            found = (folder / name).lstat().st_size
+        if found != size_bytes:
+            raise CorruptCheckpointError(f"{folder / name} has {found} bytes instead of {size_bytes}")
+
+
+def check_digests(folder: Path, manifest: Manifest) -> None:
+    """Read every byte; CorruptCheckpointError naming the first tensor whose bytes are not those written."""
+    check_sizes(folder, manifest)
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for name, record in manifest.tensors.items():
+        for part in record.parts:
+            with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
+                found = _crc_of(file, part.size_bytes, buffer)
+            check_crc(folder, name, part, found)
+
+
+def _crc_of(file: FileIO, size_bytes: int, buffer: memoryview) -> int:
+    crc = 0
+    while size_bytes and (got := file.readinto(buffer[:size_bytes])):
+        crc = zlib.crc32(buffer[:got], crc)
+        size_bytes -= got
+    return crc
+
+
+def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
+    """CorruptCheckpointError unless the crc32 found is that of the part."""
+    if found != part.crc32:
+        raise CorruptCheckpointError(
+            f"{folder / part.file} is damaged: {name} (bytes {part.start} to {part.start + part.size_bytes}) "
+            f"has crc32 {found:08x} instead of {part.crc32:08x}"
+        )
+
+
+@contextmanager
+def open_part(folder: Path, part: Part) -> Iterator[FileIO]:
+    """The part's file, positioned at its first byte. A symbolic link is refused: it could lead outside the folder."""
+    fd = os.open(folder / part.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        file.seek(part.start)
+        yield file
+
+
+@contextmanager
+def unreadable_is_corrupt(path: Path) -> Iterator[None]:
+    """Turn an OSError into CorruptCheckpointError: for the reader a file that is gone is as bad as a damaged one."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error

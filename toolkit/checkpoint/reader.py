@@ -1,0 +1,211 @@
+"""Loading: the newest checkpoint that every rank can verify, or the next older one, filled into live tensors.
+
+Rank 0 proposes a name, all read and verify their part of it, and the worst result decides for all. A damaged checkpoint
+is skipped; one that does not fit the model is an error, for an older one would not fit either.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit import logs
+from toolkit.checkpoint import tensors
+from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, Part, TensorRecord, ValueRecord, file_name
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import KINDS, listing
+from toolkit.dist.state import Entry, Json, Sharded, State
+from toolkit.errors import CheckpointError
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded besides the tensors, which are filled in place."""
+
+    step: int
+    meta: Mapping[str, Json]
+    values: Mapping[str, Json]  # the entries of this rank's state that are no tensors
+    path: Path
+    skipped: Mapping[str, str] = field(default_factory=dict)  # name of each newer, damaged checkpoint: what is wrong
+
+
+def load(
+    store: CheckpointStore,
+    state: State,
+    *,
+    rank: int,
+    world_size: int,
+    kv: KeyValue | None,
+    attempt: int = 1,
+    timeout_s: float = 600.0,
+    read_only: bool = False,
+) -> Loaded | None:
+    """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
+
+    All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
+    `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
+    starting anew silently would throw the run away. After an error the tensors hold anything.
+
+    The run's writer moves damaged checkpoints aside, once a good one is found, and removes what dead writers left over;
+    `read_only` (evaluation, export: perhaps beside a living writer) changes no file.
+    """
+    number = store.next_conversation()
+    topic = f"checkpoint/{store.folder.name}/{attempt}"
+    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
+    reader = _Reader(store, state, rank, world_size)
+    if rank:
+        return _follow(reader, talk)
+    with failures_told(talk, f"no checkpoint was loaded from {store.folder}"):
+        loaded = _lead(reader, talk, read_only)
+        talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
+        return loaded
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """One rank's part in a load."""
+
+    store: CheckpointStore
+    state: State
+    rank: int
+    world_size: int
+
+    def read(self, name: str) -> Loaded:
+        """Verify and fill this rank's part of the checkpoint `name`."""
+        path = self.store.folder / name
+        manifest = self.store.manifest(path)
+        problems = _differences(manifest, self.state, self.rank, self.world_size)
+        if problems:
+            raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
+        for key, entry in self.state.items():
+            if isinstance(entry.value, torch.Tensor):
+                tensors.fill(key, entry.value, path, _part_for(entry, manifest.tensors[key]))
+        values = {key: record.value for key, record in manifest.values.items() if key in self.state}
+        return Loaded(manifest.step, manifest.meta, values, path)
+
+
+def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:
+    """Rank 0's side: propose, newest first, until all ranks have verified one."""
+    store, skipped = reader.store, dict[str, str]()
+    if not read_only:
+        store.sweep()
+    for path in store.list():
+        loaded, reason = _propose(reader, talk, path.name)
+        if loaded is None:
+            skipped[path.name] = reason
+            log.warning("skipping %s, the next older checkpoint is tried: %s", path.name, reason)
+            continue
+        for name in () if read_only else skipped:
+            store.reject(store.folder / name, skipped[name])
+        log.info("resuming from %s", path)
+        return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, skipped)
+    if skipped:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
+        raise CheckpointError(
+            f"none of the {len(skipped)} checkpoints is good, and all were left in place; restore one from a backup "
+            f"or start a new run:{reasons}"
+        )
+    return None
+
+
+def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None, str]:
+    """Let all ranks read `name`: what rank 0 loaded, or None and the reasons why it is damaged for some rank."""
+    talk.tell({"try": name})
+    loaded, reasons = None, list[str]()
+    refused = None
+    try:
+        loaded = reader.read(name)
+    except CorruptCheckpointError as error:
+        reasons.append(str(error))
+    except CheckpointError as error:  # heard by all only after they have reported, which gather() waits for
+        refused = error
+    reports = talk.gather()
+    if refused:
+        raise refused
+    reasons += [report["damaged"] for report in reports.values() if "damaged" in report]
+    return (None, "; ".join(reasons)) if reasons else (loaded, "")
+
+
+def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
+    """The side of every other rank: read what is proposed, report, until rank 0 says that it is done."""
+    loaded: Loaded | None = None
+    while "try" in (word := talk.listen()):
+        try:
+            loaded = reader.read(word["try"])
+            talk.report({})
+        except Exception as error:
+            damaged = isinstance(error, CorruptCheckpointError)
+            text = f"rank {reader.rank} on {socket.gethostname()}: {describe(error)}"
+            talk.report({"damaged" if damaged else "error": text})
+    if not word["done"]:
+        return None
+    assert loaded
+    return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
+
+
+def _part_for(entry: Entry, record: TensorRecord) -> Part:
+    """The stored part that is this rank's; there is one, for `_differences` found none."""
+    place = _place(entry)
+    return next(part for part in record.parts if (part.offsets, part.shape) == place)
+
+
+def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and shape of the entry's tensor in the global one."""
+    assert isinstance(entry.value, torch.Tensor)
+    shape = tuple(entry.value.shape)
+    return (entry.offsets if isinstance(entry, Sharded) else (0,) * len(shape)), shape
+
+
+def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
+    """Everything in which the checkpoint and the live state of this rank differ, one phrase each."""
+    stored: dict[str, Any] = {**manifest.tensors, **manifest.values}
+    missing = [f"{name} is not in the checkpoint" for name in state if name not in stored]
+    expected = [name for name, record in stored.items() if _is_for(rank, record)]
+    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in state]
+    wrong = [text for name in state if name in stored and (text := _difference(name, state[name], stored[name]))]
+    own = any(record.kind == "per_rank" for record in stored.values())
+    if own and manifest.world_size != world_size:
+        wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
+    return missing + unexpected + wrong
+
+
+def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
+    """Whether `rank` must have a place for it: what a rank wrote for itself concerns no other."""
+    if record.kind != "per_rank":
+        return True
+    if isinstance(record, ValueRecord):
+        return record.rank == rank
+    return record.parts[0].file == file_name(rank)
+
+
+def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:
+    """What is different about one value, or None."""
+    kind = KINDS[type(entry)]
+    if record.kind != kind:
+        return f"{name} is {record.kind} in the checkpoint and {kind} here"
+    if isinstance(entry.value, torch.Tensor) != isinstance(record, TensorRecord):
+        return f"{name} is a tensor only {'here' if isinstance(entry.value, torch.Tensor) else 'in the checkpoint'}"
+    return _tensor_difference(name, entry, record) if isinstance(record, TensorRecord) else None
+
+
+def _tensor_difference(name: str, entry: Entry, record: TensorRecord) -> str | None:
+    assert isinstance(entry.value, torch.Tensor)
+    place = _place(entry)
+    shape = entry.global_shape if isinstance(entry, Sharded) else place[1]
+    dtype = tensors.dtype_name(entry.value)
+    if (record.dtype, record.shape) != (dtype, shape):
+        return f"{name} is {record.dtype} {record.shape} in the checkpoint and {dtype} {shape} here"
+    parts = [part for part in record.parts if (part.offsets, part.shape) == place]
+    if not parts:
+        return f"{name} is cut into {len(record.parts)} parts in the checkpoint, none of them the one here"
+    if parts[0].size_bytes != entry.value.numel() * entry.value.element_size():
+        return f"{name} has {parts[0].size_bytes} bytes in the checkpoint, which is not its size"
+    return None

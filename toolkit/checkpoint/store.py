@@ -1,0 +1,189 @@
+"""CheckpointStore: the folder `checkpoints/` of a run. It knows files, not tensors, and never imports torch.
+
+    step-00000200/                 committed: it got this name by a rename, after its manifest was on disk
+    step-00000200.tmp-1a2b3c4d/    being written, or left over from a writer that died
+    step-00000100.bad-5e6f7a8b/    was found damaged and moved aside, so that its step can be saved again
+
+Commit order (each step on disk before the next): rank files, manifest, folder, rename, parent folder; only then are
+older checkpoints removed. Whatever dies in between, the newest committed checkpoint stays loadable.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit import fsio, logs
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
+from toolkit.errors import CheckpointError, ConfigError
+
+log = logs.get(__name__)
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space there, or lower checkpoint.keep (not below 2), then resume the run",
+    errno.EDQUOT: "the disk quota is used up: free space there, then resume the run",
+    errno.EROFS: "the file system is read-only: check its mount on this host, or move the run elsewhere",
+    errno.EACCES: "this user may not write there: check who owns the run's folder",
+    errno.EPERM: "this user may not write there: check who owns the run's folder",
+    errno.ENOENT: "the folder has vanished: is the file system mounted here, has somebody removed the run?",
+    errno.ESTALE: "the folder has vanished from the file server: has somebody removed or restored the run?",
+    errno.EIO: "the disk or the file server failed: check this host's kernel log",
+}
+
+
+@contextmanager
+def file_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names `path` and what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "check the file system there")
+        raise CheckpointError(f"{doing} {path} failed ({error.strerror or error}); {advice}") from error
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a committed checkpoint."""
+    match = _COMMITTED.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def committed(folder: Path) -> list[Path]:
+    """The committed checkpoints in `folder`, newest first; empty when there is no such folder."""
+    with file_errors("listing", folder):
+        names = list(folder.iterdir()) if folder.is_dir() else []
+        found = [path for path in names if _COMMITTED.fullmatch(path.name) and (path / manifests.NAME).is_file()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest committed checkpoint in `folder`, for commands that only want to say it."""
+    return next(map(step_of, committed(folder)), None)
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One rank (0) changes the folder; the others write inside what it began."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 2:
+            raise ConfigError(
+                f"checkpoint.keep: {keep} is too few: with one checkpoint, damage to it loses the run; "
+                "set it to 2 or more"
+            )
+        self.folder = folder
+        self.keep = keep
+        self._begun: set[Path] = set()
+        self._conversations = 0
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, once committed."""
+        return self.folder / f"step-{step:08d}"
+
+    def list(self) -> Sequence[Path]:
+        """The committed checkpoints, newest first."""
+        return committed(self.folder)
+
+    def is_committed(self, step: int) -> bool:
+        """Whether `step` has been saved."""
+        return (self.path(step) / manifests.NAME).is_file()
+
+    def next_conversation(self) -> int:
+        """A number for the next save or load: equal on all ranks, for they save and load in the same order."""
+        self._conversations += 1
+        return self._conversations
+
+    def begin(self, step: int) -> Path:
+        """A fresh folder for the files of `step`, beside its final place."""
+        temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
+        with file_errors("creating", temporary):
+            if self.path(step).exists():  # without a manifest: nothing can be committed over it
+                self.reject(self.path(step), "it has no manifest")
+            fsio.make_dir(temporary)
+        self._begun.add(temporary)
+        return temporary
+
+    def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
+        """Write one rank's file and flush it to disk."""
+        with file_errors("writing", path):
+            fsio.write_stream(path, chunks)
+
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Make what was written in `temporary` the checkpoint of its step: all of it or, on an error, nothing."""
+        final = self.path(manifest.step)
+        manifests.check_sizes(temporary, manifest)
+        with file_errors("committing", final):
+            fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
+            fsio.rename_dir(temporary, final)
+        self._begun.discard(temporary)
+        return final
+
+    def abandon(self, temporary: Path) -> None:
+        """Remove what a failed save wrote. What cannot be removed now is left to the next attempt's `sweep`."""
+        self._begun.discard(temporary)
+        try:
+            fsio.remove_tree(temporary)
+        except OSError as error:
+            log.warning("%s is left behind: %s", temporary, error)
+
+    def sweep(self) -> Sequence[Path]:
+        """Remove the temporary folders of writers that died; call it on rank 0 when an attempt starts.
+
+        A run has one attempt at a time, so whatever this store did not begin itself has no writer any more.
+        """
+        with file_errors("listing", self.folder):
+            names = list(self.folder.iterdir()) if self.folder.is_dir() else []
+        stale = [path for path in names if _TEMPORARY.fullmatch(path.name) and path not in self._begun]
+        for path in stale:
+            log.info("removing %s, left over by a writer that died", path)
+            self.abandon(path)
+        return stale
+
+    def verify(self, path: Path) -> Manifest:
+        """Read every byte of the checkpoint at `path`; CorruptCheckpointError naming the file that is damaged."""
+        manifest = self.manifest(path)
+        manifests.check_digests(path, manifest)
+        return manifest
+
+    def manifest(self, path: Path) -> Manifest:
+        """The manifest at `path`, with the files' sizes checked; CorruptCheckpointError as in `verify`."""
+        manifest = manifests.read(path)
+        if manifest.step != step_of(path):
+            raise CorruptCheckpointError(f"{path} holds step {manifest.step}: somebody renamed the folder")
+        manifests.check_sizes(path, manifest)
+        return manifest
+
+    def prune(self) -> Sequence[Path]:
+        """Remove all but the newest `keep` valid checkpoints; call it when the newest is committed, never before.
+
+        Valid means here: a manifest with a right crc32, all files with the right sizes. One that is not is neither
+        counted nor removed. The rename first: half removed under its name it would look like a damaged checkpoint.
+        """
+        old = [path for path in self.list() if self._looks_valid(path)][self.keep :]
+        for path in old:
+            with file_errors("removing", path):
+                aside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+                fsio.rename_dir(path, aside)
+                fsio.remove_tree(aside)
+        return old
+
+    def _looks_valid(self, path: Path) -> bool:
+        try:
+            self.manifest(path)
+        except CheckpointError:
+            return False
+        return True
+
+    def reject(self, path: Path, reason: str) -> Path:
+        """Move a damaged checkpoint aside, so that its step can be saved again; it is kept for a look."""
+        aside = path.with_name(f"{path.name}.bad-{secrets.token_hex(4)}")
+        log.warning("moving %s to %s: %s", path, aside.name, reason)
+        with file_errors("moving aside", path):
+            fsio.rename_dir(path, aside)
+        return aside

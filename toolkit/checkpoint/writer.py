@@ -1,0 +1,274 @@
+"""Saving: every rank writes its part, rank 0 commits, and every rank learns whether that worked before `save` returns.
+
+Who writes what follows from the kinds of state alone: rank 0 the replicated values, every rank its own and its shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import socket
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit import logs
+from toolkit.checkpoint import tensors
+from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
+from toolkit.checkpoint.manifest import (
+    Manifest,
+    Part,
+    TensorRecord,
+    ValueRecord,
+    check_cover,
+    file_name,
+    parse_tensor,
+    parse_value,
+)
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.dist.state import Entry, Json, PerRank, Replicated, Sharded, State
+from toolkit.errors import CheckpointError
+
+log = logs.get(__name__)
+
+KINDS = {Replicated: "replicated", PerRank: "per_rank", Sharded: "sharded"}
+
+
+def save(
+    store: CheckpointStore,
+    step: int,
+    state: State,
+    meta: Mapping[str, Json],
+    *,
+    rank: int,
+    world_size: int,
+    kv: KeyValue | None,
+    attempt: int = 1,
+    timeout_s: float = 600.0,
+    check_replicas: bool = True,
+) -> Path:
+    """Save `state` and rank 0's `meta` as the checkpoint of `step`; all ranks call it, and all return or all raise.
+
+    A step that is committed already is left as it is. CheckpointError, with the same message on every rank, says which
+    rank failed and why, or which ones stayed silent for `timeout_s`; nothing is committed then.
+
+    `check_replicas` asserts that replicated values are equal bit for bit on all ranks. It costs the other ranks a copy
+    to the host and a crc32, which rank 0 makes for its file in any case while they wait for it: no time on the wall.
+    """
+    number = store.next_conversation()
+    topic = f"checkpoint/{store.folder.name}/{attempt}"
+    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
+    if rank:
+        return _follow(store, step, state, talk, rank, check_replicas)
+    return _lead(store, step, state, meta, talk, world_size)
+
+
+def _lead(
+    store: CheckpointStore, step: int, state: State, meta: Mapping[str, Json], talk: Exchange, world_size: int
+) -> Path:
+    """Rank 0's side."""
+    if store.is_committed(step):
+        talk.tell({"done": True, "step": step})
+        return store.path(step)
+    with failures_told(talk, f"the checkpoint of step {step} was not written"):
+        folder = store.begin(step)
+        talk.tell({"folder": folder.name, "step": step})
+        try:
+            manifest = _write_with_others(store, folder, step, state, meta, talk, world_size)
+            final = store.commit(folder, manifest)
+        except Exception:
+            store.abandon(folder)
+            raise
+    talk.tell({"done": True})
+    _prune(store)
+    return final
+
+
+def _write_with_others(
+    store: CheckpointStore,
+    folder: Path,
+    step: int,
+    state: State,
+    meta: Mapping[str, Json],
+    talk: Exchange,
+    world_size: int,
+) -> Manifest:
+    own = _write_own(store, folder, 0, state)
+    reports = talk.gather()
+    for rank, report in reports.items():
+        _check_replicas(state, own, rank, report["replicas"])
+    parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values())]
+    return _merge(step, world_size, meta, parts)
+
+
+def _follow(store: CheckpointStore, step: int, state: State, talk: Exchange, rank: int, check_replicas: bool) -> Path:
+    """The side of every other rank: a failure here is reported first and raised when rank 0 has told all ranks."""
+    begun = talk.listen()
+    if begun.get("done"):
+        return store.path(step)
+    try:
+        if begun["step"] != step:
+            raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
+        part = _write_own(store, store.folder / begun["folder"], rank, state)
+        talk.report({"part": part.to_json(), "replicas": _replica_digests(state) if check_replicas else None})
+    except Exception as error:
+        talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})
+        talk.listen()
+        raise
+    talk.listen()
+    return store.path(step)
+
+
+def _prune(store: CheckpointStore) -> None:
+    """A checkpoint too many is no reason to end a run whose newest one is safe."""
+    try:
+        store.prune()
+    except CheckpointError as error:
+        log.warning("older checkpoints stay: %s", error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WrittenPart:
+    """What one rank wrote."""
+
+    files: Mapping[str, int]
+    tensors: Mapping[str, TensorRecord]
+    values: Mapping[str, ValueRecord]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> _WrittenPart:
+        return _WrittenPart(
+            files=fields["files"],
+            tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
+            values={name: parse_value(record) for name, record in fields["values"].items()},
+        )
+
+
+def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) -> _WrittenPart:
+    """Write this rank's tensors into `folder`; a rank that has none (the others under ddp) makes no file."""
+    own = {name: entry for name, entry in state.items() if rank == 0 or not isinstance(entry, Replicated)}
+    records: dict[str, TensorRecord] = {}
+    path = folder / file_name(rank)
+    if any(isinstance(entry.value, torch.Tensor) for entry in own.values()):
+        store.write(path, _stream(own, path.name, records))
+    sizes = [part.start + part.size_bytes for record in records.values() for part in record.parts]
+    values = {
+        name: ValueRecord(KINDS[type(entry)], rank, entry.value)
+        for name, entry in own.items()
+        if not isinstance(entry.value, torch.Tensor)
+    }
+    return _WrittenPart({path.name: max(sizes)} if sizes else {}, records, values)
+
+
+def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord]) -> Iterator[memoryview]:
+    """The bytes of one tensor after the other, each recorded in `records` as it goes by."""
+    start = 0
+    for name, entry in own.items():
+        if not isinstance(entry.value, torch.Tensor):
+            continue
+        data = tensors.to_bytes(name, entry.value)
+        shape = tuple(entry.value.shape)
+        whole, offsets = (
+            (entry.global_shape, entry.offsets) if isinstance(entry, Sharded) else (shape, (0,) * len(shape))
+        )
+        part = Part(file, start, len(data), offsets, shape, zlib.crc32(data))
+        records[name] = TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), whole, (part,))
+        start += len(data)
+        yield data
+
+
+def _replicated(state: State) -> list[tuple[str, Replicated]]:
+    return sorted((name, entry) for name, entry in state.items() if isinstance(entry, Replicated))
+
+
+def _value_digest(value: Json) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _replica_digests(state: State) -> dict[str, Any]:
+    """What rank 0 compares: a few bytes for each tensor, and one digest for all the names."""
+    entries = _replicated(state)
+    digests = [
+        zlib.crc32(tensors.to_bytes(name, entry.value))
+        if isinstance(entry.value, torch.Tensor)
+        else _value_digest(entry.value)
+        for name, entry in entries
+    ]
+    return {"names": _value_digest([name for name, _ in entries]), "crc32": digests}
+
+
+def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[str, Any] | None) -> None:
+    """CheckpointError naming the values that `rank` holds differently. Rank 0's digests are those of its file."""
+    if found is None:
+        return
+    names = [name for name, _ in _replicated(state)]
+    if found["names"] != _value_digest(names):
+        raise CheckpointError(
+            f"rank {rank} declares other replicated values than rank 0; both must build the same model"
+        )
+    expected = [
+        own.tensors[name].parts[0].crc32 if name in own.tensors else _value_digest(own.values[name].value)
+        for name in names
+    ]
+    pairs = zip(names, expected, found["crc32"], strict=True)
+    different = [name for name, ours, theirs in pairs if ours != theirs]
+    if different:
+        raise CheckpointError(
+            f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
+            "the replicas have drifted apart, or the value is per rank"
+        )
+
+
+def listing(items: list[str], most: int = 10) -> str:
+    """The items, or the first of them and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable[_WrittenPart]) -> Manifest:
+    """One manifest of what all ranks wrote; CheckpointError where their parts do not make up whole tensors."""
+    files: dict[str, int] = {}
+    values: dict[str, ValueRecord] = {}
+    merged: dict[str, TensorRecord] = {}
+    for part in parts:
+        files |= part.files
+        for name, value in part.values.items():
+            _check_new(name, values.keys() | merged.keys())
+            values[name] = value
+        for name, record in part.tensors.items():
+            merged[name] = _join(name, merged.get(name), record)
+    for name, record in merged.items():
+        _check_whole(name, record)
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return Manifest(step, world_size, versions, meta, files, merged, values)
+
+
+def _check_new(name: str, known: Iterable[str]) -> None:
+    if name in known:
+        raise CheckpointError(f"two ranks declare {name} as their own; the name of a PerRank value must hold the rank")
+
+
+def _join(name: str, known: TensorRecord | None, record: TensorRecord) -> TensorRecord:
+    """The record with the parts of both; only shards of one tensor may share a name."""
+    if known is None:
+        return record
+    _check_new(name, () if known.kind == record.kind == "sharded" else (name,))
+    if (known.dtype, known.shape) != (record.dtype, record.shape):
+        raise CheckpointError(
+            f"{name} is {known.dtype} {known.shape} on one rank and {record.dtype} {record.shape} on another"
+        )
+    return dataclasses.replace(known, parts=known.parts + record.parts)
+
+
+def _check_whole(name: str, record: TensorRecord) -> None:
+    try:
+        check_cover(name, record)
+    except ValueError as error:
+        raise CheckpointError(f"the ranks' parts of a sharded tensor overlap or leave a gap: {error}") from error

@@ -1,0 +1,185 @@
+"""Tables and texts of the listing commands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toolkit import rundir
+from toolkit.errors import RequestError, ToolkitError
+from toolkit.rundir import RunDir
+
+#: A supervisor rewrites its status each second; one that is silent for this long may be dead: Slurm is asked.
+SILENT_S = 30.0
+ACTIVE = ("queued", "starting", "running", "restarting", "requeued")
+
+
+def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """One row for each run from its own files; Slurm is asked, once for all, only about runs that are silent."""
+    rows = [_row(run) for run in runs]
+    silent = {row["job_id"]: row for row in rows if row["silent"] and row["executor"] == "slurm" and row["job_id"]}
+    if silent:
+        for job_id, state in _ask_slurm(list(silent)).items():
+            silent[job_id]["slurm"] = state
+    for row in rows:
+        row["state"] = _honest_state(row)
+    return rows
+
+
+def _row(run: RunDir) -> dict[str, Any]:
+    status, result, sent = run.status(), run.result() or {}, run.submission()
+    progress = status.get("progress") or {}
+    state = result.get("state") or status.get("state") or "unknown"
+    return {
+        "run": run.id,
+        "name": run.name,
+        "state": state,
+        "job_id": status.get("job_id") or sent.get("job_id"),
+        "executor": sent.get("executor") or ("slurm" if status.get("job_id") else "local"),
+        "attempt": status.get("attempt", 0),
+        "step": result.get("step", progress.get("step")),
+        "total_steps": progress.get("total_steps"),
+        "loss": progress.get("loss"),
+        "metrics": result.get("metrics") or progress.get("metrics") or {},
+        "nodes": status.get("nodes", []),
+        "pid": status.get("pid"),
+        "host": status.get("host"),
+        "updated": status.get("updated"),
+        "silent": state in ACTIVE and time.time() - status.get("updated", 0.0) > SILENT_S,
+        "slurm": None,
+        "why": result.get("why"),
+        "path": str(run.path),
+    }
+
+
+def _ask_slurm(job_ids: list[str]) -> dict[str, str | None]:
+    """One call for all jobs; a controller that does not answer leaves them unknown, which is never "dead"."""
+    from toolkit.cluster.commands import Slurm
+
+    try:
+        answers = Slurm().show_jobs(job_ids)
+    except ToolkitError:
+        return {}
+    return {job_id: status.state if status else None for job_id, status in answers.items()}
+
+
+def _honest_state(row: dict[str, Any]) -> str:
+    from toolkit.cluster import states
+
+    state = str(row["state"])
+    if not row["silent"]:
+        return state
+    if row["executor"] == "slurm":
+        if row["slurm"] is None:
+            return f"{state}? (silent)"
+        return f"lost ({row['slurm']})" if states.is_over(row["slurm"]) else f"{state} ({row['slurm']})"
+    here = row["host"] in (None, socket.gethostname())
+    return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
+
+
+def _alive(pid: int | None) -> bool:
+    return pid is not None and Path(f"/proc/{pid}").exists()
+
+
+def status_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table for a terminal."""
+    if not rows:
+        return f"no runs under {rundir.runs_root()}"
+    head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
+    return _table([head, *(_cells(row) for row in rows)]) + _why_lines(rows)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    step = "" if row["step"] is None else f"{row['step']}/{row['total_steps'] or '?'}"
+    job = str(row["job_id"] or "") if row["executor"] == "slurm" else row["executor"]
+    loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+    accuracy = row["metrics"].get("eval/accuracy")
+    shown = "" if accuracy is None else f"{accuracy:.4f}"
+    return (row["run"], row["name"], row["state"], job, str(row["attempt"]), step, loss, shown)
+
+
+def _why_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(f"\n{row['run']}: {row['why']}" for row in rows if row["why"] and row["state"] != "completed")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Plain columns: rich would take longer to import than everything else here together."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- logs
+
+
+def logs(run: RunDir, *, rank: int | None, attempt: int | None, follow: bool) -> None:
+    """Print a log to stdout. Raises RequestError that says which logs there are."""
+    path = _log_path(run, rank, attempt)
+    with path.open(errors="replace") as file:
+        for text in _chunks(run, file, follow):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _log_path(run: RunDir, rank: int | None, attempt: int | None) -> Path:
+    if rank is None:
+        path = run.logs / "supervisor.log"
+    else:
+        path = run.rank_log(attempt or _newest_attempt(run), rank)
+    if not path.exists():
+        there = sorted(str(p.relative_to(run.logs)) for p in run.logs.rglob("*.log"))
+        raise RequestError(f"{path}: no such log; there are: {', '.join(there) or 'none yet'}")
+    return path
+
+
+def _newest_attempt(run: RunDir) -> int:
+    return max((int(p.name.removeprefix("attempt-")) for p in run.logs.glob("attempt-*")), default=1)
+
+
+def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
+    while True:
+        ended = not follow or run.result() is not None  # looked at before the read: nothing written since is missed
+        text = file.read()
+        if text:
+            yield text
+        elif ended:
+            return
+        else:
+            time.sleep(0.3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- env
+
+
+def environment_facts() -> dict[str, Any]:
+    """Placement, network and devices of this process, as ``toolkit run`` would derive them."""
+    from toolkit.cluster import network, placement
+    from toolkit.launch.rank import environment
+
+    place = placement.derive(os.environ, socket.gethostname())
+    facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}
+    facts["environment"] = environment(place, os.environ, 1)
+    facts["interfaces"] = [asdict(i) for i in network.interfaces()]
+    facts["infiniband"] = [asdict(p) for p in network.infiniband_ports()]
+    return facts
+
+
+def environment_table(facts: dict[str, Any]) -> str:
+    """The facts as text, each number with the variable it came from."""
+    sources = facts["sources"]
+    names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
+    rows = [("", "VALUE", "FROM"), *((name, str(facts[name]), str(sources.get(name, ""))) for name in names)]
+    rows += [(name, value, "set for the rank") for name, value in sorted(facts["environment"].items())]
+    rows += [("interface", i["name"], _speed(i)) for i in facts["interfaces"]]
+    rows += [("infiniband", f"{p['device']}:{p['port']}", f"{p['rate_gbps']:g} Gb/s") for p in facts["infiniband"]]
+    return "\n".join([_table(rows), *(f"note: {note}" for note in facts["notes"])])
+
+
+def _speed(interface: dict[str, Any]) -> str:
+    speed = interface["speed_mbps"]
+    return f"{interface['operstate']}, {speed / 1000:g} Gb/s" if speed else str(interface["operstate"])

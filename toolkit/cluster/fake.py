@@ -1,0 +1,249 @@
+"""An in-memory Slurm for tests: the same protocol as `toolkit.cluster.commands.Slurm`, and a clock that the test turns.
+
+Nothing is scheduled and nothing runs. A job stays pending until the test calls `FakeSlurm.start`, and time stands still
+until it calls `FakeSlurm.advance`. What follows from that (limits, the end of a preemption's grace, the delay of a
+requeue, COMPLETING before the end, refusals) is as on a real Slurm with its default settings::
+
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["--time=10", "job.sh"])
+    slurm.start(job)
+    slurm.preempt(job, grace_s=60)
+    slurm.advance(61)
+    assert slurm.show_job(job).restarts == 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.cluster import hostlist
+from toolkit.cluster.commands import JobRow, JobStatus, parse_duration
+from toolkit.cluster.states import Phase, phase
+from toolkit.errors import SlurmError
+
+#: How long a requeued job may not start: ``cred_expire`` + 1.
+REQUEUE_DELAY_S = 121.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A signal, or with ``signal=None`` the end, that somebody asked for with `FakeSlurm.cancel`."""
+
+    job_id: str
+    signal: str | None = None
+    step: str | None = None
+    batch: bool = False
+
+
+class FakeSlurm:
+    """See the module's text. ``sent``, ``submitted`` and ``excluded`` tell what has been asked for."""
+
+    def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
+        self.now = now
+        self.is_up = True  #: False: no controller answers
+        self.accounting = accounting
+        self.preempt_mode = preempt_mode  #: "REQUEUE" or "CANCEL"
+        self.sent: list[Sent] = []
+        self.submitted: dict[str, list[str]] = {}
+        self.excluded: dict[str, str] = {}
+        self._jobs: dict[str, JobRow] = {}
+        self._accounted: dict[str, JobRow] = {}
+        self._may_start: dict[str, float] = {}
+        self._final: dict[str, str] = {}
+        self._steps: dict[str, list[str]] = {}
+
+    # ------------------------------------------------------------------------------------- as Slurm's programs
+
+    def available(self) -> bool:
+        return self.is_up
+
+    def show_job(self, job_id: str) -> JobRow | None:
+        self._contact()
+        return next(iter(self._find(job_id)), None)
+
+    def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
+        self._contact()
+        return {job_id: self._status(job_id) for job_id in job_ids}
+
+    def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
+        self._contact()
+        self.sent.append(Sent(job_id, signal, step, batch))
+        if signal is not None:
+            self._known(job_id)
+        elif step is None:
+            for row in self._find(job_id):
+                self._cancel(row)
+
+    def find_step(self, job_id: str, name: str) -> str | None:
+        self._contact()
+        names = self._steps.get(self._one(job_id).job_id, [])
+        return str(names.index(name)) if name in names else None
+
+    def requeue(self, job_id: str) -> None:
+        self._contact()
+        for row in self._known(job_id):
+            if not row.can_requeue:
+                raise SlurmError(f"Requested operation is presently disabled for job {job_id}")
+            if phase(row.state) is not Phase.PENDING:
+                self._put_back(row)
+
+    def exclude_nodes(self, job_id: str, node_list: str) -> None:
+        self._contact()
+        for row in self._known(job_id):
+            if phase(row.state) is not Phase.PENDING:
+                raise SlurmError(f"Job is no longer pending execution: {job_id}")
+            self.excluded[row.requeue_id] = node_list
+
+    def sbatch(self, arguments: Sequence[str]) -> str:
+        self._contact()
+        options = dict(_option(argument) for argument in arguments)
+        job_id = str(len(self._jobs) + len(self._accounted) + 1)
+        self.submitted[job_id] = list(arguments)
+        for offset, index in enumerate(_array_indices(options.get("--array", ""))):
+            self._add(str(int(job_id) + offset), job_id, index, options)
+        return job_id
+
+    # ----------------------------------------------------------------------------------- what the test decides
+
+    def start(self, job_id: str, node_list: str = "node1") -> None:
+        """Let a pending job run; refused while a requeue's delay lasts, as Slurm would."""
+        row = self._one(job_id)
+        assert row.state == "PENDING", f"job {job_id} is {row.state}, not PENDING"
+        wait_s = self._may_start.get(row.job_id, 0.0) - self.now
+        assert wait_s <= 0, f"job {job_id} was requeued and may start in {wait_s:g} s"
+        end = None if row.time_limit_s is None else self.now + row.time_limit_s
+        host = hostlist.expand(node_list)[0]
+        self._set(
+            row, state="RUNNING", reason=None, start_time=self.now, end_time=end, node_list=node_list, batch_host=host
+        )
+
+    def add_step(self, job_id: str, name: str) -> str:
+        """srun starts a step in a running job; its number."""
+        names = self._steps.setdefault(self._running(job_id).job_id, [])
+        names.append(name)
+        return str(len(names) - 1)
+
+    def finish(self, job_id: str, exit_code: int = 0, signal: int = 0) -> None:
+        """The batch script ends."""
+        state = "FAILED" if exit_code or signal else "COMPLETED"
+        self._set(self._running(job_id), state=state, end_time=self.now, exit_code=exit_code, exit_signal=signal)
+
+    def preempt(self, job_id: str, grace_s: float = 0.0) -> None:
+        """Another job wants the nodes: the state stays RUNNING while the grace lasts, EndTime shrinks."""
+        self._set(self._running(job_id), preempt_time=self.now, end_time=self.now + grace_s)
+
+    def fail_node(self, job_id: str) -> None:
+        """A node dies: the job is requeued, or ends with NODE_FAIL where it may not be."""
+        row = self._running(job_id)
+        if row.can_requeue:
+            self._put_back(row)
+        else:
+            self._set(row, state="NODE_FAIL", end_time=self.now)
+
+    def forget(self, job_id: str) -> None:
+        """The controller drops a finished job (MinJobAge); accounting, if it is on, keeps it."""
+        for row in self._known(job_id):
+            assert row.is_over, f"job {job_id} is {row.state}: a controller forgets finished jobs only"
+            self._accounted[row.job_id] = self._jobs[row.job_id]
+        self._jobs = {key: row for key, row in self._jobs.items() if key not in self._accounted}
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and happen what it brings."""
+        self.now += seconds
+        for row in list(self._jobs.values()):
+            if row.state == "COMPLETING":
+                self._set(row, state=self._final.pop(row.job_id))
+            elif row.state == "RUNNING" and row.end_time is not None and row.end_time <= self.now:
+                self._end_in_time(row)
+
+    # -------------------------------------------------------------------------------------------------- inside
+
+    def _contact(self) -> None:
+        if not self.is_up:
+            raise SlurmError("Unable to contact slurm controller (connect failure)")
+
+    def _add(self, job_id: str, array_job_id: str, index: str | None, options: dict[str, str]) -> None:
+        self._jobs[job_id] = JobRow(
+            job_id=job_id,
+            state="PENDING",
+            reason="Priority",
+            name=options.get("--job-name"),
+            array_job_id=array_job_id if index is not None else None,
+            array_task_id=index,
+            can_requeue="--no-requeue" not in options,
+            submit_time=self.now,
+            time_limit_s=_time_limit(options.get("--time", "")),
+        )
+
+    def _find(self, job_id: str) -> list[JobRow]:
+        rows = self._jobs.values()
+        named = [row for row in rows if row.requeue_id == job_id]
+        return named or [row for row in rows if job_id in (row.job_id, row.array_job_id)]
+
+    def _known(self, job_id: str) -> list[JobRow]:
+        rows = self._find(job_id)
+        if not rows:
+            raise SlurmError(f"Invalid job id specified: {job_id}")
+        return rows
+
+    def _one(self, job_id: str) -> JobRow:
+        (row,) = self._known(job_id)
+        return row
+
+    def _running(self, job_id: str) -> JobRow:
+        row = self._one(job_id)
+        assert row.state == "RUNNING", f"job {job_id} is {row.state}, not RUNNING"
+        return row
+
+    def _set(self, row: JobRow, **changes: Any) -> None:
+        self._jobs[row.job_id] = replace(row, **changes)
+
+    def _status(self, job_id: str) -> JobStatus | None:
+        gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
+        rows = self._find(job_id) + (gone if self.accounting else [])
+        row = next((row for row in rows if not row.is_over), rows[-1] if rows else None)
+        return JobStatus(row.requeue_id, row.state, row.reason, row.node_list) if row else None
+
+    def _cancel(self, row: JobRow) -> None:
+        if phase(row.state) is Phase.PENDING:
+            self._set(row, state="CANCELLED", end_time=self.now)
+        elif row.state == "RUNNING":
+            self._complete(row, "CANCELLED")
+
+    def _complete(self, row: JobRow, final: str) -> None:
+        """End with COMPLETING first, which is no end: the nodes are being cleaned."""
+        self._final[row.job_id] = final
+        self._steps.pop(row.job_id, None)
+        self._set(row, state="COMPLETING", end_time=self.now)
+
+    def _put_back(self, row: JobRow) -> None:
+        self._final.pop(row.job_id, None)
+        self._steps.pop(row.job_id, None)
+        self._may_start[row.job_id] = self.now + REQUEUE_DELAY_S
+        nothing = {"start_time": None, "end_time": None, "preempt_time": None, "batch_host": None, "node_list": ""}
+        self._set(row, state="PENDING", reason="BeginTime", restarts=row.restarts + 1, **nothing)
+
+    def _end_in_time(self, row: JobRow) -> None:
+        if row.preempt_time is None:
+            self._complete(row, "TIMEOUT")
+        elif self.preempt_mode == "REQUEUE" and row.can_requeue:
+            self._put_back(row)
+        else:
+            self._complete(row, "PREEMPTED")
+
+
+def _option(argument: str) -> tuple[str, str]:
+    name, _, value = argument.partition("=")
+    return name, value
+
+
+def _array_indices(text: str) -> list[str | None]:
+    """``0-3,7%2`` as Slurm counts it; a job without an array is one element without an index."""
+    return [*hostlist.expand(f"[{text.partition('%')[0]}]")] if text else [None]
+
+
+def _time_limit(text: str) -> float | None:
+    """sbatch's ``--time``: a bare number is minutes."""
+    return 60.0 * int(text) if text.isdigit() else parse_duration(text)

@@ -1,0 +1,182 @@
+"""Slurm's host list notation, ``rack[1-2]node[01-03],login``, in both directions.
+
+`expand` equals ``scontrol show hostnames`` and `compress` equals ``scontrol show hostlist``: order and duplicates are
+kept, nothing is sorted, because the place of a name in the list is its node number. Where scontrol lets a typing
+error through (``n[1`` becomes the host ``n]``) this module refuses it, and it accepts text behind the last bracket
+(``n[1-2]-ib``), which scontrol does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from toolkit.errors import RequestError
+
+#: Above this a list is a typing error; expanding it would eat the login node's memory.
+MAX_HOSTS = 1_000_000
+
+_SEPARATORS = re.compile(r"[\s,]*")
+_ENTRY = re.compile(r"[^\s,\[\]]*(?:\[[^\[\]]*\][^\s,\[\]]*)*")
+_BRACKET = re.compile(r"\[([^\]]*)\]")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+
+def expand(text: str) -> list[str]:
+    """The names in ``text`` in the order of ``scontrol show hostnames``; `RequestError` names text and position."""
+    hosts: list[str] = []
+    for start, entry in _entries(text):
+        if "[" in entry:
+            hosts += _expand_entry(text, start, entry)
+        else:
+            hosts.append(entry)
+    return hosts
+
+
+def compress(names: Iterable[str]) -> str:
+    """``names`` in the notation of ``scontrol show hostlist``; ``expand(compress(names)) == list(names)``.
+
+    Only neighbours in the list are joined: a sorted list would be shorter and would renumber the nodes.
+    """
+    groups: list[_Group] = []
+    for name in names:
+        host = _parse_host(name)
+        if groups and host.width and groups[-1].prefix == host.prefix and groups[-1].runs[-1].width:
+            groups[-1].add(host)
+        else:
+            groups.append(_Group(host.prefix, [host]))
+    return ",".join(map(str, groups))
+
+
+def expand_counts(text: str) -> list[int]:
+    """``2(x3),1`` as ``[2, 2, 2, 1]``: the notation of SLURM_TASKS_PER_NODE and SLURM_JOB_CPUS_PER_NODE."""
+    counts: list[int] = []
+    position = 0
+    for item in text.split(",") if text else ():
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise _error(text, position, f"expected a count such as 4 or 4(x2), found {item!r}")
+        repeats = int(match[2] or 1)
+        if len(counts) + repeats > MAX_HOSTS:
+            raise _error(text, position, f"more than {MAX_HOSTS} nodes")
+        counts += [int(match[1])] * repeats
+        position += len(item) + 1
+    return counts
+
+
+def _entries(text: str) -> Iterator[tuple[int, str]]:
+    """The comma- or blank-separated entries with their positions; commas inside brackets do not separate."""
+    position = _skip_separators(text, 0)
+    while position < len(text):
+        match = _ENTRY.match(text, position)
+        assert match is not None, "the pattern matches the empty string"
+        end = match.end()
+        if end < len(text) and text[end] in "[]":
+            raise _error(text, end, "this bracket has no partner" if text[end] == "]" else "this bracket never closes")
+        yield position, match[0]
+        position = _skip_separators(text, end)
+
+
+def _skip_separators(text: str, position: int) -> int:
+    match = _SEPARATORS.match(text, position)
+    assert match is not None, "the pattern matches the empty string"
+    return match.end()
+
+
+def _expand_entry(text: str, start: int, entry: str) -> list[str]:
+    brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
+    if prod(map(len, brackets)) > MAX_HOSTS:
+        raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
+    *literals, before_last, tail = _BRACKET.split(entry)[::2]
+    *outer, last = brackets
+    heads = [head + before_last for head in _in_slurms_order(literals, outer)]
+    return [head + number + tail for head in heads for number in last]
+
+
+def _in_slurms_order(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
+    """Slurm's nesting (``_push_range_list``) of the brackets before the last one: the first of them runs fastest."""
+    for numbers in itertools.product(*reversed(brackets)):
+        yield "".join(itertools.chain.from_iterable(zip(literals, reversed(numbers), strict=True)))
+
+
+def _parse_bracket(text: str, start: int, content: str) -> list[str]:
+    numbers: list[str] = []
+    position = start
+    for item in content.split(","):
+        numbers += _parse_range(text, position, item)
+        position += len(item) + 1
+    return numbers
+
+
+def _parse_range(text: str, position: int, item: str) -> list[str]:
+    match = _RANGE.fullmatch(item)
+    if match is None:
+        raise _error(text, position, f"expected a number or a range such as 01-16, found {item!r}")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if high < low:
+        raise _error(text, position, f"the range {item!r} runs backwards")
+    if high - low >= MAX_HOSTS:
+        raise _error(text, position, f"the range {item!r} has more than {MAX_HOSTS} hosts")
+    width = len(match[1])
+    return [str(number).zfill(width) for number in range(low, high + 1)]
+
+
+def _error(text: str, position: int, problem: str) -> RequestError:
+    shown = text if len(text) <= 200 else f"{text[:100]}...{text[-97:]}"
+    return RequestError(f"host list {shown!r}, character {position + 1}: {problem}")
+
+
+@dataclass
+class _Run:
+    """Consecutive hosts ``prefix + low..high``; ``width`` 0 is a name without a number."""
+
+    prefix: str
+    low: int = 0
+    high: int = 0
+    width: int = 0
+
+    def is_followed_by(self, other: _Run) -> bool:
+        """Joining must not change how a number is padded: n9, n10 may join, n9, n010 may not."""
+        same_padding = len(str(other.low).zfill(self.width)) == other.width
+        return other.low == self.high + 1 and same_padding
+
+    def __str__(self) -> str:
+        low, high = str(self.low).zfill(self.width), str(self.high).zfill(self.width)
+        return low if self.low == self.high else f"{low}-{high}"
+
+
+@dataclass
+class _Group:
+    """Neighbouring runs with one prefix, written with one pair of brackets."""
+
+    prefix: str
+    runs: list[_Run]
+
+    def add(self, host: _Run) -> None:
+        if self.runs[-1].is_followed_by(host):
+            self.runs[-1].high = host.low
+        else:
+            self.runs.append(host)
+
+    def __str__(self) -> str:
+        first = self.runs[0]
+        if not first.width:
+            return self.prefix
+        if len(self.runs) == 1 and first.low == first.high:
+            return f"{self.prefix}{first}"
+        return f"{self.prefix}[{','.join(map(str, self.runs))}]"
+
+
+def _parse_host(name: str) -> _Run:
+    if not name or any(character in "[]," or character.isspace() for character in name):
+        raise RequestError(f"{name!r} is not a host name: a list to compress holds one plain name per entry")
+    match = _NUMBERED.fullmatch(name)
+    if match is None:
+        return _Run(name)
+    number = int(match[2])
+    return _Run(match[1], number, number, len(match[2]))

@@ -1,0 +1,248 @@
+"""Which interface carries the traffic between ranks, and which InfiniBand ports there are.
+
+The interface is a fact of the routing table, not of a name: the kernel is asked which of our addresses it would use
+towards the peer, and the interface that owns this address is the one. InfiniBand is read from sysfs and only reported:
+NCCL finds ACTIVE ports and the topology by itself, and a list of ours would switch that off.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface; ``address`` is set where it was found by address, ``speed_mbps`` where the driver knows."""
+
+    name: str
+    operstate: str
+    speed_mbps: int | None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class IbPort:
+    """An RDMA port as sysfs shows it."""
+
+    device: str
+    port: int
+    state: str  #: "ACTIVE"
+    rate_gbps: float
+    link_layer: str  #: "InfiniBand" or "Ethernet" (RoCE)
+    netdev: str | None  #: the interface over the same port, e.g. "ib0"
+
+
+def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
+    """The interface of this node that reaches ``peer`` (an address or a host name).
+
+    Where the peer is this very node it is the interface that owns the peer's address: the kernel would route to itself
+    through ``lo``, which no other node can reach. ``lo`` is the answer only for a peer on it, such as 127.0.0.1.
+    """
+    address = _source_address(peer)
+    name = _owner(address)
+    if name is None:
+        raise ToolkitError(
+            f"the address {address}, from which {peer} is reached, belongs to no interface of {socket.gethostname()}; "
+            "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME by hand"
+        )
+    return _read_interface(sysfs, name, address)
+
+
+def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
+    """Every interface of this node by name."""
+    return [_read_interface(sysfs, path.name) for path in _entries(sysfs / "class/net")]
+
+
+def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
+    """The ACTIVE ports, by device and port; a port that is down or being configured is not listed."""
+    ports = [
+        _read_port(sysfs, device, port)
+        for device in _entries(sysfs / "class/infiniband")
+        for port in _entries(device / "ports")
+    ]
+    return [port for port in ports if port.state == "ACTIVE"]
+
+
+def rank_network_environment(
+    environ: Mapping[str, str], peer: str, sysfs: Path = SYSFS, nccl_ib_hca: str | None = None
+) -> dict[str, str]:
+    """NCCL's and gloo's interface for one rank, found on the rank's own node; what the user has set is left alone.
+
+    ``nccl_ib_hca`` is a site profile's list such as ``mlx5_0,mlx5_3``. It gets NCCL's ``=`` prefix, as the interface
+    does: without it NCCL matches by prefix, and ``mlx5_1`` would take ``mlx5_10`` too.
+    """
+    wanted: dict[str, str] = {}
+    if not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= environ.keys():
+        name = interface_for(peer, sysfs).name
+        wanted |= {"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name}
+    if nccl_ib_hca:
+        wanted["NCCL_IB_HCA"] = nccl_ib_hca if nccl_ib_hca[0] in "=^" else f"={nccl_ib_hca}"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+# --------------------------------------------------------------------------------------------------------- sysfs
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The directories in ``folder`` in natural order (mlx5_2 before mlx5_10); none where it does not exist."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path.name))
+
+
+def _read(path: Path) -> str:
+    """A sysfs file's text; drivers answer with an error where they know nothing (``speed`` of a downed link)."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read_interface(sysfs: Path, name: str, address: str | None = None) -> Interface:
+    folder = sysfs / "class/net" / name
+    speed = _read(folder / "speed")
+    is_known = speed.isdigit() and int(speed) > 0
+    return Interface(name, _read(folder / "operstate") or "unknown", int(speed) if is_known else None, address)
+
+
+def _read_port(sysfs: Path, device: Path, port: Path) -> IbPort:
+    """``state`` reads ``4: ACTIVE`` and ``rate`` reads ``400 Gb/sec (4X NDR)``."""
+    rate = _read(port / "rate").split(" ")[0]
+    return IbPort(
+        device=device.name,
+        port=int(port.name),
+        state=_read(port / "state").rpartition(":")[2].strip(),
+        rate_gbps=float(rate or 0),
+        link_layer=_read(port / "link_layer"),
+        netdev=_netdev(device, int(port.name)),
+    )
+
+
+def _netdev(device: Path, port: int) -> str | None:
+    """RoCE names it in the port's first GID; for IPoIB it is the device's interface with this port's ``dev_port``."""
+    named = _read(device / f"ports/{port}/gid_attrs/ndevs/0")
+    candidates = [path for path in _entries(device / "device/net") if _dev_port(path) in (None, port - 1)]
+    return named or (candidates[0].name if candidates else None)
+
+
+def _dev_port(netdev: Path) -> int | None:
+    text = _read(netdev / "dev_port")
+    return int(text) if text.isdigit() else None
+
+
+# ------------------------------------------------------------------------------------------------------ addresses
+
+
+#: An address that nobody has (RFC 5737): the way there is the default route.
+_ELSEWHERE = (socket.AF_INET, "192.0.2.1")
+
+
+def _source_address(peer: str) -> str:
+    """Our address on the way to ``peer``, by the first of its addresses that there is a way to."""
+    failures = []
+    for family, target in _candidates(peer):
+        try:
+            return _ask_routing_table(family, target)
+        except OSError as error:
+            failures.append(f"{target}: {error.strerror}")
+    raise ToolkitError(f"no route to {peer} from {socket.gethostname()} ({'; '.join(failures)}); check its interfaces")
+
+
+def _ask_routing_table(family: socket.AddressFamily, target: str) -> str:
+    """Connecting a UDP socket chooses our address and sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return _plain(str(probe.getsockname()[0]))
+
+
+def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
+    addresses = _resolve(peer)
+    routable = [(family, address) for family, address in addresses if not _is_loopback(address)]
+    if routable or _is_loopback(peer) or peer.split(".")[0] == "localhost":
+        return routable or addresses
+    # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the way out, if there is one.
+    return [_ELSEWHERE, *addresses]
+
+
+def _resolve(peer: str) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ToolkitError(
+            f"the host name {peer!r} does not resolve on {socket.gethostname()} ({error}); "
+            "check /etc/hosts and the name server of this node"
+        ) from error
+    return [(family, str(sockaddr[0])) for family, _, _, _, sockaddr in found]
+
+
+def _is_loopback(peer: str) -> bool:
+    """Whether ``peer`` is an address of the loopback; a name is not."""
+    try:
+        return ipaddress.ip_address(_plain(peer)).is_loopback
+    except ValueError:
+        return False
+
+
+def _plain(address: str) -> str:
+    """An address without its scope: ``fe80::1%eth0`` is ``fe80::1``."""
+    return address.partition("%")[0]
+
+
+def _owner(address: str) -> str | None:
+    """The interface that has ``address``, secondary and IPv6 addresses included; all of 127.0.0.0/8 is ``lo``'s."""
+    index = dict(_netlink_addresses()).get(address)
+    if index is not None:
+        return socket.if_indextoname(index)
+    return "lo" if _is_loopback(address) else None
+
+
+#: From linux/rtnetlink.h and linux/if_addr.h; Python's socket module does not name them.
+_RTM_NEWADDR, _RTM_GETADDR, _NLMSG_DONE, _NLM_F_REQUEST_DUMP = 20, 22, 3, 0x301
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_HEADER, _IFADDRMSG, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
+
+
+def _netlink_addresses() -> Iterator[tuple[str, int]]:
+    """Address and interface index of every RTM_NEWADDR message of a dump."""
+    request = _IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    header = _HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(5)
+        kernel.sendto(header + request, (0, 0))
+        while True:
+            for kind, body in _messages(kernel.recv(1 << 16)):
+                if kind == _NLMSG_DONE:
+                    return
+                if kind == _RTM_NEWADDR:
+                    yield from _addresses_in(body)
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= _HEADER.size:
+        length, kind, *_ = _HEADER.unpack_from(data)
+        yield kind, data[_HEADER.size : length]
+        data = data[_aligned(length) :]
+
+
+def _addresses_in(body: bytes) -> Iterator[tuple[str, int]]:
+    family, _, _, _, index = _IFADDRMSG.unpack_from(body)
+    position = _IFADDRMSG.size
+    while position + _ATTRIBUTE.size <= len(body):
+        length, kind = _ATTRIBUTE.unpack_from(body, position)
+        # On a point-to-point link IFA_ADDRESS is the other end; our own is IFA_LOCAL, which IPv6 does not send.
+        if kind == (_IFA_LOCAL if family == socket.AF_INET else _IFA_ADDRESS):
+            yield socket.inet_ntop(family, body[position + _ATTRIBUTE.size : position + length]), index
+        position += _aligned(length)
+
+
+def _aligned(length: int) -> int:
+    return max(4, (length + 3) & ~3)

@@ -1,0 +1,520 @@
+"""The configuration: dataclasses, how the layers merge, and every check that can be made before anything is queued.
+
+Layers, later ones win: the defaults below, the site's defaults (``$TOOLKIT_SITE`` or
+``~/.config/toolkit/site.yaml``), the file that ``extends:`` names, the file itself, ``key=value`` arguments.
+Nothing here imports torch or the job: a config is checked on the login node in well under a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toolkit.errors import ConfigError, nearest
+
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
+BACKENDS = ("auto", "nccl", "gloo")
+STRATEGIES = ("ddp",)
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("constant", "linear", "cosine")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass
+class ClusterConfig:
+    """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None
+    mem_gb: float | None = None
+    time_min: int = 30
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    spare_nodes: int = 0
+    signal_delay_s: int = 120
+    preflight: bool = True
+    setup: list[str] = field(default_factory=list)
+    container: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RetryConfig:
+    """How often the supervisor starts again what failed."""
+
+    max_failures: int = 4
+    max_requeues: int = 100
+    no_progress_attempts: int = 2
+    allow_fewer_nodes: bool = False
+
+
+@dataclass
+class DistConfig:
+    """The process group."""
+
+    backend: str = "auto"
+    timeout_s: int = 600
+
+
+@dataclass
+class StrategyConfig:
+    """How the ranks share the work."""
+
+    name: str = "ddp"
+    compression: str = "none"
+
+
+@dataclass
+class DataConfig:
+    """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``."""
+
+    name: str = "digits"
+    root: str | None = None
+    global_batch_size: int = 64
+    workers: int = 0
+    augment: bool = False
+    image_size: int | None = None
+
+
+@dataclass
+class ModelConfig:
+    """What to train."""
+
+    name: str = "mlp"
+    init_from: str | None = None
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate as a function of the step."""
+
+    name: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+
+
+@dataclass
+class TrainConfig:
+    """How long, how precisely and how talkatively to train."""
+
+    epochs: int = 10
+    max_steps: int | None = None
+    seed: int = 0
+    precision: str = "fp32"
+    accumulate: int = 1
+    compile: bool = False
+    deterministic: bool = False
+    log_every: int = 20
+    eval_every: int | str = "epoch"
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and how many checkpoints to keep."""
+
+    every_steps: int | str = 200
+    every_min: float | None = None
+    keep: int = 2
+
+
+@dataclass
+class JobConfig:
+    """A whole job; each component is handed its own section, never this."""
+
+    name: str = "run"
+    job: str = "jobs.classify"
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, site: bool = True) -> JobConfig:
+    """Read ``path`` with what it extends, merge the layers and return the typed config.
+
+    ``overrides`` are ``key=value`` with dotted keys and YAML values. Keys, types and values are checked; whether the
+    config fits a machine is the business of :func:`validate`. Raises ConfigError.
+    """
+    path = Path(path)
+    layers: list[tuple[str, Any]] = [*_site_layer(site), *_file_layers(path, ()), *_override_layers(overrides)]
+    merged = OmegaConf.structured(JobConfig(name=path.stem))
+    for source, layer in layers:
+        _check_keys(layer, JobConfig, source)
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            raise _type_error(error, source) from None
+    return _typed(merged)
+
+
+def dump_config(config: JobConfig) -> str:
+    """The config as YAML that :func:`load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _typed(merged: Any) -> JobConfig:
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise _type_error(error, "the merged config") from None
+    assert isinstance(config, JobConfig)
+    return config
+
+
+def _site_layer(enabled: bool) -> list[tuple[str, Any]]:
+    named = os.environ.get("TOOLKIT_SITE")
+    path = Path(named) if named else Path("~/.config/toolkit/site.yaml").expanduser()
+    if not enabled or not (named or path.is_file()):
+        return []
+    return _file_layers(path, ())
+
+
+def _file_layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, Any]]:
+    """The layers of a file, what it extends first."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
+    layer = _read_yaml(path)
+    base = layer.pop("extends", None)
+    if base is None:
+        return [(str(path), layer)]
+    return [*_file_layers(path.parent / str(base), (*above, path.resolve())), (str(path), layer)]
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        layer = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file{_nearby_files(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except Exception as error:  # the YAML parser's own tree of exceptions is not part of OmegaConf's interface
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
+    return layer
+
+
+def _nearby_files(path: Path) -> str:
+    found = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    return f"; {nearest(str(path), found)}there are: {', '.join(found)}" if found else ""
+
+
+def _override_layers(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{text!r}: an override is key=value, such as optim.lr=0.1")
+        try:
+            yield f"argument {text!r}", OmegaConf.from_dotlist([text])
+        except Exception as error:  # a value that is not YAML
+            raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
+
+
+def _check_keys(layer: Any, schema: Any, source: str, prefix: str = "") -> None:
+    """Refuse a key that no dataclass has, by its full name, with the nearest valid one."""
+    valid = {f.name: f for f in fields(schema)}
+    for key in layer:
+        full = f"{prefix}{key}"
+        if key not in valid:
+            hint = _nearest_key(full, [f"{prefix}{name}" for name in valid])
+            raise ConfigError(f"{source}: unknown key {full!r}; {hint}valid here: {', '.join(sorted(valid))}")
+        section = valid[key].default_factory
+        if section is MISSING or not is_dataclass(section):
+            continue
+        value = layer._get_node(key)
+        if not isinstance(value, DictConfig):
+            raise ConfigError(f"{source}: {full} is a section: give it keys, such as {full}.{fields(section)[0].name}")
+        _check_keys(value, section, source, f"{full}.")
+
+
+def _nearest_key(full: str, here: list[str]) -> str:
+    """The likeliest key meant: a misspelt one of this section, or one of this name in another section."""
+    leaf = full.rpartition(".")[2]
+    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+    return nearest(full, here) or (f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys()))
+
+
+def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
+    """Every dotted key that a config can hold."""
+    keys: list[str] = []
+    for f in fields(schema):
+        if is_dataclass(f.default_factory):
+            keys += all_keys(f.default_factory, f"{prefix}{f.name}.")
+        else:
+            keys.append(f"{prefix}{f.name}")
+    return keys
+
+
+def _type_error(error: OmegaConfBaseException, source: str) -> ConfigError:
+    message = str(error.msg or error).split("\n")[0]
+    return ConfigError(f"{source}: {error.full_key or '?'}: {message}")
+
+
+# ------------------------------------------------------------------------------------------------------- validation
+
+
+def validate(config: JobConfig, *, ranks: int | None = None, login_node: bool = True) -> None:
+    """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
+
+    ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
+    leaves out the checks for GPUs that only the submitting side makes of its request.
+    """
+    for check in (_check_values, _check_cluster, _check_not_built, _check_job):
+        check(config)
+    _check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
+    if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
+        raise ConfigError(
+            "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
+            "or dist.backend to auto or gloo"
+        )
+    from toolkit.data.catalog import check_datasets
+
+    check_datasets(config.data)
+
+
+def _one_of(key: str, value: str, valid: Iterable[str]) -> None:
+    names = list(valid)
+    if value not in names:
+        shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])} and {len(names) - 12} more"
+        raise ConfigError(f"{key}: there is no {value!r}; {nearest(value, names)}valid: {shown}")
+
+
+def _at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and not value >= least:  # also refuses NaN
+        raise ConfigError(f"{key}: {value} is too small; it must be {least} or more")
+
+
+def _check_values(config: JobConfig) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
+        raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
+    _one_of("strategy.name", config.strategy.name, STRATEGIES)
+    _one_of("dist.backend", config.dist.backend, BACKENDS)
+    _one_of("data.name", config.data.name, DATASETS)
+    _one_of("optim.name", config.optim.name, OPTIMIZERS)
+    _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
+    _one_of("train.precision", config.train.precision, PRECISIONS)
+    for key, least in _LEAST.items():
+        section, _, name = key.partition(".")
+        _at_least(key, getattr(getattr(config, section), name), least)
+    if config.checkpoint.keep < 2:
+        raise ConfigError(
+            f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
+            "is left to resume from; use 2 or more"
+        )
+    _check_every("train.eval_every", config.train.eval_every, "epoch")
+    _check_every("checkpoint.every_steps", config.checkpoint.every_steps, None)
+
+
+_LEAST: Mapping[str, float] = {
+    "cluster.nodes": 1,
+    "cluster.tasks_per_node": 1,
+    "cluster.cpus_per_task": 1,
+    "cluster.gpus_per_node": 0,
+    "cluster.mem_gb": 0.001,
+    "cluster.time_min": 1,
+    "cluster.signal_delay_s": 0,
+    "retry.max_failures": 0,
+    "retry.max_requeues": 0,
+    "dist.timeout_s": 1,
+    "data.global_batch_size": 1,
+    "data.workers": 0,
+    "data.image_size": 1,
+    "optim.lr": 0,
+    "optim.momentum": 0,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "train.accumulate": 1,
+    "train.log_every": 1,
+}
+
+
+def _check_every(key: str, value: int | str, word: str | None) -> None:
+    if value == word or (isinstance(value, int) and value >= 1):
+        return
+    raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more){f' or {word!r}' if word else ''}")
+
+
+def _check_cluster(config: JobConfig) -> None:
+    """Values that end up in ``#SBATCH`` lines: a line break would start a shell line of its own."""
+    cluster = config.cluster
+    texts = {f.name: getattr(cluster, f.name) for f in fields(cluster)}
+    texts.update({f"extra.{key}": value for key, value in cluster.extra.items()})
+    for name, value in texts.items():
+        if isinstance(value, str) and not (value.isprintable() and value):
+            raise ConfigError(f"cluster.{name}: {value!r} is empty or holds a line break or another control character")
+    for key, value in cluster.extra.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", str(key).replace("_", "-")):
+            raise ConfigError(f"cluster.extra: {key!r} is not the long name of an sbatch flag, such as 'nodelist'")
+        if not isinstance(value, (str, int, float, bool)):
+            raise ConfigError(f"cluster.extra.{key}: {value!r} must be a text, a number or true")
+        flag = str(key).replace("-", "_")
+        if flag in _OWN_FLAGS:
+            raise ConfigError(f"cluster.extra.{key}: use {_OWN_FLAGS[flag]} for this")
+    for line in cluster.setup:
+        if "\n" in line or "\r" in line:
+            raise ConfigError(f"cluster.setup: {line!r}: one list entry for each shell line")
+
+
+#: sbatch flags with a key of their own, or that the toolkit itself must set.
+_OWN_FLAGS: Mapping[str, str] = {
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes and cluster.tasks_per_node",
+    "ntasks_per_node": "cluster.tasks_per_node",
+    "cpus_per_task": "cluster.cpus_per_task",
+    "gpus_per_node": "cluster.gpus_per_node",
+    "gpus_per_task": "cluster.gpus_per_node (per task hides the peers' devices from NCCL)",
+    "mem": "cluster.mem_gb",
+    "time": "cluster.time_min",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "constraint": "cluster.constraint",
+    "exclude": "cluster.exclude",
+    "exclusive": "cluster.exclusive",
+    "signal": "cluster.signal_delay_s",
+    "job_name": "name",
+    "output": "`toolkit logs` (the run folder holds every log)",
+    "error": "`toolkit logs` (the run folder holds every log)",
+    "open_mode": "nothing: logs are always appended to",
+    "array": "one submit for each run",
+    "wrap": "`job`",
+    "export": "nothing: the ranks need the environment",
+}
+
+
+def _check_not_built(config: JobConfig) -> None:
+    """Keys that are reserved for what this version does not do yet: refused, never silently ignored."""
+    defaults = JobConfig()
+    for key in _RESERVED:
+        section, _, name = key.partition(".")
+        default = getattr(getattr(defaults, section), name)
+        if getattr(getattr(config, section), name) != default:
+            raise ConfigError(f"{key}: not available in this version; leave it at {default!r}")
+
+
+_RESERVED = (
+    "cluster.spare_nodes",
+    "cluster.container",
+    "retry.allow_fewer_nodes",
+    "strategy.compression",
+    "model.init_from",
+    "checkpoint.every_min",
+)
+
+
+def _check_batch(config: JobConfig, ranks: int) -> None:
+    size = config.data.global_batch_size
+    if size < ranks:
+        raise ConfigError(
+            f"data.global_batch_size: {size} samples cannot be shared by {ranks} ranks; use {ranks} or more, "
+            "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
+        )
+    if config.train.accumulate > size // ranks:
+        raise ConfigError(
+            f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
+            f"(data.global_batch_size {size} on {ranks} ranks) would be empty; use {size // ranks} or less"
+        )
+
+
+def _check_job(config: JobConfig) -> None:
+    """The job module must be there with a ``main``; found and parsed, not imported (it imports torch)."""
+    source = job_source(config.job)
+    tree = ast.parse(source.read_text(), filename=str(source))
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+        raise ConfigError(f"job: {config.job} ({source}) has no function main(config)")
+    models = _declared_models(tree)
+    if models is not None:
+        _one_of("model.name", config.model.name, models)
+
+
+def job_source(dotted: str) -> Path:
+    """The file of the job module, looked for from the current folder first, as the ranks will. Raises ConfigError."""
+    with _current_folder_first():
+        try:
+            spec = importlib.util.find_spec(dotted)
+        except (ImportError, ValueError):
+            spec = None
+    if spec is None or spec.origin is None:
+        found = sorted(f"{p.parent.name}.{p.stem}" for p in Path().glob("jobs/*.py") if p.stem != "__init__")
+        there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
+        raise ConfigError(f"job: no module {dotted!r}; {nearest(dotted, found)}{there}")
+    return Path(spec.origin)
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _declared_models(tree: ast.Module) -> list[str] | None:
+    """The names that a job says it can build, by its literal ``MODELS = (...)``; None when it does not say.
+
+    ``"torchvision"`` among them stands for every classification model of torchvision.
+    """
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "MODELS" for t in node.targets):
+            names = list(ast.literal_eval(node.value))
+            return [n for n in names if n != "torchvision"] + (torchvision_models() if "torchvision" in names else [])
+    return None
+
+
+@lru_cache(maxsize=1)
+def torchvision_models() -> list[str]:
+    """The classification models of torchvision, from the list we ship: importing torchvision takes 7 s."""
+    return Path(__file__).with_name("torchvision_models.txt").read_text().split()
+
+
+#: What a resume may not change: the data order and the shape of the state follow from these.
+FIXED_ON_RESUME = (
+    "job",
+    "strategy.name",
+    "data.name",
+    "data.global_batch_size",
+    "model.name",
+    "optim.name",
+    "train.seed",
+)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config

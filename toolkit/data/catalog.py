@@ -1,0 +1,121 @@
+"""What is known about data sets without torch: names, shapes, and the files each must have.
+
+A data set lies under ``data.root``; null means ``$TOOLKIT_DATA``, and without that ``./data``. Compute nodes mostly
+have no internet, so files are looked for on the login node before a job is queued, and fetched there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.errors import ConfigError, DataMissingError, nearest
+
+if TYPE_CHECKING:
+    from toolkit.config import DataConfig
+
+_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+_CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
+_SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One data set: ``folder`` (below the root) and ``files`` (below that) must exist; neither for one without files.
+
+    ``shape`` is (channels, height, width) of a sample where ``data.image_size`` is null; ``classes`` is None where the
+    files say how many.
+    """
+
+    shape: tuple[int, int, int]
+    classes: int | None = 10
+    folder: str = ""
+    files: tuple[str, ...] = ()
+
+
+CATALOG = {
+    "digits": Entry((1, 8, 8)),
+    "mnist": Entry((1, 28, 28), folder="MNIST", files=tuple(f"raw/{name}" for name in _IDX_FILES)),
+    "fashion_mnist": Entry((1, 28, 28), folder="FashionMNIST", files=tuple(f"raw/{name}" for name in _IDX_FILES)),
+    "cifar10": Entry((3, 32, 32), folder="cifar-10-batches-py", files=_CIFAR10_FILES),
+    "image_folder": Entry((3, 224, 224), classes=None),
+    "synthetic": Entry((3, 32, 32)),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """The catalogue's entry; :class:`ConfigError` with the nearest name for an unknown one."""
+    if name not in CATALOG:
+        hint = nearest(name, CATALOG)
+        raise ConfigError(f"data.name: there is no data set {name!r}; {hint}valid are {', '.join(CATALOG)}")
+    return CATALOG[name]
+
+
+def data_root(root: str | None) -> Path:
+    """The absolute folder that ``data.root`` means."""
+    return Path(root or os.environ.get("TOOLKIT_DATA") or "data").expanduser().absolute()
+
+
+def sample_shape(config: DataConfig) -> tuple[int, int, int]:
+    """(channels, height, width) of every sample."""
+    channels, height, width = entry_of(config.name).shape
+    return (channels, config.image_size or height, config.image_size or width)
+
+
+def missing_files(name: str, root: Path) -> list[Path]:
+    """The files of data set ``name`` that are not under ``root``."""
+    entry = entry_of(name)
+    paths = [root / entry.folder / file for file in entry.files]
+    return [path for path in paths if not path.is_file()]
+
+
+def check_datasets(config: DataConfig) -> None:
+    """See that the data set's files are there, on the login node, before anything is queued.
+
+    :class:`DataMissingError` says what to run or where to put them.
+    """
+    root = data_root(config.root)
+    if config.name == "image_folder":
+        class_names(root)
+        return
+    missing = missing_files(config.name, root)
+    if missing:
+        raise DataMissingError(
+            f"data.root: data set {config.name} is not in {root}: {missing[0]} is not there ({len(missing)} missing "
+            f"in all). Compute nodes have no internet: on the login node run\n"
+            f"    {fetch_command(config.name, root)}\n"
+            "or set data.root to a folder that has it"
+        )
+
+
+def fetch_command(name: str, root: Path) -> str:
+    """The command line that fetches a data set."""
+    return shlex.join(["toolkit", "data", "fetch", name, "--root", str(root)])
+
+
+def class_names(root: Path) -> list[str]:
+    """The classes of an image folder in order: the sub-folders that ``root/train`` and ``root/val`` have in common.
+
+    They must be the same: a class's number is its place in the list, and would mean another class in evaluation.
+    """
+    train, val = (_subfolders(root, split) for split in _SPLITS)
+    if train != val:
+        odd = f"not in both: {', '.join(sorted(set(train) ^ set(val))[:5])}"
+        raise DataMissingError(f"data.root: {root}/train and {root}/val must have the same class folders; {odd}")
+    return train
+
+
+def _subfolders(root: Path, split: str) -> list[str]:
+    try:
+        names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+    except OSError:
+        names = []
+    if not names:
+        raise DataMissingError(
+            f"data.root: {root / split} has no class folders. An image_folder data set cannot be fetched; it is "
+            f"laid out as {root}/train/CLASS/IMAGE and {root}/val/CLASS/IMAGE"
+        )
+    return names

@@ -1,0 +1,227 @@
+"""The data sets a config can name.
+
+``digits`` ships with the package and ``synthetic`` needs no files; the others are read by torchvision, which is
+imported only for them: it costs every rank seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit import fsio, logs
+from toolkit.data import catalog
+from toolkit.data.loader import BatchedSamples, Samples
+from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
+from toolkit.data.permutation import order
+from toolkit.errors import DataMissingError, RequestError
+
+if TYPE_CHECKING:
+    from toolkit.config import DataConfig
+
+log = logs.get(__name__)
+
+Dataset = Samples | BatchedSamples
+
+DIGITS_TRAIN = 1437
+SYNTHETIC_TRAIN = 4096
+SYNTHETIC_EVAL = 1024
+#: A server behind a firewall answers never instead of no.
+FETCH_TIMEOUT_S = 60.0
+
+_TORCHVISION_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}
+# mean and standard deviation of the training images per channel, pixels scaled to 0..1
+_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "digits": ((0.3053,), (0.3760,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion_mnist": ((0.2860,), (0.3530,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "image_folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
+}
+_SHIFT_PIXELS = {"digits": 1, "mnist": 2, "fashion_mnist": 2, "synthetic": 2}
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """A training set and an eval set whose inputs are float tensors of ``sample_shape`` (channels, height, width)."""
+
+    train: Dataset
+    eval: Dataset
+    classes: int
+    sample_shape: tuple[int, int, int]
+
+
+def build_datasets(config: DataConfig) -> Datasets:
+    """The data sets of the ``data:`` section; :class:`DataMissingError` when their files are not there."""
+    catalog.check_datasets(config)
+    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder}
+    return builders.get(config.name, _from_torchvision)(config)
+
+
+def _digits(config: DataConfig) -> Datasets:
+    """UCI's handwritten digits: 1,437 to train on, 360 to evaluate, parted by a fixed permutation.
+
+    The file does not name the writers, so the two sets share them and accuracy is higher than on unknown hands.
+    """
+    packed = resources.files("toolkit.data").joinpath("files/digits.csv.gz").read_bytes()
+    table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",", dtype=np.float32)
+    table = table[order(len(table), seed=0, epoch=0, start=0, stop=len(table))]
+    images = torch.from_numpy(table[:, :64] / 16).view(-1, 1, 8, 8)
+    targets = torch.from_numpy(table[:, 64].astype(np.int64))
+    train, test = slice(DIGITS_TRAIN), slice(DIGITS_TRAIN, None)
+    return _in_memory(config, (images[train], targets[train]), (images[test], targets[test]))
+
+
+def _synthetic(config: DataConfig) -> Datasets:
+    shape = catalog.sample_shape(config)
+    train: Any = Synthetic(SYNTHETIC_TRAIN, shape)
+    test = Synthetic(SYNTHETIC_EVAL, shape, first=SYNTHETIC_TRAIN)
+    return Datasets(_augmented(config, train), test, Synthetic.CLASSES, shape)
+
+
+def _from_torchvision(config: DataConfig) -> Datasets:
+    """MNIST and its kin, read by torchvision, then kept as tensors."""
+    import torchvision
+
+    kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[config.name])
+    root = catalog.data_root(config.root)
+    try:
+        parts = [kind(root, train=train) for train in (True, False)]
+    except (RuntimeError, ValueError, EOFError) as error:
+        raise _damaged(config.name, root, error) from error
+    return _in_memory(config, *(_tensors(part) for part in parts))
+
+
+def _damaged(name: str, root: Path, error: Exception) -> DataMissingError:
+    folder = root / catalog.entry_of(name).folder
+    command = catalog.fetch_command(name, root)
+    return DataMissingError(
+        f"data.root: the files of {name} in {folder} cannot be read ({error}). Remove that folder and run on the login "
+        f"node\n    {command}"
+    )
+
+
+def _tensors(part: Any) -> tuple[Tensor, Tensor]:
+    """Images (n, c, h, w) uint8 and classes (n,); in torchvision MNIST has (n, h, w) and CIFAR-10 (n, h, w, c)."""
+    images = torch.as_tensor(part.data)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+    return images, torch.as_tensor(part.targets, dtype=torch.int64)
+
+
+def _in_memory(config: DataConfig, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Datasets:
+    mean, std = _STATISTICS[config.name]
+    train_set, eval_set = (
+        InMemory(*tensors, mean=mean, std=std, image_size=config.image_size) for tensors in (train, test)
+    )
+    classes = catalog.entry_of(config.name).classes
+    assert classes is not None
+    return Datasets(_augmented(config, train_set), eval_set, classes, catalog.sample_shape(config))
+
+
+def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
+    """``dataset``, with ``data.augment`` changed at random: small shifts, for CIFAR-10 also mirrored."""
+    if not config.augment:
+        return dataset
+    if config.name != "cifar10":
+        return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name]))
+    v2 = _transforms()
+    _, height, width = catalog.sample_shape(config)
+    crop = v2.RandomCrop((height, width), padding=max(height // 8, 1))  # 4 pixels of 32
+    return Augmented(dataset, v2.Compose([crop, v2.RandomHorizontalFlip()]))
+
+
+def _image_folder(config: DataConfig) -> Datasets:
+    """``root/train`` and ``root/val`` with a folder for each class; images are read and cut to size one by one."""
+    from torchvision.datasets import ImageFolder
+
+    root = catalog.data_root(config.root)
+    shape = catalog.sample_shape(config)
+    train, test = _image_transforms(shape[1], augment=config.augment)
+    try:
+        sets = ImageFolder(root / "train", train), ImageFolder(root / "val", test)
+    except FileNotFoundError as error:
+        raise DataMissingError(f"data.root: {root}: {error}") from error
+    return Datasets(*sets, len(sets[0].classes), shape)
+
+
+def _image_transforms(size: int, *, augment: bool) -> tuple[Any, Any]:
+    """Transforms of a PIL image for training and evaluation: crops of ``size`` pixels, as in ImageNet recipes."""
+    v2 = _transforms()
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*_STATISTICS["image_folder"])]
+    centre = v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+    random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *finish])
+    return (random if augment else centre), centre
+
+
+def _transforms() -> Any:
+    from torchvision.transforms import v2
+
+    return v2
+
+
+def fetch(name: str, root: str | None = None) -> str:
+    """Download data set ``name`` below ``root`` and return a sentence that says where it is.
+
+    torchvision downloads into a folder beside the place and checks the MD5 sums; only then the folder gets its name, so
+    a broken download is never taken for the data set. :class:`RequestError` for one that cannot be fetched.
+    """
+    place = catalog.data_root(root)
+    if name not in _TORCHVISION_NAMES:
+        return _nothing_to_fetch(name, place)
+    target = place / catalog.entry_of(name).folder
+    if not catalog.missing_files(name, place):
+        return f"{name} is in {target} already"
+    if target.exists():
+        raise RequestError(
+            f"{target} is there but incomplete; remove it, then run {catalog.fetch_command(name, place)}"
+        )
+    fsio.make_dir(place)
+    with tempfile.TemporaryDirectory(prefix=f".fetch-{name}-", dir=place) as scratch:
+        _download(name, Path(scratch), target)
+        fsio.rename_dir(Path(scratch) / target.name, target)
+    return f"{name} is in {target}"
+
+
+def _nothing_to_fetch(name: str, root: Path) -> str:
+    if catalog.entry_of(name).classes is None:
+        raise RequestError(
+            f"{name} cannot be fetched: put images in {root}/train/CLASS/IMAGE and {root}/val/CLASS/IMAGE"
+        )
+    return f"{name} needs no files: there is nothing to fetch"
+
+
+def _download(name: str, scratch: Path, target: Path) -> None:
+    import torchvision
+
+    kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(FETCH_TIMEOUT_S)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # torchvision prints its progress; stdout is for the command
+            kind(scratch, download=True)
+    except (OSError, RuntimeError) as error:
+        raise DataMissingError(_no_network(name, kind, target, error)) from error
+    finally:
+        socket.setdefaulttimeout(timeout_s)
+
+
+def _no_network(name: str, kind: Any, target: Path, error: Exception) -> str:
+    """What was tried, and how to go on without internet here."""
+    addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
+    files = "\n".join(f"    {target / file}" for file in catalog.entry_of(name).files)
+    return (
+        f"{name} could not be downloaded from {' or '.join(addresses)}: {error}\n"
+        f"Run this where there is internet, then copy the folder {target.name} here; what must be there:\n{files}"
+    )

@@ -1,0 +1,152 @@
+"""Batches by step number: the same ones whatever ran before, on however many ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from toolkit.data.permutation import Indices
+from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
+from toolkit.data.workers import InlineSource, Reader, Samples, WorkerSource
+from toolkit.dist.batch import Batch, Share
+
+if TYPE_CHECKING:
+    from toolkit.config import DataConfig
+
+__all__ = ["BatchedSamples", "Loader", "Samples", "build_loader", "eval_batches"]
+
+
+@runtime_checkable
+class BatchedSamples(Protocol):
+    """A data set that gives many samples at once, without randomness and cheaply: no worker is started for it."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Inputs (n, ...) and targets (n, ...) of the samples ``indices`` (n,)."""
+
+
+class Source(Protocol):
+    """Where a loader gets the batch of a step from."""
+
+    def fetch(self, step: int) -> Batch: ...
+
+    def close(self) -> None: ...
+
+
+class Loader:
+    """This rank's part of any global batch of the training.
+
+    ``at(step)`` depends on the step only. Asking for steps in sequence is fast (workers run ahead); any other step is
+    right too, and costs a start. With ``device`` the batch is put there, through pinned memory for CUDA.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples | BatchedSamples,
+        *,
+        global_batch_size: int,
+        seed: int,
+        share: Share,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.dataset_size = len(dataset)
+        self.steps_per_epoch = self.dataset_size / global_batch_size
+        self.global_batch_size = global_batch_size
+        #: How long the last ``at`` kept its caller waiting, the fetch itself included.
+        self.data_wait_s = 0.0
+        self._has_data = share.count > 0
+        self._device = torch.device(device)
+        self._clock = clock
+        sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
+        self._source = _source(dataset, sampler, seed=seed, workers=workers, device=self._device)
+
+    def at(self, step: int) -> Batch | None:
+        """This rank's samples of global batch ``step`` (counted from 0); None on a rank whose share count is 0.
+
+        Empty, but of the right shape, where there are more shares than samples in the global batch.
+        """
+        started = self._clock()
+        batch = self._source.fetch(step).to(self._device) if self._has_data else None
+        self.data_wait_s = self._clock() - started
+        return batch
+
+    def close(self) -> None:
+        """End the workers, if any."""
+        self._source.close()
+
+
+def build_loader(
+    dataset: Samples | BatchedSamples,
+    config: DataConfig,
+    share: Share,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> Loader:
+    """The training loader that the ``data:`` section asks for; ``seed`` is the run's."""
+    return Loader(
+        dataset,
+        global_batch_size=config.global_batch_size,
+        seed=seed,
+        share=share,
+        workers=config.workers,
+        device=device,
+    )
+
+
+def eval_batches(
+    dataset: Samples | BatchedSamples,
+    share: Share,
+    batch_size: int,
+    *,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[Batch | None]:
+    """This share's contiguous part of the eval set, unpadded: over all shares each sample comes exactly once.
+
+    Every share yields ``sampler.eval_calls(len(dataset), share.count, batch_size)`` items, None where its range has
+    ended before the longest one's. With a share count of 0 there is nothing to yield.
+    """
+    sampler = EvalSampler(len(dataset), batch_size=batch_size, share=share)
+    mine = eval_calls(sampler.stop - sampler.start, 1, batch_size)
+    source = _source(dataset, sampler, seed=0, workers=min(workers, mine), device=torch.device(device))
+    try:
+        for call in range(sampler.calls):
+            yield source.fetch(call).to(device) if call < mine else None
+    finally:
+        source.close()
+
+
+class _TensorSource:
+    """One indexing of tensors that lie in memory."""
+
+    def __init__(self, dataset: BatchedSamples, sampler: Sampler, *, pin: bool) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.pin = pin
+
+    def fetch(self, step: int) -> Batch:
+        part = self.sampler.at(step)
+        inputs, targets = self.dataset.batch(part.indices)
+        batch = Batch(inputs, targets, torch.from_numpy(part.positions()), part.global_count)
+        return batch.pin_memory() if self.pin else batch
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _source(dataset: Any, sampler: Sampler, *, seed: int, workers: int, device: torch.device) -> Source:
+    """The cheapest way to read ``dataset``: all at once, in workers, or here."""
+    pin = device.type == "cuda"
+    if isinstance(dataset, BatchedSamples):
+        return _TensorSource(dataset, sampler, pin=pin)
+    if workers > 0:
+        return WorkerSource(Reader(dataset, seed), sampler, workers=workers, pin=pin)
+    return InlineSource(Reader(dataset, seed), sampler, pin=pin)

@@ -1,0 +1,124 @@
+"""Data sets whose samples lie in memory, or are computed from a few tensors that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from toolkit.data.permutation import Indices, hash64, mix_array
+
+
+class InMemory:
+    """Images (n, c, h, w), uint8 or float, and their classes (n,) int64.
+
+    Each batch is converted to float32, scaled and shifted per channel (uint8 stays uint8 in memory: a quarter of it),
+    and with ``image_size`` resized to a square by bilinear interpolation. uint8 pixels count as 0 to 1.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        *,
+        mean: tuple[float, ...] = (0.0,),
+        std: tuple[float, ...] = (1.0,),
+        image_size: int | None = None,
+    ) -> None:
+        self._scale = 1 / torch.tensor(std).view(-1, 1, 1)
+        self._shift = -torch.tensor(mean).view(-1, 1, 1) * self._scale
+        self._resize = image_size if image_size != images.shape[-1] or image_size != images.shape[-2] else None
+        self._ready = images.is_floating_point() and self._resize is None
+        self._images = self._prepare(images) if self._ready else images.contiguous()
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return self._targets.shape[0]
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Inputs (n, c, h, w) float32 and classes (n,) of the samples ``indices`` (n,)."""
+        chosen = torch.from_numpy(indices)
+        images = self._images.index_select(0, chosen)
+        return images if self._ready else self._prepare(images), self._targets.index_select(0, chosen)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch(np.array([index]))
+        return inputs[0], targets[0]
+
+    def _prepare(self, images: Tensor) -> Tensor:
+        scale = self._scale if images.is_floating_point() else self._scale / 255
+        images = torch.addcmul(self._shift, images.float(), scale)
+        if self._resize is None or not len(images):
+            return images
+        return functional.interpolate(images, size=(self._resize, self._resize), mode="bilinear")
+
+
+class Synthetic:
+    """Ten classes of random images that a model can learn to tell apart, made of nothing but a seed.
+
+    Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise patterns: large images in large numbers
+    without files, each about as cheap as reading three images from memory.
+    """
+
+    CLASSES = 10
+    _NOISES = 32
+
+    def __init__(self, size: int, shape: tuple[int, int, int], *, first: int = 0) -> None:
+        self._size = size
+        self._first = first
+        self._patterns = _noise(hash64(1), (self.CLASSES, *shape))
+        self._noises = _noise(hash64(2), (self._NOISES, *shape))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Inputs (n, c, h, w) float32, about standard normal, and classes (n,) of the samples ``indices`` (n,)."""
+        words = mix_array((indices + (self._first + 1)).astype(np.uint64))
+        picks = [words % self.CLASSES, (words >> 8) % self._NOISES, (words >> 16) % self._NOISES]
+        classes, one, other = (torch.from_numpy(pick.astype(np.int64)) for pick in picks)
+        inputs = self._patterns.index_select(0, classes)
+        inputs.add_(self._noises.index_select(0, one)).add_(self._noises.index_select(0, other))
+        return inputs.mul_(3**-0.5), classes
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch(np.array([index]))
+        return inputs[0], targets[0]
+
+
+def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform float32 numbers of mean 0 and variance 1, from our own hash: equal on every version of torch."""
+    words = mix_array(np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(key))
+    uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # 24 bits are what a float32 holds
+    return torch.from_numpy((uniform - 0.5) * 12**0.5).view(shape)
+
+
+class Augmented:
+    """A data set with a random ``transform`` of each input: read sample by sample, so that each has its own seed."""
+
+    def __init__(self, dataset: InMemory | Synthetic, transform: Callable[[Tensor], Tensor]) -> None:
+        self._dataset = dataset
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        inputs, target = self._dataset[index]
+        return self._transform(inputs), target
+
+
+class RandomShift:
+    """Moves an image (c, h, w) by up to ``pixels`` in each direction, zeros coming in from the edge."""
+
+    def __init__(self, pixels: int) -> None:
+        self.pixels = pixels
+
+    def __call__(self, image: Tensor) -> Tensor:
+        down, right = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
+        padded = functional.pad(image, [self.pixels] * 4)
+        return padded[:, down : down + image.shape[1], right : right + image.shape[2]]

@@ -1,0 +1,145 @@
+"""A keyed permutation of ``range(n)`` for each epoch, computed per position instead of stored.
+
+The hash is the finaliser of splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators",
+OOPSLA 2014; constants of Stafford's variant 13). It is written out here because the order of a run must not change
+with a library: numpy does not promise the same random stream in its next version, and a resumed run would then see some
+samples of the epoch twice and others never.
+
+Above ``SORTED_MAX`` items the permutation is a Feistel network on the smallest power of two that holds ``n``, walked
+along its cycle until the value is below ``n`` (Black, Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+With so few rounds it is visibly biased on small sets, so those are ordered by sorting a keyed hash.
+
+Speed on one core: 20 to 60 ns an index in blocks of 16,384, up to 2,000 in blocks of 64. The sort takes about
+5 ms for 65,536 items, once an epoch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+#: Up to this many items the whole epoch is ordered by a sort and kept.
+SORTED_MAX = 65_536
+#: Positions generated at once above that.
+BLOCK = 16_384
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9
+_MULTIPLY_2 = 0x94D049BB133111EB
+
+
+def mix(word: int) -> int:
+    """The finaliser of splitmix64: a bijection of 64-bit words in which every input bit moves half the output bits."""
+    word = (word ^ (word >> 30)) * _MULTIPLY_1 & _MASK
+    word = (word ^ (word >> 27)) * _MULTIPLY_2 & _MASK
+    return word ^ (word >> 31)
+
+
+def mix_array(words: Words) -> Words:
+    """:func:`mix` of each element, in place; returns ``words``."""
+    shifted = words >> np.uint64(30)
+    words ^= shifted
+    words *= np.uint64(_MULTIPLY_1)
+    np.right_shift(words, np.uint64(27), out=shifted)
+    words ^= shifted
+    words *= np.uint64(_MULTIPLY_2)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    words ^= shifted
+    return words
+
+
+def hash64(*parts: int) -> int:
+    """A 64-bit hash of integers of any sign, in order; the same on every machine and in every version."""
+    word = 0
+    for part in parts:
+        word = mix((word + _GOLDEN + part) & _MASK)
+    return word
+
+
+def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
+    """The items at positions ``start..stop`` of epoch ``epoch``: part of a permutation of ``range(n)``, (stop-start,).
+
+    ``n`` up to 2**62, and the answer does not depend on the block that a position is asked for in.
+    """
+    if not 0 <= start <= stop <= n:
+        raise ValueError(f"positions {start}..{stop} are not within an epoch of {n} samples")
+    if n <= SORTED_MAX:
+        return _sorted_epoch(n, seed, epoch)[start:stop].copy()
+    return _feistel(np.arange(start, stop, dtype=np.uint64), n, _round_keys(seed, epoch)).view(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _sorted_epoch(n: int, seed: int, epoch: int) -> Indices:
+    """A whole epoch: the items sorted by their keyed hash. The hash is one-to-one, so there are no ties to break."""
+    key = np.uint64(hash64(seed, epoch))
+    items = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + key
+    return np.argsort(mix_array(items), kind="stable").astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
+    return [np.uint64(hash64(seed, epoch, number)) for number in range(1, _ROUNDS + 1)]
+
+
+def _feistel(values: Words, n: int, keys: list[np.uint64]) -> Words:
+    """Permute ``values`` (all below ``n``): encrypt, and encrypt again whatever falls outside ``range(n)``."""
+    encrypted = _encrypt(values, (n - 1).bit_length(), keys)
+    outside = np.flatnonzero(encrypted >= n)
+    while outside.size:
+        encrypted[outside] = _encrypt(encrypted[outside], (n - 1).bit_length(), keys)
+        outside = outside[encrypted[outside] >= n]
+    return encrypted
+
+
+def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
+    """One pass of the network on ``bits``-bit words: the two halves take turns in being changed by the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = values >> low_bits, values & low_mask
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        high ^= mix_array(low + even) & high_mask
+        low ^= mix_array(high + odd) & low_mask
+    return (high << low_bits) | low
+
+
+class Order:
+    """The endless order of a training run: epoch after epoch, each a permutation of ``range(n)`` of its own.
+
+    Keeps the last block it generated, so reading on from where one stopped costs next to nothing.
+    """
+
+    def __init__(self, n: int, seed: int) -> None:
+        if n < 1:
+            raise ValueError(f"a training set of {n} samples has no order; it needs at least one")
+        self.n = n
+        self.seed = seed
+        self._block = (0, 0)
+        self._items: Indices = np.empty(0, np.int64)
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """The samples at positions ``start..stop`` counted from the beginning of the run, across epochs."""
+        first, last = self._block
+        if first <= start and stop <= last:
+            return self._items[start - first : stop - first]
+        parts = []
+        while start < stop:
+            end = min(stop, start - start % self.n + self.n)
+            parts.append(self._within_epoch(start, end))
+            start = end
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _within_epoch(self, start: int, stop: int) -> Indices:
+        """Positions of a single epoch, out of a new block that reaches ``BLOCK`` ahead where the epoch is that long."""
+        epoch, begin = divmod(start, self.n)
+        first = 0 if self.n <= SORTED_MAX else begin
+        last = self.n if self.n <= SORTED_MAX else min(max(begin + stop - start, begin + BLOCK), self.n)
+        self._items = order(self.n, self.seed, epoch, first, last)
+        self._block = (epoch * self.n + first, epoch * self.n + last)
+        return self._items[begin - first : begin - first + stop - start]

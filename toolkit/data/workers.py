@@ -1,0 +1,288 @@
+"""Loading sample by sample: in this process, or in worker processes that run ahead of the training."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from toolkit.data.randomness import generators_kept, seed_sample
+from toolkit.data.sampler import Part, Sampler
+from toolkit.dist.batch import Batch
+from toolkit.errors import JobFailedError
+
+#: Sent to whole process groups by Slurm, by terminals and by users: the rank decides what follows, not its workers.
+_GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NO_SAMPLE = -1
+
+
+class Samples(Protocol):
+    """A data set that gives one sample at a time: any map-style torch ``Dataset`` is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        """Input (a tensor of the same shape for every sample) and target (an int or a tensor) of sample ``index``."""
+
+
+class Reader:
+    """Loads a part sample by sample, the random generators seeded from each sample's position first."""
+
+    def __init__(self, dataset: Samples, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        #: Index and position of the sample being loaded, in memory that outlives a killed worker.
+        self.current: Any = [_NO_SAMPLE, _NO_SAMPLE]
+
+    def load(self, part: Part) -> Batch:
+        """The samples of ``part``, collated by torch. Leaves the process's generators seeded with the last sample's."""
+        positions = part.positions()
+        pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
+        samples = [self._sample(index, position) for index, position in pairs]
+        # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
+        inputs, targets = default_collate(samples or [self._sample(0, part.start)])
+        self.current[:] = [_NO_SAMPLE, _NO_SAMPLE]
+        return Batch(
+            inputs[: part.indices.size], targets[: part.indices.size], torch.from_numpy(positions), part.global_count
+        )
+
+    def _sample(self, index: int, position: int) -> tuple[Tensor, Any]:
+        self.current[:] = [index, position]
+        seed_sample(self.seed, position)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            where = f"sample {index} of the data set (position {position} of the run)"
+            raise JobFailedError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def __getitem__(self, part: Part) -> Batch | Failure:
+        """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
+        try:
+            return self.load(part)
+        except JobFailedError as error:
+            return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's error, sent in place of a batch."""
+
+    message: str
+
+
+class InlineSource:
+    """Loads in the calling process, whose random generators are put back afterwards."""
+
+    def __init__(self, reader: Reader, sampler: Sampler, *, pin: bool) -> None:
+        self.reader = reader
+        self.sampler = sampler
+        self.pin = pin
+
+    def fetch(self, step: int) -> Batch:
+        """The batch of ``step``."""
+        with generators_kept():
+            batch = self.reader.load(self.sampler.at(step))
+        return batch.pin_memory() if self.pin else batch
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class WorkerSource:
+    """Loads in ``workers`` forked processes that stay for the whole run and are up to two batches each ahead.
+
+    Call it from the main thread: the kernel kills the workers when the thread that forked them ends, so that a killed
+    rank leaves no process behind that holds its sockets open and makes its peers wait for it.
+    """
+
+    def __init__(self, reader: Reader, sampler: Sampler, *, workers: int, pin: bool) -> None:
+        self._steps = _StepsFrom(sampler)
+        self._sampler = sampler
+        self._current = RawArray(ctypes.c_int64, 2 * workers)
+        self._pids: list[int] = []
+        self._batches: Any = None
+        self._next = _NO_SAMPLE
+        self._at_exit = partial(_close, weakref.ref(self))
+        self._loader: DataLoader[Any] = DataLoader(
+            reader,  # type: ignore[arg-type]  # asked by part instead of by index
+            sampler=self._steps,
+            batch_size=None,  # a part is a batch already
+            num_workers=workers,
+            pin_memory=pin,
+            persistent_workers=True,
+            multiprocessing_context="fork",  # milliseconds; a fresh interpreter pays seconds for importing torch
+            worker_init_fn=_WorkerStart(self._current),
+            generator=torch.Generator(),  # else each start draws from the process's own, and dropout changes
+        )
+
+    def fetch(self, step: int) -> Batch:
+        """The batch of ``step``: at once where the workers are ahead. Any other than the next one sets them back."""
+        if step != self._next:
+            self._restart(step)
+        batch = self._await(step)
+        if isinstance(batch, Failure):
+            self.close()
+            raise JobFailedError(batch.message)
+        self._next = step + 1
+        return batch
+
+    def close(self) -> None:
+        """End the workers; one that does not end within torch's 5 s is killed."""
+        batches, self._batches, self._next = self._batches, None, _NO_SAMPLE
+        if batches is not None:
+            batches._shutdown_workers()  # dropping the last reference does the same, but tracebacks hold references
+        self._loader._iterator = None
+        for pid in self._alive():
+            os.kill(pid, signal.SIGKILL)  # SIGTERM is ignored there, and an exit that waits for them would never end
+        self._pids = []
+        atexit.unregister(self._at_exit)
+
+    def _restart(self, step: int) -> None:
+        self._steps.start = step
+        if self._batches is None:
+            with _signals_held():
+                before = _child_pids()
+                self._batches = iter(self._loader)
+                self._pids = sorted(_child_pids() - before)
+            atexit.register(self._at_exit)
+        else:
+            self._batches = iter(self._loader)  # the same workers; what they had loaded ahead is dropped
+
+    def _await(self, step: int) -> Batch | Failure:
+        # torch notices a death only when a batch is late, and then takes up to 5 s
+        if len(self._alive()) < len(self._pids):
+            raise self._death(step, "")
+        try:
+            batch: Batch | Failure = next(self._batches)
+        except RuntimeError as error:
+            raise self._death(step, f": {error}") from error
+        return batch
+
+    def _alive(self) -> list[int]:
+        children = _child_pids()
+        return [pid for pid in self._pids if pid in children]
+
+    def _death(self, step: int, detail: str) -> JobFailedError:
+        """What a dead worker was doing, out of the memory it shared with us."""
+        dead = sorted(set(self._pids) - set(self._alive()))
+        work = "; ".join(self._last_words(number) for number, pid in enumerate(self._pids) if pid in dead)
+        start = self._sampler.at(step).start
+        self.close()
+        return JobFailedError(
+            f"a data worker died (pid {', '.join(map(str, dead)) or 'unknown'}) before the batch of step {step}, from "
+            f"position {start} on, was there{detail}. {work}. A worker that is killed has mostly run out of memory: "
+            "look for the out-of-memory killer in this node's kernel log; lower data.workers or raise cluster.mem_gb"
+        )
+
+    def _last_words(self, worker: int) -> str:
+        index, position = self._current[2 * worker : 2 * worker + 2]
+        if position == _NO_SAMPLE:
+            return f"Worker {worker} was between two batches"
+        return f"Worker {worker} was loading sample {index} of the data set (position {position} of the run)"
+
+
+def _close(source: weakref.ref[WorkerSource]) -> None:
+    """At exit, before multiprocessing waits for its children: those that ignore SIGTERM would keep it waiting."""
+    alive = source()
+    if alive is not None:
+        alive.close()
+
+
+class _StepsFrom:
+    """The parts from step ``start`` on, read by torch's DataLoader each time that it starts over."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Part]:
+        step = self.start
+        while True:
+            try:
+                part = self.sampler.at(step)
+            except IndexError:
+                return
+            yield part
+            step += 1
+
+
+class _WorkerStart:
+    """What a worker does first. torch has set its threads to 1 before."""
+
+    def __init__(self, current: Any) -> None:
+        self.current = current
+        self.parent = os.getpid()
+
+    def __call__(self, worker: int) -> None:
+        self._end_with_parent()
+        _ignore_group_signals()
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        reader: Any = info.dataset
+        reader.current = _Slots(self.current, 2 * worker)
+
+    def _end_with_parent(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.parent:  # it died before the line above
+            os._exit(1)
+
+
+class _Slots:
+    """Two neighbouring numbers in shared memory, assigned like a list's ``[:]``."""
+
+    def __init__(self, memory: Any, start: int) -> None:
+        self.memory = memory
+        self.start = start
+
+    def __setitem__(self, key: slice, values: list[int]) -> None:
+        self.memory[self.start : self.start + 2] = values
+
+
+def _ignore_group_signals() -> None:
+    """The fork inherited the rank's handlers: here they would set flags that nobody reads, or end the worker."""
+    signal.set_wakeup_fd(-1)  # shared with the rank, which would take our signals for its own
+    for number in _GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold group signals back while workers are forked, and undo torch's own handler for a child's death.
+
+    That handler raises wherever the main thread happens to be, in the middle of a checkpoint for one; here a death is
+    noticed when a batch is awaited.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    on_death = signal.getsignal(signal.SIGCHLD)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forking beside threads; workers run none of the code that those threads lock
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if in_main:
+            signal.signal(signal.SIGCHLD, on_death)
+
+
+def _child_pids() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.pid is not None}

@@ -1,0 +1,103 @@
+"""How the ranks of one launch find each other's store.
+
+* Under a supervisor or torchrun ``MASTER_ADDR`` and ``MASTER_PORT`` name a store that an agent hosts.
+* Plain ``srun`` and ``mpirun`` host none and reserve no port. A port computed from the job id collides with the next
+  job that computes the same, so rank 0 binds a free one and writes it into a file on the shared folder, under a name
+  that only this launch has. A left-over file of an older launch names a dead port, or a store without our nonce: the
+  others read it again until rank 0 has replaced it.
+* Alone, a free port on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store, TCPStore
+
+from toolkit import fsio
+from toolkit.cluster import network
+from toolkit.errors import ToolkitError
+
+LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"
+NONCE_KEY = "toolkit/nonce"
+RETRY_S = 0.2
+
+
+def open_store(rank: int, world_size: int, timeout: timedelta, folder: Path) -> Store:
+    """The store of this launch, connected. ``folder`` is shared by the ranks and holds the rendezvous file if one is
+    needed. Raises ToolkitError when rank 0 cannot be found within ``timeout``."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return store_of_environment(rank, world_size, timeout)
+    if world_size == 1:
+        return TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout, wait_for_workers=False)
+    key = os.environ.get(LAUNCH_KEY_VARIABLE)
+    if key is None:
+        raise ToolkitError(
+            f"rank {rank} of {world_size}: nothing says where rank 0 is; start with `toolkit submit`, `toolkit run` "
+            "under srun, torchrun or mpirun, or set MASTER_ADDR and MASTER_PORT"
+        )
+    path = fsio.make_dir(folder) / f"{key}.json"
+    if rank == 0:
+        return _host(path, world_size, timeout)
+    return _join(path, rank, timeout)
+
+
+def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A new client of the store at ``MASTER_ADDR:MASTER_PORT``; rank 0 hosts it where no agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(
+        host, port, world_size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=not agent
+    )
+
+
+def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
+    nonce = secrets.token_hex(8)
+    # torch looks the address up backwards; the wildcard binds on all, and the others connect to the address below
+    store = TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    store.set(NONCE_KEY, nonce)
+    fsio.write_json(path, {"host": own_address(), "port": store.port, "nonce": nonce})
+    store.set("toolkit/joined/0", "1")
+    try:
+        store.wait([f"toolkit/joined/{rank}" for rank in range(world_size)], timeout)
+    finally:
+        path.unlink(missing_ok=True)
+    return store
+
+
+def _join(path: Path, rank: int, timeout: timedelta) -> Store:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        written = fsio.read_json(path)
+        if written is not None:
+            with contextlib.suppress(RuntimeError, OSError):  # refused: the port of an older launch
+                store = _connect(written, timeout)
+                store.set(f"toolkit/joined/{rank}", "1")
+                return store
+        time.sleep(RETRY_S)
+    raise ToolkitError(
+        f"rank {rank}: rank 0 has not written {path} within {timeout.total_seconds():.0f} s; is the folder shared by "
+        "all nodes (another one: set TOOLKIT_RUNS), and does rank 0 run?"
+    )
+
+
+def _connect(written: dict[str, object], timeout: timedelta) -> Store:
+    host, port = str(written["host"]), int(str(written["port"]))
+    socket.create_connection((host, port), timeout=5).close()  # TCPStore itself would retry for the whole timeout
+    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    if store.get(NONCE_KEY).decode() != written["nonce"]:
+        raise OSError("another launch's store")
+    return store
+
+
+def own_address() -> str:
+    """The address under which the other nodes reach this one."""
+    peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    address = network.interface_for(peer).address if peer else None
+    return address or socket.gethostname()

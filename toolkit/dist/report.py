@@ -1,0 +1,127 @@
+"""How a rank tells the outside how far it is: through the supervisor's store, or by files when nobody supervises."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+from toolkit import logs
+from toolkit.errors import EXIT_FAILED
+from toolkit.rundir import RunDir
+
+RESULT_KEY = "toolkit/result"
+HEARTBEAT_S = 1.0
+
+log = logs.get(__name__)
+
+
+def rank_key(rank: int) -> str:
+    """The store key that holds a rank's latest report."""
+    return f"toolkit/rank/{rank}"
+
+
+class Reporter(Protocol):
+    """Takes a rank's progress and its result."""
+
+    def progress(self, **fields: Any) -> None:
+        """Note where the rank is; never blocks on I/O."""
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand over the result of the whole run."""
+
+    def close(self) -> None:
+        """Send what is still to be sent and stop."""
+
+
+class _Latest:
+    """The newest report and a thread that publishes it once a second: a slow store or disk never delays a step."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="toolkit-report", daemon=True)
+
+    def progress(self, **fields: Any) -> None:
+        self._fields = {**self._fields, **fields, "time": time.time()}  # one assignment: the thread sees old or new
+
+    def _run(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            self._publish(self._fields)
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        raise AssertionError("each reporter publishes in its own way")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._publish(self._fields)
+
+
+class StoreReporter(_Latest):
+    """Reports to the supervisor's store, on a client of its own (a client serialises its calls).
+
+    The connection is the rank's lifeline too: without a supervisor nobody would end this rank, so it ends itself.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__()
+        self._store = store
+        self._rank = rank
+        self._thread.start()
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        try:
+            self._store.set(rank_key(self._rank), json.dumps(fields))
+        except RuntimeError:  # torch's DistNetworkError and kin
+            if self._closed.is_set():  # the attempt is over on both sides
+                return
+            log.error("the supervisor's store is gone, so the supervisor is: this rank ends")
+            os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        if self._rank == 0:
+            self._store.set(RESULT_KEY, json.dumps(dict(result)))
+
+
+class FileReporter(_Latest):
+    """Rank 0 of an unsupervised run writes ``status.json`` and ``result.json`` itself."""
+
+    def __init__(self, run: RunDir, status: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._run_dir = run
+        self._status = dict(status)
+        self._started = time.time()
+        self._run_dir.clear_result()
+        self._thread.start()
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        self._run_dir.write_status({**self._status, "state": "running", "updated": time.time(), "progress": fields})
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        wall_s = round(time.time() - self._started, 3)
+        self._run_dir.write_result({"state": "completed", "attempts": 1, **result, "wall_s": wall_s})
+        self._status["ended"] = time.time()
+
+    def close(self) -> None:
+        super().close()
+        state = "completed" if "ended" in self._status else "failed"
+        self._run_dir.write_status({**self._run_dir.status(), "state": state})
+
+
+class NullReporter:
+    """For the other ranks of an unsupervised run: nobody listens."""
+
+    def progress(self, **fields: Any) -> None:
+        """Nothing."""
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,133 @@
+"""The session: process group, device and run folder of one rank, opened in order and torn down in reverse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit import logs, rundir
+from toolkit.config import DistConfig
+from toolkit.dist import rendezvous
+from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
+from toolkit.errors import ConfigError
+
+ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's place in the run. The default process group is open while the session is, also for one rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    run_dir: Path
+    attempt: int
+    store: dist.Store
+    reporter: Reporter
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+    def progress(self, **fields: Any) -> None:
+        """Say where this rank is (phase, step, loss, ...); cheap, and never blocks on I/O."""
+        self.reporter.progress(**fields)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand over the run's result: step, epoch, samples, metrics. Rank 0's counts; any rank may call."""
+        self.reporter.finish(result)
+
+
+@contextmanager
+def open_session(config: DistConfig) -> Iterator[Session]:
+    """Open the process group of this launch, read from the environment that ``toolkit run`` (or torchrun) has set.
+
+    Raises ConfigError when the backend does not fit the devices here. On the way out everything is closed in
+    reverse, also after an exception, which then goes on to the caller.
+    """
+    rank, world_size, local_rank = (int(os.environ.get(name, d)) for name, d in _PLACE)
+    timeout = timedelta(seconds=config.timeout_s)
+    backend = choose_backend(config.backend)
+    device = choose_device(backend, local_rank)
+    with ExitStack() as stack:
+        folder = rundir.runs_root() / ".rendezvous"
+        store = rendezvous.open_store(rank, world_size, timeout, folder)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        stack.callback(_close_process_group)
+        run = rundir.RunDir(_agree_on_run_dir(store, rank))
+        reporter = _build_reporter(run, rank, world_size, timeout)
+        stack.callback(reporter.close)
+        log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
+        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter)
+
+
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def choose_backend(name: str) -> str:
+    """``auto`` is NCCL where CUDA is, gloo elsewhere."""
+    if name == "auto":
+        return "nccl" if torch.cuda.is_available() else "gloo"
+    if name == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("dist.backend: nccl needs CUDA, and torch sees none on this node; use auto or gloo")
+    return name
+
+
+def choose_device(backend: str, local_rank: int) -> torch.device:
+    """The rank's device, made current: its local rank's GPU, or the only one where Slurm already narrowed the view."""
+    if backend != "nccl" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    index = local_rank if visible > 1 else 0
+    if index >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: {visible} are visible on this node; "
+            "set cluster.tasks_per_node to cluster.gpus_per_node"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
+    """Rank 0 knows the run folder (the supervisor or ``toolkit run`` made it); the others read it from the store."""
+    known = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if rank == 0:
+        if known is None:
+            raise ConfigError(f"{rundir.RUN_DIR_VARIABLE} is not set: start this job with `toolkit run`")
+        store.set("toolkit/run_dir", known)
+    return Path(store.get("toolkit/run_dir").decode())
+
+
+def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: timedelta) -> Reporter:
+    if os.environ.get("TOOLKIT_SUPERVISED") == "1":
+        return StoreReporter(rendezvous.store_of_environment(rank, world_size, timeout), rank)
+    if rank == 0:
+        return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
+    return NullReporter()
+
+
+def _close_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""The three kinds of training state, as a strategy declares them and a checkpoint stores them.
+
+Which kind a value is decides who writes it and who reads it, so that needs no agreement between ranks:
+
+* `Replicated`: equal on every rank; rank 0 writes it, every rank reads it.
+* `Sharded`: every rank holds a rectangular part of one global tensor and writes that part.
+* `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never meet.
+
+A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+#: What survives a round trip through JSON (sequences come back as lists). Nothing else is stored beside tensors.
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated:
+    """A value that is equal on every rank."""
+
+    value: torch.Tensor | Json
+
+
+@dataclass(frozen=True, eq=False)
+class PerRank:
+    """A value of this rank alone; the name under which it is declared must hold the rank."""
+
+    value: torch.Tensor | Json
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """The rectangular part of a global tensor that this rank holds.
+
+    `value` has shape `(s0, s1, ...)` and stands at `[o0:o0+s0, o1:o1+s1, ...]` of the global tensor.
+    """
+
+    value: torch.Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.value.shape)
+        if not len(shape) == len(self.global_shape) == len(self.offsets):
+            raise ValueError(f"part {shape} at {self.offsets} of {self.global_shape}: the numbers of dimensions differ")
+        spans = zip(self.offsets, shape, self.global_shape, strict=True)
+        if any(start < 0 or start + size > whole for start, size, whole in spans):
+            raise ValueError(f"part {shape} at {self.offsets} stands outside the global tensor {self.global_shape}")
+
+
+Entry: TypeAlias = Replicated | PerRank | Sharded
+State: TypeAlias = Mapping[str, Entry]

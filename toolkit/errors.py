@@ -1,0 +1,69 @@
+"""The exception tree. Every message says what failed, where, and what to do.
+
+ToolkitError
+├── RequestError            the request was wrong; nothing was queued or changed (exit code 2)
+│   ├── ConfigError         a key, a value or a combination of them
+│   ├── PlacementError      launch variables that contradict each other
+│   ├── DataMissingError    a data set that is not where the config says
+│   └── RunNotFoundError    no run, or several, answer to a name
+├── SlurmError              a program of Slurm is missing, failed or did not answer
+├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
+└── JobFailedError          the job ran and failed (exit code 1)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REQUEST = 2
+#: ``EX_TEMPFAIL`` of sysexits.h: stopped cleanly with a committed checkpoint, to be continued.
+EXIT_STOPPED = 75
+
+
+class ToolkitError(Exception):
+    """Base of everything that this package raises for a reader."""
+
+    exit_code = EXIT_FAILED
+
+
+class RequestError(ToolkitError):
+    """The request cannot be carried out as it stands; nothing was queued or changed."""
+
+    exit_code = EXIT_REQUEST
+
+
+class ConfigError(RequestError):
+    """A config key, value or combination is wrong."""
+
+
+class PlacementError(RequestError):
+    """The launcher's environment variables contradict each other."""
+
+
+class DataMissingError(RequestError):
+    """A data set is not where the config says."""
+
+
+class RunNotFoundError(RequestError):
+    """No run, or more than one, answers to the name given."""
+
+
+class SlurmError(ToolkitError):
+    """A program of Slurm is missing, failed, or did not answer in time."""
+
+
+class CheckpointError(ToolkitError):
+    """A checkpoint cannot be written, or none of those present can be read."""
+
+
+class JobFailedError(ToolkitError):
+    """The job ran and failed."""
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """``"did you mean 'x'? "`` for the closest of ``valid`` to ``word``, or an empty string."""
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? " if close else ""

@@ -1,0 +1,132 @@
+"""Durable, atomic file writes with private modes.
+
+A file is written beside its place, flushed to disk and renamed, so a reader sees the old content or the new and never
+half of it, whatever dies in between. Folders are 0700 and files 0600 under any umask: a run holds sources, logs and
+data that its owner did not offer to the whole cluster. Every rename of the package is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def make_dir(path: Path) -> Path:
+    """Create ``path`` and its missing parents, each 0700; an existing folder is left as it is."""
+    if path.is_dir():
+        return path
+    make_dir(path.parent)
+    try:
+        path.mkdir(mode=DIR_MODE)
+    except FileExistsError:  # another rank was faster
+        return path
+    path.chmod(DIR_MODE)  # mkdir's mode is cut by the umask
+    return path
+
+
+def open_private(path: Path, flags: int) -> int:
+    """``os.open`` for writing that gives a new file mode 0600 whatever the umask; returns the file descriptor."""
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
+
+
+def sync_dir(path: Path) -> None:
+    """Flush a folder's entries: without it a renamed file may be gone after a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``content`` in one step.
+
+    ``durable=False`` skips the flushes for files that are rewritten every second and worthless after a crash.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """:func:`write_atomic` of ``value`` as indented JSON with a final newline."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON value in ``path``, or None when there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Append ``value`` as one JSON line in a single write, flushed to disk; a torn last line is cut off first."""
+    fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        os.ftruncate(fd, _end_of_whole_lines(path))
+        os.write(fd, (json.dumps(value) + "\n").encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _end_of_whole_lines(path: Path) -> int:
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Every whole JSON line of ``path``; a last line cut off by a crash is left out, a missing file is empty."""
+    try:
+        lines = path.read_text().split("\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def rename_dir(source: Path, target: Path) -> None:
+    """Give a finished folder its final name, durably. ``target`` must not exist."""
+    sync_dir(source)
+    source.rename(target)
+    sync_dir(target.parent)
+
+
+def write_stream(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write the new file ``path`` from ``chunks`` and flush it to disk; FileExistsError if it is there already.
+
+    For files inside a folder that is renamed when it is complete: a half-written one has no reader.
+    """
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and what is in it; one that is gone already is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)

@@ -1,0 +1,97 @@
+"""What we may use: the nodes of a Slurm allocation and the tasks that it planned on each, or this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.cluster import hostlist
+from toolkit.config import ClusterConfig
+from toolkit.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Nodes, tasks on each node, and the job they belong to.
+
+    ``job_id`` is None without Slurm. Of an array element it is ``A_T``: to requeue or cancel by the bare id would mean
+    the whole array.
+    """
+
+    hosts: tuple[str, ...]
+    tasks: tuple[int, ...]
+    cpus_per_task: int
+    job_id: str | None = None
+    restart_count: int = 0
+    cluster: str = "local"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(self.tasks)
+
+    @property
+    def rank_hosts(self) -> list[str]:
+        """The node of each rank: ranks fill one node after the other."""
+        return [host for host, count in zip(self.hosts, self.tasks, strict=True) for _ in range(count)]
+
+    @property
+    def job_key(self) -> str | None:
+        """One word for (cluster, job id, array task): job ids alone start again with a fresh cluster."""
+        if self.job_id is None:
+            return None
+        return f"{self.cluster}-{self.job_id}"
+
+    @staticmethod
+    def local(config: ClusterConfig) -> Allocation:
+        """This machine, with the tasks that the config asks for. Raises RequestError for more than one node."""
+        if config.nodes != 1:
+            raise RequestError(
+                f"cluster.nodes: {config.nodes} nodes need Slurm, and there is no sbatch here; "
+                "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit from a login node"
+            )
+        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task)
+
+    @staticmethod
+    def slurm(environ: Mapping[str, str]) -> Allocation:
+        """The allocation that this batch script or ``salloc`` shell stands in, from its variables.
+
+        Raises RequestError where there is none.
+        """
+        if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
+            raise RequestError(
+                "`toolkit supervise` runs inside an allocation (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
+                "use sbatch or salloc, or `toolkit submit` from a login node"
+            )
+        hosts = tuple(hostlist.expand(environ["SLURM_JOB_NODELIST"]))
+        tasks = _tasks(environ, len(hosts))
+        array_job, array_task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        return Allocation(
+            hosts=hosts,
+            tasks=tasks,
+            cpus_per_task=_cpus_per_task(environ, tasks),
+            job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
+            restart_count=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),
+        )
+
+
+def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+    text = environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks = tuple(hostlist.expand_counts(text))
+    if len(tasks) != nodes:
+        raise RequestError(
+            f"SLURM_TASKS_PER_NODE={text} speaks of {len(tasks)} nodes and SLURM_JOB_NODELIST="
+            f"{environ['SLURM_JOB_NODELIST']} of {nodes}; was one of them changed by hand?"
+        )
+    return tasks
+
+
+def _cpus_per_task(environ: Mapping[str, str], tasks: tuple[int, ...]) -> int:
+    """As asked for; else an even share of the CPUs on the node where they are scarcest."""
+    asked = environ.get("SLURM_CPUS_PER_TASK")
+    if asked:
+        return int(asked)
+    cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+    return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))

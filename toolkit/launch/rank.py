@@ -1,0 +1,119 @@
+"""One rank: find our place, make the environment that torch reads, and call the job's ``main``.
+
+The same few lines serve a rank under the supervisor, under plain ``srun``, ``torchrun`` or ``mpirun``, and alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, logs, rundir
+from toolkit.cluster import network, placement
+from toolkit.cluster.placement import Placement
+from toolkit.config import JobConfig
+from toolkit.errors import ConfigError, ToolkitError
+from toolkit.launch import snapshot
+from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
+
+
+def run_rank(config_path: str, overrides: Sequence[str]) -> int:
+    """Be one rank of the job in ``config_path``; returns the exit code.
+
+    A failure is written into the run's logs as this rank's own words before it goes on to the caller.
+    """
+    faulthandler.enable()
+    place = placement.derive(os.environ, socket.gethostname())
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
+    for note in place.notes:
+        log.warning("%s", note)
+    config = configs.load_config(config_path, overrides, site=not supervised)
+    if not supervised:
+        configs.validate(config, ranks=place.world_size, login_node=False)
+        _prepare_unsupervised(config, place)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    try:
+        _main_of(config)(config)
+    except BaseException as error:
+        _write_error_file(place, error)
+        raise
+    return 0
+
+
+def environment(place: Placement, environ: os._Environ[str] | dict[str, str], cpus_per_task: int) -> dict[str, str]:
+    """What torch, NCCL, gloo and OpenMP read, as decided on this node. What the user has set is left alone."""
+    values = placement.rank_environment(place)
+    if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
+        values["MASTER_ADDR"] = environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the store host
+    key = placement.launch_key(environ)
+    if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:
+        values["TOOLKIT_LAUNCH_KEY"] = _file_name(key)
+    peer = values.get("MASTER_ADDR") or environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if peer is not None:
+        values.update(network.rank_network_environment(environ, peer))
+    if "OMP_NUM_THREADS" not in environ:
+        values["OMP_NUM_THREADS"] = environ.get("SLURM_CPUS_PER_TASK", str(cpus_per_task))
+    return values
+
+
+def _file_name(key: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in key)
+
+
+def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
+    """Rank 0 makes the run folder; the others learn it from the store. A given ``TOOLKIT_RUN_DIR`` is continued."""
+    if place.rank != 0:
+        return
+    log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")
+    given = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if given:
+        log.info("continuing %s", given)
+        return
+    run = rundir.create(config.name)
+    snapshot.take(Path.cwd(), run.code)
+    fsio.write_atomic(run.config, configs.dump_config(config))
+    os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
+    log.info("run folder: %s", run.path)
+
+
+def _main_of(config: JobConfig) -> Callable[[JobConfig], object]:
+    if not os.environ.get("PYTHONSAFEPATH"):  # under a supervisor the copied sources come first, by PYTHONPATH
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(config.job)
+    except ModuleNotFoundError as error:
+        if error.name is None or not config.job.startswith(error.name):
+            raise
+        raise ConfigError(f"job: no module {config.job!r} from {Path.cwd()}: {error}") from None
+    main: Callable[[JobConfig], object] = module.main
+    return main
+
+
+def _write_error_file(place: Placement, error: BaseException) -> None:
+    """For ``attempts.jsonl`` and ``toolkit why``: the supervisor picks the first failing rank by these times."""
+    log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
+    folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if folder is None or (isinstance(error, SystemExit) and not error.code):
+        return
+    said = {
+        "rank": place.rank,
+        "host": place.host,
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    path = RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), place.rank)
+    fsio.make_dir(path.parent)
+    fsio.write_json(path, said)

@@ -1,0 +1,260 @@
+"""Starting the ranks of one attempt, as an srun step or as local processes, behind one seam.
+
+Both put what happens into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly, :class:`StepEnded`
+when all have ended. Nothing polls: a thread waits for each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, Protocol
+
+from toolkit import fsio, logs
+from toolkit.cluster import hostlist
+from toolkit.cluster.commands import SlurmCommands, srun_argv, step_environment
+from toolkit.cluster.commands import Step as SrunPlan
+from toolkit.cluster.placement import Placement, rank_environment
+from toolkit.errors import SlurmError
+from toolkit.launch.allocation import Allocation
+from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """Ranks that ended badly on ``host``; ``signal`` is the one that killed them, or None."""
+
+    ranks: tuple[int, ...]
+    host: str
+    how: str
+    signal: int | None
+    time: float
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """All ranks have ended; 0 when all did so with exit code 0."""
+
+    exit_code: int
+
+
+Events = SimpleQueue[Any]
+
+
+class Step(Protocol):
+    """The running ranks of one attempt."""
+
+    def kill(self) -> None:
+        """End every rank at once, with SIGKILL."""
+
+
+class Launcher(Protocol):
+    """Starts the ranks of an attempt."""
+
+    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
+        """Start ``command`` on every rank of the allocation; what happens to them goes into ``events``."""
+
+
+def tethered(command: Sequence[str], at_our_death: signal.Signals) -> list[str]:
+    """``command`` such that it gets ``at_our_death`` when this process dies, however it dies."""
+    tether = str(Path(__file__).with_name("tether.py"))
+    return [sys.executable, "-I", "-S", tether, str(os.getpid()), at_our_death.name, *command]
+
+
+# ------------------------------------------------------------------------------------------------- local processes
+
+
+class LocalLauncher:
+    """Ranks as processes of this machine."""
+
+    def __init__(self, run: RunDir, allocation: Allocation) -> None:
+        self._run = run
+        self._allocation = allocation
+
+    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
+        """See :class:`Launcher`. ``MASTER_ADDR`` is loopback: nobody from outside takes part."""
+        step = _LocalStep(self._allocation.hosts[0], events)
+        for rank in range(self._allocation.world_size):
+            with open_log(self._run.rank_log(attempt, rank)) as output:
+                step.add(_start_local(command, {**environ, **self._rank_environ(rank)}, output))
+        threading.Thread(target=step.wait, daemon=True).start()
+        return step
+
+    def _rank_environ(self, rank: int) -> dict[str, str]:
+        size = self._allocation.world_size
+        placement = Placement(
+            rank=rank,
+            world_size=size,
+            local_rank=rank,
+            local_world_size=size,
+            node_rank=0,
+            nodes=1,
+            host=self._allocation.hosts[0],
+            launcher="supervisor",
+        )
+        return {**rank_environment(placement), "MASTER_ADDR": "127.0.0.1"}
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log file to append to, private to the user."""
+    fsio.make_dir(path.parent)
+    return os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+
+def _start_local(command: Sequence[str], environ: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        tethered(command, signal.SIGKILL),
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to judge; and a session dies as one
+    )
+
+
+class _LocalStep:
+    def __init__(self, host: str, events: Events) -> None:
+        self._host = host
+        self._events = events
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        self._processes.append(process)
+
+    def wait(self) -> None:
+        threads = [threading.Thread(target=self._wait_rank, args=item) for item in enumerate(self._processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._events.put(StepEnded(next((p.returncode for p in self._processes if p.returncode), 0)))
+
+    def _wait_rank(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if code != 0:
+            number = -code if code < 0 else None
+            how = f"killed by {_signal_name(number)}" if number else f"exit code {code}"
+            self._events.put(RankEnded((rank,), self._host, how, number, time.time()))
+        _kill_session(process.pid)  # data loader workers that a killed rank left behind
+
+    def kill(self) -> None:
+        for process in self._processes:
+            _kill_session(process.pid)
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# --------------------------------------------------------------------------------------------------------- srun steps
+
+
+class SrunLauncher:
+    """Ranks as one srun step of our allocation, each on the node that the allocation planned it for."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands) -> None:
+        self._run = run
+        self._allocation = allocation
+        self._slurm = slurm
+
+    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
+        """See :class:`Launcher`. The ranks read their numbers and ``MASTER_ADDR`` from the step's own variables."""
+        folder = fsio.make_dir(self._run.attempt_logs(attempt))
+        host_file = folder / "hostfile"
+        hosts = self._allocation.rank_hosts
+        fsio.write_atomic(host_file, "".join(f"{host}\n" for host in hosts), durable=False)
+        plan = SrunPlan(
+            command=command,
+            hosts=hosts,
+            cpus_per_task=self._allocation.cpus_per_task,
+            output=str(self._run.rank_log(attempt, "%t")),
+            name=f"{self._run.id}.{attempt}",
+        )
+        process = subprocess.Popen(
+            tethered(srun_argv(plan), signal.SIGTERM),  # srun ends its step at SIGTERM; SIGKILL would leave it running
+            env={**step_environment(environ), "SLURM_HOSTFILE": str(host_file)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        step = _SrunStep(process, plan.name or "", self._allocation, self._slurm, events)
+        threading.Thread(target=step.wait, daemon=True).start()
+        return step
+
+
+class _SrunStep:
+    def __init__(
+        self, process: subprocess.Popen[str], name: str, allocation: Allocation, slurm: SlurmCommands, events: Events
+    ) -> None:
+        self._process = process
+        self._name = name
+        self._allocation = allocation
+        self._slurm = slurm
+        self._events = events
+
+    def wait(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            log.info("%s", line.rstrip())
+            ended = parse_srun_line(line)
+            if ended is not None:
+                self._events.put(ended)
+        self._events.put(StepEnded(self._process.wait()))
+
+    def kill(self) -> None:
+        """``scancel -s KILL`` of the step takes 75 ms; srun's own way sends SIGTERM first and waits KillWait."""
+        assert self._allocation.job_id is not None
+        try:
+            step = self._slurm.find_step(self._allocation.job_id, self._name)
+            if step is not None:
+                self._slurm.cancel(self._allocation.job_id, signal="KILL", step=step)
+                return
+        except SlurmError as error:
+            log.warning("the step cannot be cancelled (%s); ending srun instead", error)
+        self._process.terminate()
+
+
+_SRUN_ENDED = re.compile(
+    r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
+)
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+#: srun prints strsignal(3)'s text for the signal that ended a task.
+_SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+
+def parse_srun_line(line: str) -> RankEnded | None:
+    """Which ranks ended badly, from srun's ``srun: error: node2: tasks 2-3: Exited with exit code 1``; None for the
+    other lines."""
+    match = _SRUN_ENDED.match(line)
+    if match is None:
+        return None
+    ranks = tuple(int(r) for r in hostlist.expand(f"[{match['ranks'].strip('[]')}]"))
+    how, code = match["how"], _EXIT_CODE.search(match["how"])
+    if code:
+        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time())
+    text = how.removesuffix(" (core dumped)")
+    number = _SIGNAL_TEXTS.get(text, signal.SIGKILL if "Out Of Memory" in text else None)
+    named = f"killed by {_signal_name(number)} ({how})" if number else how
+    return RankEnded(ranks, match["host"], named, number, time.time())

@@ -1,0 +1,30 @@
+"""``python tether.py SIGNAL COMMAND ...``: become COMMAND, and get SIGNAL when the process that started us dies.
+
+The supervisor starts everything through this, so that nothing of a run outlives it, not even when it gets SIGKILL and
+can clean nothing up. A file of its own with no imports of ours: it runs under ``python -I -S`` in some 15 ms.
+(``preexec_fn`` would do the same between fork and exec, where a thread that holds a lock means a deadlock.)
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by children
+
+
+def main() -> None:
+    parent, signal_name, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.Signals[signal_name]))
+    if os.getppid() != parent:  # it died before the line above: no signal will come
+        sys.exit(1)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a submitting shell may have had them ignored
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: cannot be started: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Logging to stderr with the rank in front of each line; stdout stays free for what a command prints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from toolkit import fsio
+
+LOGGER = logging.getLogger("toolkit")
+
+
+def setup(who: str = "", level: int = logging.INFO) -> None:
+    """Send this package's log to stderr, each line headed by the time and ``who`` (such as ``rank 3/8 node2``).
+
+    Calling it again replaces the heading: a rank learns its number only after the process has started.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    head = f"%(asctime)s {who} " if who else "%(asctime)s "
+    handler.setFormatter(logging.Formatter(head + "%(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    LOGGER.handlers[:] = [handler]
+    LOGGER.setLevel(level)
+    LOGGER.propagate = False
+
+
+def get(name: str) -> logging.Logger:
+    """A child of the package's logger, named after the module that asks."""
+    return LOGGER.getChild(name.removeprefix("toolkit."))
+
+
+def add_file(path: Path) -> None:
+    """Append the log to a private file as well, with full dates."""
+    fd = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    handler = logging.StreamHandler(os.fdopen(fd, "a", buffering=1))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOGGER.addHandler(handler)

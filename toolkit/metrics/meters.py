@@ -1,0 +1,94 @@
+"""Meters of the training loop: speed, the share of time spent waiting for data, time left, running means."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _Lap:
+    seconds: float
+    samples: int
+    data_wait_s: float
+
+
+@dataclass
+class Throughput:
+    """Speed over the last `window` steps, by a steady clock; `update` once a step, `pause` after what is no training.
+
+    The host's clock is read without a device sync: on CUDA a single lap is the time to enqueue a step, and the sum over
+    a window that ends in a sync (as a logging step does) is right.
+    """
+
+    window: int = 100
+    clock: Callable[[], float] = time.perf_counter
+    _laps: deque[_Lap] = field(init=False)
+    _mark: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._laps = deque(maxlen=self.window)
+        self._mark = self.clock()
+
+    def update(self, samples: int, data_wait_s: float = 0.0) -> None:
+        """A step over `samples` samples has ended, which waited `data_wait_s` for them: measured around the fetch."""
+        now = self.clock()
+        self._laps.append(_Lap(now - self._mark, samples, data_wait_s))
+        self._mark = now
+
+    def pause(self) -> None:
+        """Leave the time since the last step out: it was spent on evaluation, a checkpoint or start-up."""
+        self._mark = self.clock()
+
+    def reset(self) -> None:
+        """Start a new window, after the first steps have paid for compilation."""
+        self._laps.clear()
+        self.pause()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second; 0 before the first step."""
+        return self._per_second(sum(lap.samples for lap in self._laps))
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second; 0 before the first step."""
+        return self._per_second(len(self._laps))
+
+    @property
+    def data_wait_fraction(self) -> float:
+        """The share of the time, from 0 to 1, in which the step waited for its samples."""
+        return self._per_second(sum(lap.data_wait_s for lap in self._laps))
+
+    def eta_s(self, steps_left: int) -> float | None:
+        """Seconds until `steps_left` more steps are done at this speed; None before the first step."""
+        return steps_left / self.steps_per_s if self.steps_per_s else None
+
+    def _per_second(self, amount: float) -> float:
+        seconds = sum(lap.seconds for lap in self._laps)
+        return amount / seconds if seconds else 0.0
+
+
+class RunningMean:
+    """A weighted mean, summed where its values are: of device scalars no sync is made until `value` is read."""
+
+    def __init__(self) -> None:
+        self._total: Any = 0.0
+        self._weight: Any = 0.0
+
+    def add(self, total: Any, weight: Any = 1) -> None:
+        """Add `total`, the sum over `weight` samples (numbers or scalar tensors)."""
+        self._total = self._total + total
+        self._weight = self._weight + weight
+
+    def value(self) -> float | None:
+        """The mean of all that was added, None for nothing. For device tensors the host waits here."""
+        weight = float(self._weight)
+        return float(self._total) / weight if weight else None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]

@@ -1,0 +1,262 @@
+"""Where metrics go: TensorBoard event files and one JSON line per logged step, so that both survive a resume clean.
+
+A run that is killed has logged steps after its last checkpoint, and its next attempt logs them again. Both sinks
+therefore begin by dropping what lies behind the step that is resumed from: one value per tag and step, always.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit import fsio
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.dist.state import Json
+
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,})\..*")
+
+
+class Sink(Protocol):
+    """A place for metrics."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values by tag (`train/loss`, ...) at `step`. Twice at one step: the second call adds other tags."""
+
+    def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
+        """The run's hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
+
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        """A text, shown as it stands (a config, a command line)."""
+
+    def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
+        """A grid of images, shape (N, C, H, W) with C of 1 or 3; uint8, or floats stretched to their own range."""
+
+    def flush(self) -> None:
+        """Put everything on disk; before each commit, or a resume would miss what was logged up to it."""
+
+    def close(self) -> None:
+        """Flush and let go of the files."""
+
+
+class NullSink:
+    """For all ranks but the main one: takes everything, does nothing, imports nothing."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None: ...
+
+    def text(self, tag: str, text: str, step: int = 0) -> None: ...
+
+    def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FanOut:
+    """Hands everything to several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
+    def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
+        for sink in self._sinks:
+            sink.hparams(values, metrics)
+
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        for sink in self._sinks:
+            sink.text(tag, text, step)
+
+    def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
+        for sink in self._sinks:
+            sink.images(tag, images, step)
+
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink(NullSink):
+    """One line of JSON per logged step: `step`, `wall_time` (seconds since 1970) and the tags; NaN becomes null.
+
+    Lines after `resumed_step` (all of them when it is None) are dropped at the start.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None, clock: Callable[[], float] = time.time) -> None:
+        fsio.make_dir(path.parent)
+        kept = _lines_up_to(path, resumed_step)
+        encoded = [_encode(line) for line in kept]
+        fsio.write_atomic(path, b"".join(encoded))
+        self._file = path.open("r+b")
+        self._last: dict[str, Json] = kept[-1] if kept else {}
+        self._last_start = self._file.seek(0, os.SEEK_END) - len(encoded[-1] if encoded else b"")
+        self._clock = clock
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line, or add to the last one when it has the same step (an evaluation after a logging step)."""
+        if self._last.get("step") != step:
+            self._last_start = self._file.seek(0, os.SEEK_END)
+            self._last = {"step": step}
+        self._last |= {"wall_time": self._clock()} | {tag: _finite(value) for tag, value in values.items()}
+        self._file.seek(self._last_start)
+        self._file.write(_encode(self._last))
+        self._file.truncate()
+        self._file.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _lines_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """The whole lines of `path` up to `step`; what a crash cut off or mangled is left out."""
+    if step is None or not path.exists():
+        return []
+    lines = []
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+            if line["step"] <= step:
+                lines.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return lines
+
+
+class TensorBoardSink:
+    """One event file per attempt, in one folder and with one x axis, the step. Rank 0 only.
+
+    The records and summaries are TensorBoard's and `torch.utils.tensorboard`'s own; the file is ours and not
+    `SummaryWriter`'s for three reasons. Its name: TensorBoard reads the files of a folder in the order of the time in
+    their names, so a purge in a file dated before the one it must purge (a resume on a node whose clock is behind) does
+    nothing; here the time is at least the last file's plus one second. Its mode: 0600. Its flush: to the disk.
+    """
+
+    def __init__(self, folder: Path, purge_step: int = 0, clock: Callable[[], float] = time.time) -> None:
+        """Steps from `purge_step` on in older files count no more; 0 drops all.
+
+        What is handed over again for a step before the resumed one (the config at step 0) is there already: dropped.
+        """
+        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import summary
+
+        fsio.make_dir(folder)
+        latest = _latest_stamp(folder)
+        stamp = max(int(clock()), latest + 1)
+        self._ahead_s = max(
+            0.0, stamp - clock()
+        )  # events are dated like their file, or their times would run backwards
+        self._clock = clock
+        self._summary: Any = summary
+        self._event = event_pb2
+        self._file = os.fdopen(
+            fsio.open_private(_event_path(folder, stamp), os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"
+        )
+        self._records = RecordWriter(self._file)
+        self._resumed_step = max(purge_step - 1, 0)
+        self._write(file_version="brain.Event:2")
+        # In the first file too: TensorBoard's Python server takes the first START it sees for no restart, and the purge
+        # of the second attempt would be lost on it.
+        self._write(step=purge_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._file.flush()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._add(step, self._summary.scalar(tag, float(value)))
+        self._file.flush()
+
+    def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
+        """Into this run's own file; `SummaryWriter.add_hparams` makes a second run, which shows as a second curve."""
+        experiment, start, _ = self._summary.hparams(dict(values), dict.fromkeys(metrics, 0.0))
+        self._add(0, experiment)
+        self._add(0, start)
+        self._file.flush()
+
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        """TensorBoard renders Markdown: indented by four spaces the text stays as it is."""
+        block = "".join(f"    {line}\n" for line in text.splitlines())
+        self._add(step, self._summary.text(tag, block))
+        self._file.flush()
+
+    def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
+        self._add(step, self._summary.image(tag, _to_bytes(images), dataformats="NCHW"))
+        self._file.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _add(self, step: int, summary: Any) -> None:
+        if step >= self._resumed_step:
+            self._write(step=step, summary=summary)
+
+    def _write(self, **fields: Any) -> None:
+        event = self._event.Event(wall_time=self._clock() + self._ahead_s, **fields)
+        self._records.write(event.SerializeToString())
+
+
+def _event_path(folder: Path, stamp: int) -> Path:
+    return folder / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+
+
+def _latest_stamp(folder: Path) -> int:
+    """The time in the name of the last event file, 0 when there is none."""
+    names = [_EVENT_FILE.fullmatch(path.name) for path in folder.iterdir()]
+    return max((int(match[1]) for match in names if match), default=0)
+
+
+def _to_bytes(images: torch.Tensor) -> torch.Tensor:
+    """uint8 images on the CPU; floats are stretched from their smallest and largest value to 0 and 255."""
+    plain = images.detach().cpu()
+    if not plain.is_floating_point():
+        return plain.byte()
+    low, high = plain.float().aminmax()
+    return ((plain.float() - low) / (high - low).clamp_min(1e-12) * 255).round().byte()
+
+
+def build_sinks(run_dir: Path, is_main: bool, resumed_step: int | None) -> Sink:
+    """The sinks of one rank. `resumed_step` is that of the checkpoint loaded, None for a start without one."""
+    if not is_main:
+        return NullSink()
+    folder = run_dir / "tensorboard"
+    purge_step = 0 if resumed_step is None else resumed_step + 1
+    return FanOut([TensorBoardSink(folder, purge_step), JsonlSink(folder / "metrics.jsonl", resumed_step)])

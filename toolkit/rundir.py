@@ -1,0 +1,185 @@
+"""The run folder: where each file of a run lies, how a run is made and how it is found again.
+
+``runs/<name>/<run id>/`` holds everything about one run. The supervisor (or rank 0 of an unsupervised run) writes
+``status.json``, ``attempts.jsonl`` and ``result.json``; everybody else only reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio
+from toolkit.errors import RunNotFoundError, nearest
+
+RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
+
+
+def runs_root() -> Path:
+    """The folder that holds all runs: ``$TOOLKIT_RUNS``, or ``runs`` in the current folder."""
+    return Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute()
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run, and its small JSON files."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """Time and four random hex digits: unique without asking anybody, and newest last when sorted."""
+        return self.path.name
+
+    @property
+    def name(self) -> str:
+        """The config's name."""
+        return self.path.parent.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, re-runnable."""
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        """The copied sources."""
+        return self.path / "code"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the supervisor, and of the ranks by attempt."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files, and the same figures as JSON lines."""
+        return self.path / "tensorboard"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own files."""
+        return self.path / "submitit"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Logs and error files of one attempt's ranks."""
+        return self.logs / f"attempt-{attempt:03d}"
+
+    def rank_log(self, attempt: int, rank: int | str) -> Path:
+        """Standard output and error of one rank. ``rank`` may be srun's pattern ``%t``."""
+        return self.attempt_logs(attempt) / f"rank-{rank}.log"
+
+    def error_file(self, attempt: int, rank: int) -> Path:
+        """What a failing rank says about itself."""
+        return self.attempt_logs(attempt) / f"error-{rank}.json"
+
+    def status(self) -> dict[str, Any]:
+        """``status.json``, or an empty dict before the first start."""
+        return fsio.read_json(self.path / "status.json") or {}
+
+    def write_status(self, status: dict[str, Any]) -> None:
+        """Replace ``status.json``; rewritten each second, so not flushed to disk."""
+        fsio.write_json(self.path / "status.json", status, durable=False)
+
+    def result(self) -> dict[str, Any] | None:
+        """``result.json``, or None while the run has not ended."""
+        result: dict[str, Any] | None = fsio.read_json(self.path / "result.json")
+        return result
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Replace ``result.json``, durably."""
+        fsio.write_json(self.path / "result.json", result)
+
+    def clear_result(self) -> None:
+        """A run that goes on has no result: whoever waits for one must not read the last one's."""
+        (self.path / "result.json").unlink(missing_ok=True)
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The closed attempts, oldest first."""
+        return fsio.read_json_lines(self.path / "attempts.jsonl")
+
+    def add_attempt(self, line: dict[str, Any]) -> None:
+        """Append a closed attempt, durably."""
+        fsio.append_json_line(self.path / "attempts.jsonl", line)
+
+    def submission(self) -> dict[str, Any]:
+        """How the run was last submitted: executor, job id, argv for the log; empty for the sbatch door."""
+        return fsio.read_json(self.submitit / "submission.json") or {}
+
+
+def create(name: str, root: Path | None = None) -> RunDir:
+    """Make a new run folder with its sub-folders."""
+    parent = (root or runs_root()) / name
+    while True:
+        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if not path.exists():
+            break
+    run = RunDir(path)
+    for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
+        fsio.make_dir(folder)
+    return run
+
+
+def all_runs(root: Path | None = None) -> list[RunDir]:
+    """Every run, oldest first."""
+    found = (root or runs_root()).glob("*/*/config.yaml")
+    return sorted((RunDir(path.parent) for path in found), key=lambda run: run.id)
+
+
+def find(text: str, root: Path | None = None) -> RunDir:
+    """The run that ``text`` names: a path, a run id, a unique prefix of one, or a config's name (its newest run).
+
+    Raises RunNotFoundError that says what there is.
+    """
+    path = Path(text)
+    if (path / "config.yaml").is_file():
+        return RunDir(path.absolute())
+    runs = all_runs(root)
+    by_id = [run for run in runs if run.id.startswith(text)]
+    if len(by_id) > 1:
+        raise RunNotFoundError(f"{text!r} begins {len(by_id)} run ids: {', '.join(run.id for run in by_id[-5:])}")
+    by_name = [run for run in runs if run.name == text]
+    for found in (by_id, by_name[-1:]):
+        if found:
+            return found[0]
+    raise RunNotFoundError(_not_found(text, runs, root or runs_root()))
+
+
+def _not_found(text: str, runs: list[RunDir], root: Path) -> str:
+    if not runs:
+        return f"no run {text!r}: there are no runs under {root} (another folder: set TOOLKIT_RUNS)"
+    names = sorted({run.name for run in runs})
+    newest = ", ".join(f"{run.name}/{run.id}" for run in runs[-3:])
+    return f"no run {text!r} under {root}; {nearest(text, names)}names: {', '.join(names)}; newest: {newest}"
+
+
+# ---------------------------------------------------------------------------------- finding the run of a requeued job
+
+
+def _job_file(root: Path, job: str) -> Path:
+    return root / ".jobs" / job
+
+
+def remember_job(run: RunDir, job: str) -> None:
+    """Note which run a Slurm job serves. ``job`` is cluster, job id and array task in one word."""
+    root = run.path.parent.parent
+    fsio.make_dir(root / ".jobs")
+    fsio.write_atomic(_job_file(root, job), str(run.path))
+
+
+def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
+    """The run that a restarted job served before, or None."""
+    try:
+        path = Path(_job_file(root or runs_root(), job).read_text())
+    except FileNotFoundError:
+        return None
+    return RunDir(path) if path.is_dir() else None

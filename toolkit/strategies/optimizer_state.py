@@ -1,0 +1,70 @@
+"""The optimizer's state under parameter names, complete also before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.dist.state import Json, Replicated
+
+
+class OptimizerState:
+    """Names the slots of ``optimizer`` (momenta, step counts) ``optim/<parameter>/<slot>``.
+
+    torch makes the slots of most optimizers in the first step, so a fresh one has nothing that a checkpoint could be
+    read into. :meth:`entries` then makes them; if nothing is read, :meth:`forget_unfilled` takes them back before the
+    first step, which therefore starts as torch starts it, whatever the optimizer's first values are.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._unfilled = False
+        self._stepped = False
+
+    def entries(self) -> dict[str, Replicated]:
+        """Every slot; tensors are live and may be filled in place."""
+        if not self._stepped and not self._optimizer.state:
+            self._make_slots()
+        return {name: Replicated(slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None}
+
+    def filled(self, values: Mapping[str, Json]) -> None:
+        """The tensors of :meth:`entries` hold a checkpoint's; ``values`` are its slots that are no tensors."""
+        self._unfilled, self._stepped = False, True
+        for name, slots, slot in self._named():
+            if name in values:
+                slots[slot] = values[name]
+
+    def forget_unfilled(self) -> None:
+        """Call before every step."""
+        if self._unfilled:
+            self._optimizer.state.clear()
+            self._unfilled = False
+        self._stepped = True
+
+    def _named(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        for parameter, slots in self._optimizer.state.items():
+            for slot in slots:
+                yield f"optim/{self._names[parameter]}/{slot}", slots, slot
+
+    def _make_slots(self) -> None:
+        """A step of length 0 along no gradient: it makes every slot and moves no weight."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+            _set_gradients(group["params"])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self._unfilled = True
+
+
+def _set_gradients(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)

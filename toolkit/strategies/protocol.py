@@ -1,0 +1,79 @@
+"""What the loop may ask of a strategy: one verb for a whole optimizer step.
+
+Accumulation, scaling, communication and the update straddle any finer cut, so a strategy does all of them in
+:meth:`Strategy.step`, and the loop knows neither the model nor the number of processes behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.state import Json, State
+
+ModelFactory: TypeAlias = Callable[[], nn.Module]
+OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
+
+#: ``criterion(outputs, targets) -> (sum, weight)``: the loss summed over the samples given, a scalar, and what the sum
+#: is to be divided by over the whole global batch. ``None`` means one for each sample; a tensor (a number of tokens)
+#: is added up over all ranks. Which of the two it is must not change from one call to the next.
+Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+#: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.
+Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step leaves on the device, unread: reading it would make the host wait."""
+
+    loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What :meth:`Strategy.evaluate` found in one batch, on this rank alone."""
+
+    values: Mapping[str, Tensor]  # each a scalar on the device, summed over ``count`` samples
+    count: int
+
+
+class Strategy(Protocol):
+    """One way to share an optimizer step among ranks. Every rank makes the same calls in the same order."""
+
+    @property
+    def share(self) -> Share:
+        """The part of each global batch that this rank is given."""
+
+    @property
+    def round_steps(self) -> int:
+        """Another world size resumes only at multiples of this many steps."""
+
+    @property
+    def expendable(self) -> frozenset[int]:
+        """Ranks whose death does not end the attempt."""
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+    ) -> None:
+        """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        """One whole optimizer step on this rank's part of a global batch, without a host sync."""
+
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""
+
+    def state(self) -> State:
+        """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer."""

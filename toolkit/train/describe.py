@@ -1,0 +1,24 @@
+"""What a run says about itself once, at its fresh start: the config, the hyper-parameters, some of its images."""
+
+from __future__ import annotations
+
+from toolkit.config import JobConfig, all_keys, dump_config, value_of
+from toolkit.dist.batch import Batch
+from toolkit.metrics.sinks import Sink
+
+_IMAGES = 16
+_SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
+
+
+def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
+    """Hand over the config as text, its training sections as hyper-parameters and the first images of ``sample``."""
+    sink.text("config", dump_config(config))
+    sink.hparams(_hparams(config), metrics=("eval/accuracy", "eval/loss"))
+    if sample is not None and sample.inputs.ndim == 4 and sample.inputs.shape[1] in (1, 3):
+        sink.images("samples", sample.inputs[:_IMAGES])
+
+
+def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
+    keys = [key for key in all_keys() if key.startswith(_SECTIONS)]
+    values = {key: value_of(config, key) for key in keys}
+    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}

@@ -1,0 +1,211 @@
+"""The training loop. The step number is the whole of its state: batches and learning rate are functions of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from toolkit import logs
+from toolkit.config import TrainConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.collectives import sum_across_ranks
+from toolkit.dist.session import Session
+from toolkit.metrics.meters import Throughput
+from toolkit.metrics.sinks import NullSink, Sink, build_sinks
+from toolkit.strategies.protocol import Strategy
+from toolkit.train.optim import Schedule
+from toolkit.train.seeds import reseed
+from toolkit.train.state import Checkpoints
+
+log = logs.get(__name__)
+
+#: The figures of one evaluation by name (``accuracy``); called on every rank, equal on every rank.
+Evaluate: TypeAlias = Callable[[Strategy], Mapping[str, float]]
+#: Called once in a run's life, at its fresh start.
+Describe: TypeAlias = Callable[[Sink], None]
+
+
+class Batches(Protocol):
+    """What the loop needs of :class:`toolkit.data.loader.Loader`."""
+
+    dataset_size: int
+    global_batch_size: int
+    data_wait_s: float
+
+    def at(self, step: int) -> Batch | None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where the training ended: steps done, whole epochs and samples seen, the last figure of each metric."""
+
+    step: int
+    epoch: int
+    samples: int
+    metrics: Mapping[str, float]
+
+
+def total_steps(config: TrainConfig, dataset_size: int, global_batch_size: int) -> int:
+    """Steps that see each sample ``config.epochs`` times, the last batch running over, or ``max_steps`` if less."""
+    steps = -(-config.epochs * dataset_size // global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+class Trainer:
+    """Trains from where the run's newest checkpoint stands to the last step. Every rank runs one, in lock step."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        session: Session,
+        strategy: Strategy,
+        loader: Batches,
+        *,
+        schedule: Callable[[int], Schedule],
+        checkpoints: Checkpoints,
+    ) -> None:
+        """``schedule(total_steps)`` gives the learning rate as a function of the step."""
+        self._config = config
+        self._session = session
+        self._strategy = strategy
+        self._loader = loader
+        self._checkpoints = checkpoints
+        self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
+        self._lr = schedule(self._total)
+        self._throughput = Throughput(window=config.log_every)
+        self._loss = LossWindow()
+        self._sink: Sink = NullSink()
+        self._metrics: dict[str, float] = {}
+        self._step = 0
+        self._evaluated: int | None = None
+
+    def fit(self, evaluate: Evaluate, describe: Describe = lambda sink: None) -> Result:
+        """Train to the last step, with evaluations, checkpoints and metrics on the way; the session gets the result.
+
+        A run whose checkpoint is at the last step already is evaluated once and done.
+        """
+        resumed = self._checkpoints.resume()
+        self._step = resumed or 0
+        log.info("training from step %d to %d", self._step, self._total)
+        with closing(build_sinks(self._session.run_dir, self._session.is_main, resumed)) as self._sink:
+            if resumed is None:
+                describe(self._sink)
+            self._train(evaluate)
+            if self._evaluated != self._step:
+                self._evaluate(evaluate)
+        return self._finish()
+
+    def _train(self, evaluate: Evaluate) -> None:
+        share = self._strategy.share.index
+        self._throughput.reset()
+        while self._step < self._total:
+            n = self._step
+            reseed(self._config.seed, n, share)
+            output = self._strategy.step(self._loader.at(n), self._lr(n))
+            self._step_done(output.loss)
+            if self._due(self._config.log_every):
+                self._log()
+            if self._evaluation_due():
+                self._evaluate(evaluate)
+            if self._checkpoints.due(self._step) or self._step == self._total:
+                self._save()
+
+    def _step_done(self, loss: Tensor) -> None:
+        self._step += 1
+        self._loss.add(loss)
+        self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
+        self._session.progress(step=self._step)
+
+    # ------------------------------------------------------------------------------------- what is due, by the step
+
+    def _due(self, every: int) -> bool:
+        return self._step % every == 0 or self._step == self._total
+
+    def _evaluation_due(self) -> bool:
+        every = self._config.eval_every
+        if isinstance(every, int):
+            return self._due(every)
+        return self._epochs(self._step) > self._epochs(self._step - 1) or self._step == self._total
+
+    def _epochs(self, step: int) -> int:
+        """Whole epochs that ``step`` steps have seen."""
+        return step * self._loader.global_batch_size // self._loader.dataset_size
+
+    # ------------------------------------------------------------------------------------------ between the steps
+
+    def _log(self) -> None:
+        """The only place where the host waits for the device."""
+        loss = self._loss.take()
+        values = {
+            "train/loss": loss,
+            "train/lr": self._lr(self._step - 1),
+            "train/samples_per_s": self._throughput.samples_per_s,
+            "train/data_wait_fraction": self._throughput.data_wait_fraction,
+        }
+        self._metrics["train/loss"] = loss
+        self._sink.scalars(self._step, values)
+        self._report("train")
+
+    def _evaluate(self, evaluate: Evaluate) -> None:
+        self._report("evaluate")
+        figures = {f"eval/{name}": value for name, value in evaluate(self._strategy).items()}
+        self._metrics |= figures
+        self._evaluated = self._step
+        self._sink.scalars(self._step, figures)
+        log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        self._report("train")
+        self._throughput.pause()
+
+    def _save(self) -> None:
+        self._report("checkpoint")
+        self._sink.flush()  # first: what was logged up to a committed step must survive with it
+        self._checkpoints.save(self._step)
+        self._report("train")
+        self._throughput.pause()
+
+    def _report(self, phase: str) -> None:
+        progress: dict[str, Any] = {
+            "phase": phase,
+            "step": self._step,
+            "total_steps": self._total,
+            "epoch": self._epochs(self._step),
+            "epochs": self._config.epochs,
+            "loss": self._metrics.get("train/loss"),
+            "samples_per_s": self._throughput.samples_per_s,
+            "data_wait_fraction": self._throughput.data_wait_fraction,
+            "eta_s": self._throughput.eta_s(self._total - self._step),
+            "metrics": dict(self._metrics),
+        }
+        self._session.progress(**progress)
+
+    def _finish(self) -> Result:
+        samples = self._step * self._loader.global_batch_size
+        result = Result(self._step, self._epochs(self._step), samples, dict(self._metrics))
+        self._report("done")
+        self._session.finish(asdict(result))
+        return result
+
+
+class LossWindow:
+    """The mean of the global loss over the steps since it was last taken; kept on the device until then."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Add one step's ``StepOutput.loss``."""
+        self._sum = loss.clone() if self._sum is None else self._sum.add_(loss)
+        self._steps += 1
+
+    def take(self) -> float:
+        """The mean, equal on every rank; a collective and a host sync. NaN when no step was added."""
+        if self._sum is None:
+            return float("nan")
+        mean = sum_across_ranks(self._sum).item() / self._steps
+        self._sum, self._steps = None, 0
+        return mean

@@ -1,0 +1,139 @@
+"""What a run saves beside the strategy's state, and what must be the same when it resumes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from toolkit import logs
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
+from toolkit.dist.session import Session
+from toolkit.dist.state import Json
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.strategies.protocol import Strategy
+
+log = logs.get(__name__)
+
+
+def identity(config: JobConfig) -> dict[str, Json]:
+    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to."""
+    return {key: value_of(config, key) for key in FIXED_ON_RESUME}
+
+
+def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
+    """Raises ConfigError with every key whose value is another one than in the checkpoint ``where``."""
+    changed = [key for key in current if key in saved and saved[key] != current[key]]
+    if changed:
+        values = "; ".join(f"{key} was {saved[key]!r} and is now {current[key]!r}" for key in changed)
+        raise ConfigError(
+            f"{where} cannot be continued: {values}. Set {'them' if len(changed) > 1 else 'it'} back, "
+            "or start a new run with `toolkit submit`"
+        )
+
+
+def conditions(session: Session) -> dict[str, Json]:
+    """What must stay the same for a resume to reproduce every bit, beside the run's identity."""
+    gpu = session.device.type == "cuda"
+    return {
+        "world size": session.world_size,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": torch.cuda.get_device_name(session.device) if gpu else _cpu_name(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n")
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+class Checkpoints:
+    """The run's checkpoints as the loop sees them: resume once, save when it is time."""
+
+    def __init__(
+        self, config: CheckpointConfig, session: Session, strategy: Strategy, identity: Mapping[str, Json]
+    ) -> None:
+        self._every_steps = config.every_steps
+        self._store = CheckpointStore(session.run_dir / "checkpoints", config.keep)
+        self._session = session
+        self._strategy = strategy
+        self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
+
+    def due(self, step: int) -> bool:
+        """Whether the run is to be saved after ``step`` steps."""
+        assert isinstance(self._every_steps, int), "validated with the config"
+        return step % self._every_steps == 0
+
+    def save(self, step: int) -> None:
+        """Commit the state after ``step`` steps; every rank calls it, and all return or all raise CheckpointError."""
+        state = self._strategy.state()
+        session = self._session
+        path = save(
+            self._store,
+            step,
+            state,
+            self._meta,
+            rank=session.rank,
+            world_size=session.world_size,
+            kv=session.store,
+            attempt=session.attempt,
+        )
+        log.info("saved %s", path)
+
+    def resume(self) -> int | None:
+        """Fill the strategy from the newest good checkpoint; its step, or None when there is none.
+
+        Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
+        """
+        self._refuse_another_run()
+        session = self._session
+        loaded = load(
+            self._store,
+            self._strategy.state(),
+            rank=session.rank,
+            world_size=session.world_size,
+            kv=session.store,
+            attempt=session.attempt,
+        )
+        if loaded is None:
+            return None
+        self._strategy.loaded(loaded.values)
+        self._say_what_differs(loaded.meta)
+        return loaded.step
+
+    def _refuse_another_run(self) -> None:
+        """Before anything is filled: another model would fail later, with a list of tensors that says less."""
+        for path in self._store.list():
+            manifest = self._manifest(path)
+            if manifest is not None:
+                refuse_other_identity(manifest.meta.get("identity", {}), _mapping(self._meta["identity"]), path)
+                return
+
+    def _manifest(self, path: Path) -> Manifest | None:
+        """None for a damaged one, which the load will skip and report."""
+        try:
+            return self._store.manifest(path)
+        except CheckpointError:
+            return None
+
+    def _say_what_differs(self, meta: Mapping[str, Json]) -> None:
+        saved, now = _mapping(meta.get("conditions", {})), _mapping(self._meta["conditions"])
+        changed = [f"{key} ({saved[key]} -> {now[key]})" for key in now if key in saved and saved[key] != now[key]]
+        if changed and self._session.is_main:
+            log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
+                        "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    assert isinstance(value, Mapping)
+    return value
