@@ -291,7 +291,7 @@ def validate(config: JobConfig, *, ranks: int | None = None, login_node: bool = 
     """
     for check in (_check_values, _check_cluster, _check_not_built, _check_job):
         check(config)
-    _check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
+    check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
@@ -434,7 +434,8 @@ _RESERVED = (
 )
 
 
-def _check_batch(config: JobConfig, ranks: int) -> None:
+def check_batch(config: JobConfig, ranks: int) -> None:
+    """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
     size = config.data.global_batch_size
     if size < ranks:
         raise ConfigError(
@@ -467,6 +468,9 @@ def job_source(dotted: str) -> Path:
         except (ImportError, ValueError):
             spec = None
     if spec is None or spec.origin is None:
+        file = Path(dotted.replace(".", "/") + ".py")
+        if file.is_file():  # a package of the same name elsewhere on the path wins over a folder without __init__.py
+            raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
         found = sorted(f"{p.parent.name}.{p.stem}" for p in Path().glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
         raise ConfigError(f"job: no module {dotted!r}; {nearest(dotted, found)}{there}")

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +39,18 @@ from toolkit.train.state import Checkpoints, identity
 
 RANKS, BATCH, FEATURES, CLASSES, LOG_EVERY = 2, 64, 784, 10, 50
 NEVER = 10**9
-Round = Callable[[int], None]  # trains for a number of steps
+Round = Callable[[int], float]  # trains for a number of steps; the seconds they took
+
+
+def timed(train: Callable[[int], None]) -> Round:
+    """A round whose every second counts."""
+
+    def run(steps: int) -> float:
+        started = time.perf_counter()
+        train(steps)
+        return time.perf_counter() - started
+
+    return run
 
 
 def tensors() -> tuple[Tensor, Tensor]:
@@ -80,7 +93,7 @@ def by_hand(session: Session) -> Round:
             if step % LOG_EVERY == 0:
                 loss.item()
 
-    return train
+    return timed(train)
 
 
 def bare(session: Session) -> Round:
@@ -95,7 +108,7 @@ def bare(session: Session) -> Round:
             functional.cross_entropy(ddp(inputs), targets).backward()
             optimizer.step()
 
-    return train
+    return timed(train)
 
 
 def ours(session: Session) -> Round:
@@ -119,7 +132,7 @@ def ours(session: Session) -> Round:
         trainer._step = done - steps
         trainer._train(lambda _: {})
 
-    return train
+    return timed(train)
 
 
 def with_accelerate(session: Session) -> Round:
@@ -142,26 +155,81 @@ def with_accelerate(session: Session) -> Round:
             if step % LOG_EVERY == 0:
                 loss.item()
 
+    return timed(train)
+
+
+def with_lightning(session: Session) -> Round:
+    """Lightning as its guide shows it, without logger, bar and checkpoints; its start-up is not counted."""
+    import lightning  # type: ignore[import-not-found, unused-ignore]
+    from lightning.pytorch.plugins.environments import (  # type: ignore[import-not-found, unused-ignore]
+        TorchElasticEnvironment,
+    )
+    from lightning.pytorch.strategies import DDPStrategy  # type: ignore[import-not-found, unused-ignore]
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+            self.seconds = 0.0
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> SGD:
+            return SGD(self.parameters(), 0.05, momentum=0.9)
+
+        def on_train_start(self) -> None:
+            self.seconds = time.perf_counter()
+
+        def on_train_end(self) -> None:
+            self.seconds = time.perf_counter() - self.seconds
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    module, loader = Module(), DataLoader(TensorDataset(*tensors()), BATCH, shuffle=True)
+
+    def train(steps: int) -> float:
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
+        trainer = lightning.Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=steps, **quiet)
+        trainer.fit(module, loader)
+        return module.seconds
+
     return train
 
 
-CONTENDERS: dict[str, Callable[[Session], Round]] = {"hand-written": by_hand, "ours": ours, "bare DDP": bare}
+PEERS = {"accelerate": with_accelerate, "lightning": with_lightning}
+
+
+def contenders() -> dict[str, Callable[[Session], Round]]:
+    """All that can run here."""
+    peers = {name: make for name, make in PEERS.items() if importlib.util.find_spec(name)}
+    return {"hand-written": by_hand, "ours": ours, "bare DDP": bare} | peers
 
 
 def race(session: Session, steps: int, rounds: int) -> dict[str, list[float]]:
     """Steps per second in each round of each contender."""
-    torch.manual_seed(0)
-    names = [*CONTENDERS, *(["accelerate"] if importlib.util.find_spec("accelerate") else [])]
-    makers = CONTENDERS | {"accelerate": with_accelerate}
-    trainers = {name: makers[name](session) for name in names}
-    speeds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in names if number % 2 else reversed(names):
+    set_launch_variables(session)
+    trainers = {name: make(session) for name, make in contenders().items()}
+    speeds: dict[str, list[float]] = {name: [] for name in trainers}
+    for train in trainers.values():
+        train(20)  # warms up
+    for number in range(rounds):
+        for name in list(trainers) if number % 2 else reversed(trainers):
             torch.distributed.barrier()
-            started = time.perf_counter()
-            trainers[name](steps if number else 20)  # the first round warms up
-            speeds[name].append(steps / (time.perf_counter() - started))
-    return {name: values[1:] for name, values in speeds.items()}
+            speeds[name].append(steps / trainers[name](steps))
+    return speeds
+
+
+def set_launch_variables(session: Session) -> None:
+    """The peers read them, and find the process group open already."""
+    os.environ.update(RANK=str(session.rank), LOCAL_RANK=str(session.rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GROUP_RANK="0")
 
 
 def main() -> None:
@@ -175,9 +243,8 @@ def main() -> None:
     for name, values in speeds.items():
         ratio = statistics.median(value / other for value, other in zip(values, reference, strict=True))
         print(f"{name:<14}{statistics.median(values):>9.1f}{ratio:>18.2f}")
-    for missing in ("accelerate", "lightning"):
-        if not importlib.util.find_spec(missing):
-            print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[bench]'")
+    for missing in PEERS.keys() - speeds.keys():
+        print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[bench]'")
 
 
 if __name__ == "__main__":

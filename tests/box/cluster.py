@@ -31,45 +31,17 @@ DAEMONS = {"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmdbd", "mariadb
 FOLDERS = ("/run/munge", "/run/pmix", "/run/mysqld", "/var/spool/slurmctld", "/var/spool/slurmd")
 CONTROLLERS = ("cpuset", "memory", "freezer", "cpuacct", "devices")
 SLURMD_PORT = 6818
-FINISHED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "REVOKED",
-}
-
-MUNGED = [
-    "munged",
-    "--foreground",
-    "--force",
-    "--key-file=/etc/slurm/munge.key",
-    "--pid-file=/run/munge/munged.pid",
-    "--seed-file=/run/munge/munged.seed",
-    "--log-file=/run/munge/munged.log",
-]
-# Durability is for databases that outlive their machine
-MARIADB = [
-    "mariadbd",
-    "--no-defaults",
-    "--user=root",
-    "--datadir=/var/lib/mysql",
-    "--skip-networking",
-    "--skip-grant-tables",
-    "--socket=/run/mysqld/mysqld.sock",
-    "--pid-file=/run/mysqld/mysqld.pid",
-    "--innodb-flush-log-at-trx-commit=0",
-    "--innodb-log-file-size=4M",
-    "--innodb-buffer-pool-size=32M",
-    "--innodb-lock-wait-timeout=900",
-    "--performance-schema=OFF",
-    "--skip-log-bin",
-]
+FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
+MUNGED = shlex.split(
+    "munged --foreground --force --key-file=/etc/slurm/munge.key --pid-file=/run/munge/munged.pid"
+    " --seed-file=/run/munge/munged.seed --log-file=/run/munge/munged.log"
+)
+# Durability and passwords are for databases that outlive their machine and can be reached from another
+MARIADB = shlex.split(
+    "mariadbd --no-defaults --user=root --datadir=/var/lib/mysql --socket=/run/mysqld/mysqld.sock"
+    " --pid-file=/run/mysqld/mysqld.pid --skip-networking --skip-grant-tables --skip-log-bin --performance-schema=OFF"
+    " --innodb-flush-log-at-trx-commit=0 --innodb-log-file-size=4M --innodb-buffer-pool-size=32M"
+)
 
 
 class Box:
@@ -221,7 +193,7 @@ class Box:
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|$)", text.splitlines()[0]))  # values may hold spaces
 
     def wait_job(self, job_id: int | str, timeout: float = 60) -> dict[str, str]:
-        """Waits until the job has ended for good (a requeued job has not) and returns its row."""
+        """Waits until the job is in a final state and returns its row; a job that Slurm requeues is not."""
 
         def finished() -> dict[str, str] | None:
             row = self.job(job_id)

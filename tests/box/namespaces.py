@@ -108,18 +108,6 @@ class Machine:
         fields = (line.split() for line in Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:])
         return any(local.endswith(f":{port:04X}") and state == TCP_LISTEN for _, local, _, state, *_ in fields)
 
-    def command(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: Path | str = "/",
-        user: str | None = None,
-        own_session: bool = True,
-    ) -> list[str]:
-        """The host command that runs `argv` in this machine with exactly this environment."""
-        return enter_command(self.pid, argv, env=env, cwd=cwd, user=user, own_session=own_session)
-
     def popen(
         self,
         argv: Sequence[str],
@@ -129,8 +117,8 @@ class Machine:
         user: str | None = None,
         **streams: Any,
     ) -> BoxProcess:
-        """Starts `argv` in this machine; `streams` are Popen's stdin, stdout, stderr. Text mode."""
-        command = self.command(argv, env=env, cwd=cwd, user=user)
+        """Starts `argv` here with exactly this environment, in text mode; `streams`: Popen's stdin, stdout, stderr."""
+        command = enter_command(self.pid, argv, env=env, cwd=cwd, user=user)
         return BoxProcess(command, text=True, errors="replace", **streams)
 
     def pids(self) -> list[int]:

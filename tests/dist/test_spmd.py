@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -185,6 +186,18 @@ def test_an_evaluation_that_misses_a_sample_is_refused_with_both_numbers() -> No
     assert all("22 samples" in message and "23" in message for message in run_ranks(2, evaluate_too_few))
 
 
+def evaluate_one_sample(session: Session) -> str:
+    strategy = ddp(session)
+    with pytest.raises(ConfigError) as caught:
+        evaluate(strategy, [], 1, classification)
+    return str(caught.value)
+
+
+def test_an_eval_set_with_fewer_samples_than_ranks_is_refused() -> None:
+    expected = "the eval set has 1 samples, fewer than the 2 ranks; use fewer ranks"
+    assert run_ranks(2, evaluate_one_sample) == [expected] * 2
+
+
 # --------------------------------------------------------------------------------------------------- bitwise
 
 
@@ -313,3 +326,15 @@ def test_a_model_that_cannot_be_compiled_names_the_key_to_change() -> None:
     (message,) = run_ranks(1, fail_to_compile)
     assert message.startswith("train.compile: torch.compile failed on this model")
     assert "no compiler here); set train.compile: false" in message
+
+
+def train_compiled(session: Session) -> list[list[float]]:
+    kinds = [ddp(session, accumulate=3, compile=compiling) for compiling in (False, True)]
+    return [[kind.step(part(kind.share, n), 0.1).loss.item() for n in range(STEPS)] for kind in kinds]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_model_trains_like_the_plain_one() -> None:
+    for plain, compiled in run_ranks(2, train_compiled):
+        assert compiled == pytest.approx(plain, abs=1e-5)

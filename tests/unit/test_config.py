@@ -138,6 +138,14 @@ def test_a_job_without_main_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         validate(JobConfig(job="nomain"))
 
 
+def test_a_jobs_folder_that_is_no_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/mine.py").write_text("def main(config): ...\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"add jobs/__init__\.py"):
+        validate(JobConfig(job="jobs.mine"))
+
+
 def test_the_shipped_list_of_models_is_torchvisions() -> None:
     models = pytest.importorskip("torchvision").models
     assert configs.torchvision_models() == models.list_models(module=models)

@@ -190,7 +190,7 @@ def _env(args: argparse.Namespace) -> int:
 def _data_fetch(args: argparse.Namespace) -> int:
     from toolkit.data.datasets import fetch
 
-    fetch(args.name, args.root)
+    print(fetch(args.name, args.root))
     return EXIT_DONE
 
 

@@ -25,7 +25,7 @@ POLL_S = 0.25
 
 
 def serve(store: TCPStore, world_size: int) -> None:
-    """Print what the ranks report, as ``{"rank": r, "report": {...}}`` and ``{"result": {...}}``, until stdin closes."""
+    """Print the ranks' reports, ``{"rank": r, "report": {...}}`` and ``{"result": {...}}``, until stdin closes."""
     keys = {rank_key(rank): rank for rank in range(world_size)}
     seen: dict[str, bytes] = {}
     closing = False

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir
+from toolkit import logs, rundir
 from toolkit.launch import snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -50,10 +51,6 @@ def _open_run_of(allocation: Allocation) -> RunDir | None:
 def _make_run(config_path: str, overrides: Sequence[str], allocation: Allocation) -> RunDir:
     config = configs.load_config(config_path, overrides)
     configs.validate(config, ranks=allocation.world_size, login_node=False)
-    if config.data.root is not None:
-        config.data.root = str(Path(config.data.root).expanduser().absolute())
-    run = rundir.create(config.name)
-    snapshot.take(Path.cwd(), run.code)
-    fsio.write_atomic(run.config, configs.dump_config(config))
+    run = new_run(config, Path.cwd())
     log.info("run folder: %s", run.path)
     return run

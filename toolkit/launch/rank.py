@@ -21,7 +21,7 @@ from toolkit.cluster import network, placement
 from toolkit.cluster.placement import Placement
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.launch import snapshot
+from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -80,9 +80,7 @@ def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
     if given:
         log.info("continuing %s", given)
         return
-    run = rundir.create(config.name)
-    snapshot.take(Path.cwd(), run.code)
-    fsio.write_atomic(run.config, configs.dump_config(config))
+    run = new_run(config, Path.cwd())
     os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
     log.info("run folder: %s", run.path)
 

@@ -25,6 +25,7 @@ from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch import intent, snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
 EXECUTORS = ("auto", "slurm", "local", "debug")
@@ -133,8 +134,7 @@ def submit(
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
     _validate(loaded, chosen)
-    run = _make_run(loaded, Path(project).resolve())
-    return _send(run, loaded, chosen)
+    return _send(new_run(loaded, Path(project).resolve()), loaded, chosen)
 
 
 def resume(run: RunDir, *, executor: str = "auto") -> Run:
@@ -162,15 +162,6 @@ def _validate(config: JobConfig, executor: str) -> None:
     configs.validate(config)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
-
-
-def _make_run(config: JobConfig, project: Path) -> RunDir:
-    if config.data.root is not None:
-        config.data.root = str(Path(config.data.root).expanduser().absolute())
-    run = rundir.create(config.name)
-    snapshot.take(project, run.code)
-    fsio.write_atomic(run.config, configs.dump_config(config))
-    return run
 
 
 def _send(run: RunDir, config: JobConfig, executor: str) -> Run:
@@ -244,12 +235,17 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
             **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
-            **{str(key).replace("_", "-"): value for key, value in cluster.extra.items() if value is not False},
+            **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
         },
     }
     for name in ("partition", "account", "qos", "constraint", "exclude"):
-        values[name] = getattr(cluster, name)
+        values[name] = _text(getattr(cluster, name))
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
+
+
+def _text(value: Any) -> Any:
+    """submitit quotes for a shell; sbatch reads a backslash, also between single quotes, as its own escape."""
+    return value.replace("\\", "\\\\") if isinstance(value, str) else value
 
 
 def _gpus(cluster: ClusterConfig) -> str | int | None:

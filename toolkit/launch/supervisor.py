@@ -24,7 +24,7 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, SlurmError
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, SlurmError, ToolkitError
 from toolkit.launch import intent
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Cause, Decision, Ending, Facts, RankFailure, judge
@@ -386,33 +386,43 @@ def supervise(run_dir: str, where: str) -> None:
     """
     run = RunDir(Path(run_dir))
     os.umask(0o077)
-    _log_into(run)
-    config = configs.load_config(run.config, site=False)
-    if where == "slurm":
-        allocation = Allocation.slurm(os.environ)
-        slurm: SlurmCommands | None = Slurm()
-        launcher: Launcher = SrunLauncher(run, allocation, Slurm())
-        _record_size(run, config, allocation)
-    else:
-        allocation, slurm = Allocation.local(config.cluster), None
-        launcher = LocalLauncher(run, allocation)
-    if allocation.job_key:
-        rundir.remember_job(run, allocation.job_key)
-    code = Supervisor(run, config, allocation, launcher, slurm).run()
+    logs.setup("supervisor")
+    logs.add_file(run.logs / "supervisor.log")
+    try:
+        code = _build(run, where).run()
+    except Exception as error:
+        _write_own_failure(run, error)
+        raise SystemExit(EXIT_FAILED) from error
     if code != EXIT_DONE:
         raise SystemExit(code)
 
 
-def _log_into(run: RunDir) -> None:
-    logs.setup("supervisor")
-    logs.add_file(run.logs / "supervisor.log")
+def _build(run: RunDir, where: str) -> Supervisor:
+    config = configs.load_config(run.config, site=False)
+    if where == "local":
+        allocation = Allocation.local(config.cluster)
+        return Supervisor(run, config, allocation, LocalLauncher(run, allocation), None)
+    allocation = Allocation.slurm(os.environ)
+    _record_size(run, config, allocation)
+    if allocation.job_key:
+        rundir.remember_job(run, allocation.job_key)
+    slurm = Slurm()
+    return Supervisor(run, config, allocation, SrunLauncher(run, allocation, slurm), slurm)
 
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
-    """Write the allocation's size into the run's config; validate what depends on it."""
+    """Write the allocation's size into the run's config."""
+    configs.check_batch(config, allocation.world_size)
     cluster = config.cluster
     cluster.nodes = len(allocation.hosts)
     cluster.tasks_per_node = max(allocation.tasks)
     cluster.cpus_per_task = allocation.cpus_per_task
-    configs.validate(config, ranks=allocation.world_size, login_node=False)
     fsio.write_atomic(run.config, configs.dump_config(config))
+
+
+def _write_own_failure(run: RunDir, error: Exception) -> None:
+    """Whoever waits for the run must learn that nobody looks after it any more."""
+    log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
+    why = f"the supervisor failed: {type(error).__name__}: {error}"
+    run.write_result({"state": "failed", "attempts": len(run.attempts()), "metrics": {}, "why": why})
+    run.write_status({**run.status(), "state": "failed", "why": why, "ended": time.time()})

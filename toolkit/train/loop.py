@@ -91,6 +91,7 @@ class Trainer:
         resumed = self._checkpoints.resume()
         self._step = resumed or 0
         log.info("training from step %d to %d", self._step, self._total)
+        self._session.progress(step_start=self._step)
         with closing(build_sinks(self._session.run_dir, self._session.is_main, resumed)) as self._sink:
             if resumed is None:
                 describe(self._sink)

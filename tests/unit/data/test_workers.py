@@ -216,7 +216,11 @@ def test_workers_of_a_killed_rank_die_with_it() -> None:
     assert all(map(_is_running, pids))
     rank.kill()
     rank.join()
-    wait_until(lambda: not any(map(_is_running, pids)))
+    try:
+        wait_until(lambda: not any(map(_is_running, pids)))
+    finally:
+        for pid in filter(_is_running, pids):  # stuck for good where the test fails
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_evaluation_with_workers_equals_evaluation_without_and_ends_them() -> None:

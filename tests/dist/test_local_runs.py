@@ -1,0 +1,214 @@
+"""The whole lifecycle on this machine: submit, crash, Ctrl-C, a killed supervisor, resume. Nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import processes_with, wait_for
+from toolkit import rundir
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+TOOLKIT = [sys.executable, "-m", "toolkit"]
+START_S = 60
+END_S = 120
+SHORT = ["train.max_steps=60", "checkpoint.every_steps=20"]
+#: Long enough to be interrupted: 45,000 steps take minutes.
+LONG = ["train.epochs=2000", "checkpoint.every_steps=20"]
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment of its own for each test; whatever it leaves running is a failure."""
+    variables = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    yield variables
+    left = processes_with(f"TOOLKIT_RUNS={tmp_path}/runs")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def start(env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
+    argv = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", "--executor", "local", "--follow", *overrides]
+    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def the_run(env: dict[str, str]) -> RunDir:
+    def only() -> RunDir | None:
+        runs = rundir.all_runs(Path(env["TOOLKIT_RUNS"]))
+        return runs[0] if runs else None
+
+    return wait_for(only, START_S, "a run folder")
+
+
+def reached(run: RunDir, step: int) -> dict[str, Any]:
+    """The status once the run has passed ``step``."""
+
+    def passed() -> dict[str, Any] | None:
+        status = run.status()
+        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
+
+    return wait_for(passed, START_S, f"step {step}")
+
+
+def ranks(env: dict[str, str]) -> dict[int, int]:
+    """pid by rank, of the ranks that run."""
+    found = {}
+    for pid, command in processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}").items():
+        if "toolkit run" in command:
+            environ = dict(p.split("=", 1) for p in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in p)
+            found[int(environ["RANK"])] = pid
+    return found
+
+
+def nobody_left(env: dict[str, str]) -> bool:
+    return not processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}")
+
+
+def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, str]) -> None:
+    with start(env, "train.epochs=120", "checkpoint.every_steps=20") as process:
+        run = the_run(env)
+        reached(run, 40)
+        os.kill(ranks(env)[1], signal.SIGKILL)
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"]) == ("crashed", "restart")
+    assert first["first_failure"] == {"rank": 1, "host": first["nodes"][0], "how": "killed by SIGKILL"}
+    assert (second["cause"], second["decision"]) == ("completed", "finish")
+    assert second["step_start"] >= 20
+    assert second["step_start"] % 20 == 0
+    result = run.result()
+    assert result is not None
+    assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
+    steps = [json.loads(line)["step"] for line in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(env: dict[str, str]) -> None:
+    with start(env, *LONG) as process:
+        run = the_run(env)
+        reached(run, 40)
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        out, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 1
+    assert f"toolkit resume {run.id}" in out
+    assert run.attempts()[0]["cause"] == "cancelled"
+    wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_to_the_result_of_an_undisturbed_one(env: dict[str, str]) -> None:
+    with start(env, "train.max_steps=2000", "checkpoint.every_steps=20") as process:
+        run = the_run(env)
+        reached(run, 40)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=START_S)
+    assert run.result() is not None
+    resumed = subprocess.run(
+        [*TOOLKIT, "resume", run.id, "--wait"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=END_S
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    subprocess.run(
+        [*TOOLKIT, "submit", str(run.config), "--executor", "local", "--wait", "name=undisturbed"],
+        cwd=ROOT,
+        env=env,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=END_S,
+    )
+    undisturbed = rundir.find("undisturbed", Path(env["TOOLKIT_RUNS"]))
+    assert run.attempts()[1]["step_start"] >= 20
+    ours, theirs = run.result(), undisturbed.result()
+    assert ours is not None
+    assert theirs is not None
+    assert (ours["step"], ours["metrics"]) == (theirs["step"], theirs["metrics"])
+
+
+def test_nothing_outlives_a_supervisor_killed_with_sigkill(env: dict[str, str]) -> None:
+    with start(env, *LONG) as process:
+        run = the_run(env)
+        status = reached(run, 20)
+        os.kill(status["pid"], signal.SIGKILL)
+        out, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 1
+    assert "wrote no result" in out
+    wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str, str]) -> None:
+    with start(env, *LONG) as process:
+        run = the_run(env)
+        reached(run, 20)
+        subprocess.run([*TOOLKIT, "cancel", run.id], cwd=ROOT, env=env, check=True, timeout=START_S)
+        process.communicate(timeout=START_S)
+    assert process.returncode == 1
+    result = run.result()
+    assert result is not None
+    assert result["state"] == "cancelled"
+
+
+def test_a_job_that_always_fails_is_given_up_with_its_own_words(env: dict[str, str], tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "jobs").mkdir(parents=True)
+    (project / "jobs/__init__.py").touch()
+    (project / "jobs/broken.py").write_text("def main(config):\n    raise ValueError('no such thing')\n")
+    (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\n")
+    done = subprocess.run(
+        [*TOOLKIT, "submit", "broken.yaml", "--executor", "local", "--wait"],
+        cwd=project,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+    )
+    assert done.returncode == 1
+    assert "ValueError: no such thing" in done.stdout
+    run = the_run(env)
+    assert [line["decision"] for line in run.attempts()] == ["restart", "give_up"]
+
+
+def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str]) -> None:
+    code = (
+        "from toolkit import submit\n"
+        f"run = submit('configs/digits_ddp.yaml', {SHORT!r}, executor='local')\n"
+        "assert run.wait()['state'] == 'completed'\n"
+        "print(run.result()['step'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=END_S
+    )
+    assert done.stdout.strip() == "60", done.stderr
+    run = the_run(env)
+    for path in run.path.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_one_rank_alone_and_torchrun_reach_the_same_loss(env: dict[str, str]) -> None:
+    job = ["run", "configs/digits_ddp.yaml", *SHORT]
+    alone = [*TOOLKIT, *job]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=localhost:0", "-m", "toolkit", *job]
+    for argv, name in ((alone, "alone"), (torchrun, "torchrun")):
+        subprocess.run([*argv, f"name={name}"], cwd=ROOT, env=env, check=True, timeout=END_S)
+    results = [rundir.find(name, Path(env["TOOLKIT_RUNS"])).result() for name in ("alone", "torchrun")]
+    losses = [result["metrics"]["train/loss"] for result in results if result]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> None:
+    """Ports cannot collide: each supervisor binds its own before anything starts."""
+    processes = [start(env, *SHORT, f"name=run{i}") for i in range(2)]
+    for process in processes:
+        process.communicate(timeout=END_S)
+        assert process.returncode == 0

@@ -1,0 +1,269 @@
+"""The main job on a real Slurm, through both doors, and what happens when it is disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.box import Box
+from tests.waiting import wait_for
+from toolkit import rundir
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+START_S = 60
+END_S = 240
+SHORT = ["train.max_steps=40", "checkpoint.every_steps=20"]
+#: 450,000 steps: nobody waits for its end.
+LONG = ["train.epochs=20000", "checkpoint.every_steps=20"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A user at the login node of the box, with a runs folder of their own."""
+
+    box: Box
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def run(self, *argv: str, timeout: float = END_S, check: bool = True, **env: str) -> str:
+        variables = {"TOOLKIT_RUNS": str(self.runs), **env}
+        done = self.box.run(argv, env=variables, timeout=timeout, check=check)
+        return done.stdout + done.stderr
+
+    def sbatch(self, *argv: str) -> str:
+        """Submit with ``sbatch``, logs into our folder; the job id."""
+        out = self.run("sbatch", "--parsable", f"--output={self.folder}/slurm-%j.out", *argv)
+        return out.split()[-1]
+
+    def submit(self, *argv: str) -> str:
+        return self.run("toolkit", "submit", *argv)
+
+    def find(self, name: str) -> RunDir:
+        return rundir.find(name, self.runs)
+
+    def only_run(self) -> RunDir:
+        def only() -> RunDir | None:
+            runs = rundir.all_runs(self.runs)
+            return runs[0] if runs else None
+
+        return wait_for(only, START_S, "a run folder")
+
+    def result(self, name: str) -> dict[str, Any]:
+        result = self.find(name).result()
+        assert result is not None
+        return result
+
+    def processes(self) -> list[tuple[int, str]]:
+        """What of ours is alive on any node."""
+        return [
+            (pid, command) for pid, command in self.box.processes() if "toolkit" in command or "submitit" in command
+        ]
+
+
+@pytest.fixture
+def site(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
+    folder = box.shared / request.node.name.replace("[", "-").rstrip("]")
+    folder.mkdir()
+    site = Site(box, folder)
+    yield site
+    box.run(["scancel", "--signal=KILL", "--full", "--user=root"], check=False)
+    box.run(["scancel", "--user=root"])
+    box.wait_idle(timeout=60)
+    wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")
+
+
+def reached(run: RunDir, step: int) -> dict[str, Any]:
+    def passed() -> dict[str, Any] | None:
+        status = run.status()
+        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
+
+    return wait_for(passed, START_S, f"step {step}")
+
+
+# ------------------------------------------------------------------------------------------------------- both doors
+
+
+@pytest.mark.parametrize("tasks_per_node", [1, 2])
+def test_sbatch_trains_on_four_nodes(site: Site, tasks_per_node: int) -> None:
+    job = site.sbatch(f"--ntasks-per-node={tasks_per_node}", "sbatch/ddp_4node.sh")
+    assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
+    run = site.only_run()
+    result = run.result()
+    assert result is not None
+    assert result["state"] == "completed"
+    assert result["metrics"]["eval/accuracy"] >= 0.97
+    (attempt,) = run.attempts()
+    assert attempt["nodes"] == ["node1", "node2", "node3", "node4"]
+    assert attempt["world_size"] == 4 * tasks_per_node
+    assert (run.code / "jobs/classify.py").is_file()
+
+
+def test_sbatch_takes_a_config_and_overrides_and_the_allocation_wins(site: Site) -> None:
+    """Three tasks on two nodes, where the config speaks of four nodes with one task each."""
+    script = ["sbatch/ddp_4node.sh", "configs/digits_ddp.yaml", "optim.lr=0.2", *SHORT]
+    job = site.sbatch("--nodes=2", "--ntasks=3", *script)
+    assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
+    run = site.only_run()
+    (attempt,) = run.attempts()
+    assert (attempt["nodes"], attempt["world_size"]) == (["node1", "node2"], 3)
+    config = run.config.read_text()
+    assert "nodes: 2" in config
+    assert "lr: 0.2" in config
+    logs = {path.name for path in run.attempt_logs(1).glob("rank-*.log")}
+    assert logs == {"rank-0.log", "rank-1.log", "rank-2.log"}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [({"TOOLKIT_HOME": "/nowhere"}, "/nowhere is not the project"), ({}, "no environment with the toolkit")],
+    ids=["project", "environment"],
+)
+def test_the_script_says_what_is_missing(site: Site, env: dict[str, str], words: str) -> None:
+    project = site.folder / "project"
+    (project / "jobs").mkdir(parents=True)
+    (project / "jobs/classify.py").touch()
+    home = {"TOOLKIT_HOME": str(project), **env, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    out = site.run("sbatch", "--parsable", f"--output={site.folder}/out", "sbatch/ddp_4node.sh", **home)
+    row = site.box.wait_job(out.strip(), END_S)
+    assert row["ExitCode"] == "2:0"
+    assert words in (site.folder / "out").read_text()
+
+
+def test_submit_waits_and_reports(site: Site) -> None:
+    out = site.submit("configs/digits_ddp.yaml", "--wait", "cluster.nodes=2", "cluster.tasks_per_node=1")
+    assert "eval/accuracy: 0.9" in out
+    run = site.only_run()
+    result = run.result()
+    assert result is not None
+    assert result["metrics"]["eval/accuracy"] >= 0.97
+    assert json.loads((run.submitit / "submission.json").read_text())["executor"] == "slurm"
+    assert "completed" in site.run("toolkit", "status")
+    assert "completed" in site.run("toolkit", "logs", run.id)
+    assert "training from step 0" in site.run("toolkit", "logs", run.id, "--rank", "1")
+
+
+def test_what_was_submitted_is_what_runs_and_a_nasty_comment_arrives_unharmed(site: Site) -> None:
+    """The job is held in the queue while its sources are broken; the comment must not be read by any shell."""
+    project = site.folder / "project"
+    (project / "jobs").mkdir(parents=True)
+    (project / "jobs/__init__.py").touch()
+    job_file = project / "jobs/tiny.py"
+    job_file.write_text("def main(config):\n    print('the old code runs')\n")
+    (project / "tiny.yaml").write_text("job: jobs.tiny\ncluster: {nodes: 2}\n")
+    comment = 'it\'s "quoted" $(touch /tmp/hurt) `id` \\ ; #x'
+    extra = json.dumps({"comment": comment, "hold": True})
+    site.box.run(
+        ["toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}"], cwd=project, env={"TOOLKIT_RUNS": str(site.runs)}
+    )
+    run = site.only_run()
+    job = str(run.submission()["job_id"])
+    assert site.box.job(job)["Comment"] == comment
+    job_file.write_text("raise SystemExit('the new code runs')\n")
+    site.run("scontrol", "release", job)
+    assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
+    for rank in (0, 1):
+        assert "the old code runs" in run.rank_log(1, rank).read_text()
+
+
+def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(site: Site) -> None:
+    overrides = ["cluster.nodes=2", "cluster.tasks_per_node=1", *SHORT]
+    for name in ("first", "second"):
+        site.submit("configs/digits_ddp.yaml", f"name={name}", *overrides)
+    runs = [site.find(name) for name in ("first", "second")]
+    rows = [site.box.wait_job(run.submission()["job_id"], END_S) for run in runs]
+    assert [row["JobState"] for row in rows] == ["COMPLETED", "COMPLETED"]
+    assert [run.attempts()[0]["nodes"] for run in runs] == [["node1", "node2"]] * 2
+    assert runs[0].attempts()[0]["started"] < runs[1].attempts()[0]["ended"]
+    assert runs[1].attempts()[0]["started"] < runs[0].attempts()[0]["ended"]
+    assert site.result("first")["metrics"] == site.result("second")["metrics"]
+
+
+def test_every_launcher_reaches_the_same_loss(site: Site) -> None:
+    job = ["-m", "toolkit", "run", "configs/digits_ddp.yaml", *SHORT]
+    local = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2"]
+    launchers = {
+        "srun": ["srun", "--nodes=2", "--ntasks=3", "python", *job],
+        "pmix": ["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", "python", *job],
+        "torchrun": [*local, "torchrun", "--standalone", "--nproc-per-node=2", *job],
+        "python": [*local, "python", *job],
+        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "python", *job],
+    }
+    for name, argv in launchers.items():
+        out = site.run(*argv, f"name={name}")
+        assert "no supervisor" in out or name == "pmix"
+    losses = {name: site.result(name)["metrics"]["train/loss"] for name in launchers}
+    accuracies = {name: site.result(name)["metrics"]["eval/accuracy"] for name in launchers}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["python"]), rel=1e-5)
+    assert len(set(accuracies.values())) == 1
+
+
+# -------------------------------------------------------------------------------------------------------- disturbed
+
+
+def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site: Site) -> None:
+    site.submit("configs/digits_ddp.yaml", "cluster.nodes=2", "train.epochs=120", "checkpoint.every_steps=20")
+    run = site.only_run()
+    reached(run, 60)
+    victim = next(pid for pid, command in site.box.processes("node2") if "toolkit run" in command)
+    rank = int(
+        dict(p.split("=", 1) for p in Path(f"/proc/{victim}/environ").read_text().split("\0") if "=" in p)[
+            "SLURM_PROCID"
+        ]
+    )
+    os.kill(victim, signal.SIGKILL)
+    wait_for(run.attempts, 10, "the attempt's end")
+    assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "COMPLETED"
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"]) == ("crashed", "restart")
+    assert (first["first_failure"]["rank"], first["first_failure"]["host"]) == (rank, "node2")
+    assert "SIGKILL" in first["first_failure"]["how"]
+    assert second["step_start"] >= 20
+    result = run.result()
+    assert result is not None
+    assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
+
+
+def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
+    for name, extra in (("running", {}), ("waiting", {"hold": True})):
+        nodes = ["cluster.nodes=2", "cluster.tasks_per_node=1", f"cluster.extra={json.dumps(extra)}"]
+        site.submit("configs/digits_ddp.yaml", f"name={name}", *nodes, *LONG)
+    reached(site.find("running"), 20)
+    for name in ("running", "waiting"):
+        site.run("toolkit", "cancel", name)
+        run = site.find(name)
+        wait_for(run.result, 30, "a result")
+        assert site.result(name)["state"] == "cancelled"
+        assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "CANCELLED"
+    wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
+
+
+def test_scancel_is_recognised_and_never_undone(site: Site) -> None:
+    job = site.sbatch("--nodes=2", "sbatch/ddp_4node.sh", *LONG)
+    run = site.only_run()
+    reached(run, 20)
+    site.run("scancel", job)
+    wait_for(run.result, 30, "a result")
+    assert site.box.wait_job(job, END_S)["JobState"] == "CANCELLED"
+    assert run.attempts()[0]["cause"] == "cancelled"
+
+
+def test_no_rank_outlives_a_supervisor_killed_with_sigkill(site: Site) -> None:
+    job = site.sbatch("--nodes=2", "sbatch/ddp_4node.sh", *LONG)
+    run = site.only_run()
+    reached(run, 20)
+    supervisor = next(pid for pid, command in site.box.processes("node1") if "toolkit supervise" in command)
+    os.kill(supervisor, signal.SIGKILL)
+    wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
+    assert site.box.wait_job(job, END_S)["JobState"] in ("FAILED", "COMPLETED", "NODE_FAIL")

@@ -1,0 +1,36 @@
+"""Awaiting a condition instead of sleeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], timeout_s: float, what: str) -> T:
+    """The first true value of ``condition``; AssertionError that says ``what`` was awaited."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what}: not after {timeout_s:.0f} s"
+        time.sleep(0.05)
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """Living processes of this machine whose environment holds ``text``, by pid, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() not in (folder / "environ").read_bytes():
+                continue
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended while we looked
+            continue
+        if command:  # a zombie has none
+            found[int(folder.name)] = command
+    return found

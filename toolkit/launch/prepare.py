@@ -1,0 +1,24 @@
+"""Making a run: its folder, the copy of the sources, and a config that means the same wherever it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.config import JobConfig
+from toolkit.launch import snapshot
+from toolkit.rundir import RunDir
+
+
+def new_run(config: JobConfig, project: Path) -> RunDir:
+    """A new run of ``config`` with a copy of the sources in ``project``.
+
+    A relative ``data.root`` becomes absolute: ranks may start in another folder.
+    """
+    if config.data.root is not None:
+        config.data.root = str(Path(config.data.root).expanduser().absolute())
+    run = rundir.create(config.name)
+    snapshot.take(project, run.code)
+    fsio.write_atomic(run.config, configs.dump_config(config))
+    return run
