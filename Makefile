@@ -44,8 +44,11 @@ bench: .venv/ready-dev  ## speed as ratios to a hand-written loop, in one run
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
 
-soak: .venv/ready-dev  ## the long suites
-	$(PYTEST) -m soak
+soak: .venv/ready-dev  ## the long suites, on every Slurm version and profile
+	$(PYTEST) -m "soak and not slurm"
+	for slurm in 22.05 24.11; do for profile in plain strict; do \
+	  TOOLKIT_BOX_SLURM=$$slurm TOOLKIT_BOX_PROFILE=$$profile $(PYTEST) -m slurm tests/slurm || exit 1; \
+	done; done
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock

@@ -20,6 +20,7 @@ To make it yours, replace what ``main`` is given: ``build_datasets`` by your dat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
@@ -73,7 +74,9 @@ def main(config: JobConfig) -> Result:
             )
 
 
-def accuracy(eval_set: Dataset, workers: int, strategy: Strategy) -> dict[str, float]:
-    """Loss and accuracy over the whole eval set, each image counted once."""
+def accuracy(
+    eval_set: Dataset, workers: int, strategy: Strategy, is_cut: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Loss and accuracy over the whole eval set, each image counted once; None when a stop cut it short."""
     batches = eval_batches(eval_set, strategy.share, batch_size=256, workers=workers)
-    return evaluate(strategy, batches, len(eval_set), classification)
+    return evaluate(strategy, batches, len(eval_set), classification, is_cut)

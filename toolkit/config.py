@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -30,6 +31,8 @@ STRATEGIES = ("ddp",)
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16")
+#: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
+FOREIGN_JOB = "toolkit.launch.foreign"
 
 
 @dataclass
@@ -159,15 +162,16 @@ class JobConfig:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, site: bool = True) -> JobConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True) -> JobConfig:
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
-    ``overrides`` are ``key=value`` with dotted keys and YAML values. Keys, types and values are checked; whether the
-    config fits a machine is the business of :func:`validate`. Raises ConfigError.
+    Without a path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and
+    YAML values. Keys, types and values are checked; whether the config fits a machine is the business of
+    :func:`validate`. Raises ConfigError.
     """
-    path = Path(path)
-    layers: list[tuple[str, Any]] = [*_site_layer(site), *_file_layers(path, ()), *_override_layers(overrides)]
-    merged = OmegaConf.structured(JobConfig(name=path.stem))
+    files = [] if path is None else _file_layers(Path(path), ())
+    layers: list[tuple[str, Any]] = [*_site_layer(site), *files, *_override_layers(overrides)]
+    merged = OmegaConf.structured(JobConfig() if path is None else JobConfig(name=Path(path).stem))
     for source, layer in layers:
         _check_keys(layer, JobConfig, source)
         try:
@@ -283,14 +287,20 @@ def _type_error(error: OmegaConfBaseException, source: str) -> ConfigError:
 # ------------------------------------------------------------------------------------------------------- validation
 
 
-def validate(config: JobConfig, *, ranks: int | None = None, login_node: bool = True) -> None:
+def validate(
+    config: JobConfig, *, ranks: int | None = None, login_node: bool = True, project: Path | None = None
+) -> None:
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
     ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
-    leaves out the checks for GPUs that only the submitting side makes of its request.
+    leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
+    holds the job, the current one if None.
     """
-    for check in (_check_values, _check_cluster, _check_not_built, _check_job):
+    for check in (_check_values, _check_cluster, _check_not_built):
         check(config)
+    if config.job == FOREIGN_JOB:  # the rest is the script's own business
+        return
+    _check_job(config, project)
     check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
@@ -310,8 +320,8 @@ def _one_of(key: str, value: str, valid: Iterable[str]) -> None:
 
 
 def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:  # also refuses NaN
-        raise ConfigError(f"{key}: {value} is too small; it must be {least} or more")
+    if value is not None and not least <= value < math.inf:  # also refuses NaN
+        raise ConfigError(f"{key}: {value} is refused; it must be a number of {least} or more")
 
 
 def _check_values(config: JobConfig) -> None:
@@ -382,6 +392,11 @@ def _check_cluster(config: JobConfig) -> None:
         flag = str(key).replace("-", "_")
         if flag in _OWN_FLAGS:
             raise ConfigError(f"cluster.extra.{key}: use {_OWN_FLAGS[flag]} for this")
+    if 0 < cluster.gpus_per_node < cluster.tasks_per_node:
+        raise ConfigError(
+            f"cluster.tasks_per_node: {cluster.tasks_per_node} ranks cannot share {cluster.gpus_per_node} GPUs of a "
+            "node; each rank needs one of its own: set both keys to the same number"
+        )
     for line in cluster.setup:
         if "\n" in line or "\r" in line:
             raise ConfigError(f"cluster.setup: {line!r}: one list entry for each shell line")
@@ -449,9 +464,9 @@ def check_batch(config: JobConfig, ranks: int) -> None:
         )
 
 
-def _check_job(config: JobConfig) -> None:
+def _check_job(config: JobConfig, project: Path | None) -> None:
     """The job module must be there with a ``main``; found and parsed, not imported (it imports torch)."""
-    source = job_source(config.job)
+    source = job_source(config.job, project)
     tree = ast.parse(source.read_text(), filename=str(source))
     if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
         raise ConfigError(f"job: {config.job} ({source}) has no function main(config)")
@@ -460,31 +475,45 @@ def _check_job(config: JobConfig) -> None:
         _one_of("model.name", config.model.name, models)
 
 
-def job_source(dotted: str) -> Path:
-    """The file of the job module, looked for from the current folder first, as the ranks will. Raises ConfigError."""
-    with _current_folder_first():
+def job_source(dotted: str, project: Path | None = None) -> Path:
+    """The file of the job module, looked for in ``project`` (the current folder) first, as the ranks will. Raises
+    ConfigError."""
+    project = project or Path.cwd()
+    with _as_if_started_in(project, dotted.partition(".")[0]):
         try:
             spec = importlib.util.find_spec(dotted)
         except (ImportError, ValueError):
             spec = None
     if spec is None or spec.origin is None:
         file = Path(dotted.replace(".", "/") + ".py")
-        if file.is_file():  # a package of the same name elsewhere on the path wins over a folder without __init__.py
+        if (
+            project / file
+        ).is_file():  # a package of the same name elsewhere on the path wins over a folder without __init__.py
             raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
-        found = sorted(f"{p.parent.name}.{p.stem}" for p in Path().glob("jobs/*.py") if p.stem != "__init__")
+        found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
         raise ConfigError(f"job: no module {dotted!r}; {nearest(dotted, found)}{there}")
     return Path(spec.origin)
 
 
 @contextmanager
-def _current_folder_first() -> Iterator[None]:
-    here = str(Path.cwd())
+def _as_if_started_in(folder: Path, package: str) -> Iterator[None]:
+    """``folder`` first on the path, and ``package`` not imported yet: it may be another project's ``jobs``."""
+    here = str(folder)
+    hidden = {name: sys.modules.pop(name) for name in _modules_of(package)}
     sys.path.insert(0, here)
+    importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(here)
+        for name in _modules_of(package):
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _modules_of(package: str) -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == package]
 
 
 def _declared_models(tree: ast.Module) -> list[str] | None:
@@ -494,9 +523,19 @@ def _declared_models(tree: ast.Module) -> list[str] | None:
     """
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "MODELS" for t in node.targets):
-            names = list(ast.literal_eval(node.value))
+            names = _literal_names(node.value)
             return [n for n in names if n != "torchvision"] + (torchvision_models() if "torchvision" in names else [])
     return None
+
+
+def _literal_names(node: ast.expr) -> list[str]:
+    try:
+        return [str(name) for name in ast.literal_eval(node)]
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"job: line {node.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read without "
+            "running the job; or leave it out"
+        ) from None
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,8 @@ ToolkitError
 │   └── RunNotFoundError    no run, or several, answer to a name
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 ├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
-└── JobFailedError          the job ran and failed (exit code 1)
+├── JobFailedError          the job ran and failed (exit code 1)
+└── StoppedError            the ranks stopped together, as asked (exit code 75)
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class CheckpointError(ToolkitError):
 
 class JobFailedError(ToolkitError):
     """The job ran and failed."""
+
+
+class StoppedError(ToolkitError):
+    """All ranks stopped at the same step as agreed, and what they had is committed; the run is to be continued."""
+
+    exit_code = EXIT_STOPPED
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

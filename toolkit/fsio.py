@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger("toolkit.fsio")
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
@@ -71,8 +76,17 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """:func:`write_atomic` of ``value`` as indented JSON with a final newline."""
-    write_atomic(path, json.dumps(value, indent=2) + "\n", durable=durable)
+    """:func:`write_atomic` of ``value`` as indented JSON with a final newline; NaN and infinities become null."""
+    write_atomic(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n", durable=durable)
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for each float that JSON has no word for: a diverged loss must not make a file unreadable."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_json(path: Path) -> Any | None:
@@ -130,3 +144,75 @@ def remove_tree(path: Path) -> None:
     """Remove a folder and what is in it; one that is gone already is fine."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
+
+
+class PatientFile:
+    """A file that is written from its end on and keeps in memory what the disk will not take.
+
+    A full disk or a quota loses nothing and tears no record: what could not be written is written, from the very byte
+    where it broke off, as soon as there is room. Only what is still in memory when the process ends is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = open_private(path, os.O_RDWR | os.O_CREAT)
+        self._on_disk = os.fstat(self._fd).st_size
+        self._pending = bytearray()
+        self._failed_since: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes, those included that are still in memory."""
+        return self._on_disk + len(self._pending)
+
+    def write(self, data: bytes) -> int:
+        """Append ``data`` in memory; :meth:`flush` brings it to disk."""
+        self._pending += data
+        return len(data)
+
+    def truncate(self, size: int) -> None:
+        """Drop everything from ``size`` on."""
+        del self._pending[max(0, size - self._on_disk) :]
+        if size < self._on_disk:
+            os.ftruncate(self._fd, size)
+            self._on_disk = size
+
+    def flush(self) -> None:
+        """Hand over to the kernel what it takes; what it does not, it is offered again at the next flush."""
+        try:
+            while self._pending:
+                written = os.pwrite(self._fd, self._pending, self._on_disk)
+                del self._pending[:written]
+                self._on_disk += written
+        except OSError as error:
+            self._note_failure(error)
+        else:
+            self._note_recovery()
+
+    def sync(self) -> None:
+        """Flush, down to the disk."""
+        self.flush()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._note_failure(error)
+
+    def close(self) -> None:
+        """Sync and let go of the file. Doing it twice changes nothing."""
+        if self._fd >= 0:
+            self.sync()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _note_failure(self, error: OSError) -> None:
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+            _log.error("%s: %s; kept in memory and tried again", self._path, error.strerror)
+            self._error = error
+
+    def _note_recovery(self) -> None:
+        """Said again, because a log on the same disk could not take the line above."""
+        if self._failed_since is not None:
+            late_s = time.monotonic() - self._failed_since
+            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error.strerror)
+            self._failed_since = None

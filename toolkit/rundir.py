@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -83,17 +84,27 @@ class RunDir:
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
     def status(self) -> dict[str, Any]:
-        """``status.json``, or an empty dict before the first start."""
-        return fsio.read_json(self.path / "status.json") or {}
+        """``status.json``; an empty dict before the first start, or where a crash of the machine has torn it."""
+        try:
+            status = _read_replaced(self.path / "status.json")
+        except ValueError:  # it is written each second and never flushed: a power cut may leave an empty file
+            return {}
+        return status if isinstance(status, dict) else {}
 
     def write_status(self, status: dict[str, Any]) -> None:
         """Replace ``status.json``; rewritten each second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status, durable=False)
 
     def result(self) -> dict[str, Any] | None:
-        """``result.json``, or None while the run has not ended."""
-        result: dict[str, Any] | None = fsio.read_json(self.path / "result.json")
-        return result
+        """``result.json``, or None while the run has not ended; a damaged one is a result of state ``unreadable``."""
+        try:
+            result = _read_replaced(self.path / "result.json")
+        except ValueError as error:
+            result = error
+        if result is None or (isinstance(result, dict) and "state" in result):
+            return result
+        why = f"{self.path / 'result.json'} is damaged: {result}"
+        return {"state": "unreadable", "attempts": 0, "metrics": {}, "why": why}
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Replace ``result.json``, durably."""
@@ -114,6 +125,17 @@ class RunDir:
     def submission(self) -> dict[str, Any]:
         """How the run was last submitted: executor, job id, argv for the log; empty for the sbatch door."""
         return fsio.read_json(self.submitit / "submission.json") or {}
+
+
+def _read_replaced(path: Path, tries: int = 3) -> Any | None:
+    """:func:`fsio.read_json` of a file that another node may replace at this moment: NFS then says ESTALE, once."""
+    for left in reversed(range(tries)):
+        try:
+            return fsio.read_json(path)
+        except OSError as error:
+            if error.errno != errno.ESTALE or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def create(name: str, root: Path | None = None) -> RunDir:

@@ -16,8 +16,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from tests.dist.ranks import run_ranks
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
+from toolkit.dist.report import NullReporter, StoreReporter
 from toolkit.dist.session import Session
+from toolkit.dist.stop import Gate
 from toolkit.strategies import build_strategy
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
@@ -135,6 +138,25 @@ def ours(session: Session) -> Round:
     return timed(train)
 
 
+class NoGate:
+    """What the loop would do without agreeing on anything."""
+
+    pending = None
+
+    def boundary(self, n: int) -> None:
+        return None
+
+
+def unsupervised(session: Session) -> Round:
+    """Ours without agreement and without reports: what supervision costs is the difference to the next one."""
+    return ours(replace(session, gate=cast(Gate, NoGate()), reporter=NullReporter()))
+
+
+def supervised(session: Session) -> Round:
+    """Ours as it runs in a job: with the gate, and a thread that reports to the supervisor's store."""
+    return ours(replace(session, reporter=StoreReporter(session.store.clone(), session.rank)))
+
+
 def with_accelerate(session: Session) -> Round:
     """accelerate's own example, on the process group that is open."""
     from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
@@ -209,7 +231,8 @@ PEERS = {"accelerate": with_accelerate, "lightning": with_lightning}
 def contenders() -> dict[str, Callable[[Session], Round]]:
     """All that can run here."""
     peers = {name: make for name, make in PEERS.items() if importlib.util.find_spec(name)}
-    return {"hand-written": by_hand, "ours": ours, "bare DDP": bare} | peers
+    own = {"ours": supervised, "ours, alone": unsupervised}
+    return {"hand-written": by_hand, **own, "bare DDP": bare} | peers
 
 
 def race(session: Session, steps: int, rounds: int) -> dict[str, list[float]]:
@@ -243,6 +266,9 @@ def main() -> None:
     for name, values in speeds.items():
         ratio = statistics.median(value / other for value, other in zip(values, reference, strict=True))
         print(f"{name:<14}{statistics.median(values):>9.1f}{ratio:>18.2f}")
+    pairs = zip(speeds["ours, alone"], speeds["ours"], strict=True)
+    cost = statistics.median(alone / supervised - 1 for alone, supervised in pairs)
+    print(f"agreement and reports cost {cost:+.2%} of a step (goal: below 0.5 %)")
     for missing in PEERS.keys() - speeds.keys():
         print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[bench]'")
 

@@ -90,17 +90,21 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
 
     from toolkit.dist.report import NullReporter
     from toolkit.dist.session import Session
+    from toolkit.dist.stop import Gate
+    from toolkit.dist.stop_store import connector
 
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT_S - 5)  # shows where a rank hangs, before it is killed
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter())
+    gate = Gate(rank, world_size, connector(store))
+    session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
     try:
         function, args = pickle.loads(call)
         answer = pickle.dumps((True, function(session, *args)))
         dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
+    gate.close()
     pipe.send_bytes(answer)
     dist.destroy_process_group()

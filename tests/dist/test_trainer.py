@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
+from tests.waiting import wait_for
+from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
 from toolkit.dist.session import Session
-from toolkit.errors import ConfigError
+from toolkit.dist.stop import STOP
+from toolkit.errors import ConfigError, StoppedError
 from toolkit.strategies import Strategy, build_strategy
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Result, Trainer
@@ -49,9 +54,9 @@ def noisy_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def judge(strategy: Strategy) -> dict[str, float]:
+def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
     test_set = images(EVAL_SAMPLES, 2)
-    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), EVAL_SAMPLES, classification)
+    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), EVAL_SAMPLES, classification, is_cut)
 
 
 def train(
@@ -61,6 +66,7 @@ def train(
     model: Any = noisy_model,
     every_steps: int = 4,
     job: JobConfig | None = None,
+    judge: Any = judge,
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
@@ -134,14 +140,81 @@ def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_
     assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
 
 
-def test_a_finished_run_is_only_evaluated_again_and_on_any_number_of_ranks_exactly_the_same(undisturbed: Any) -> None:
+def test_a_finished_run_is_not_evaluated_again(undisturbed: Any) -> None:
     run_dir, result, state = undisturbed
+    before = logged(run_dir, "eval/accuracy")
+    again, same = run_ranks(1, train, run_dir)[0]
+    assert again == result
+    assert_same(same, state)
+    assert logged(run_dir, "eval/accuracy") == before
+
+
+def stop_in_evaluation(session: Session, run_dir: Path, number: int) -> int:
+    """Rank 1 alone is signalled, in the ``number``-th evaluation; returns the step at which this rank stopped."""
+    calls = 0
+
+    def judge_and_stop(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            if session.rank == 1:
+                session.gate.request(STOP)
+            wait_for(is_cut, 20, "the stop to be seen in the evaluation")
+        return judge(strategy, is_cut)
+
+    with pytest.raises(StoppedError) as stopped:
+        train(session, run_dir, judge=judge_and_stop)
+    return int(str(stopped.value).split()[3])
+
+
+@pytest.mark.parametrize(("number", "step"), [(2, 5), (4, 10)], ids=["middle", "end"])
+def test_a_stop_in_an_evaluation_cuts_it_short_and_the_resumed_run_makes_up_for_it(
+    undisturbed: Any, tmp_path: Path, number: int, step: int
+) -> None:
+    assert run_ranks(3, stop_in_evaluation, tmp_path, number) == [step] * 3
+    assert newest_step(tmp_path / "checkpoints") == step
+    assert step not in logged(tmp_path, "eval/accuracy")
+    for result, state in run_ranks(3, train, tmp_path):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
+    assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
+
+
+def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any, tmp_path: Path) -> None:
+    run_ranks(3, stop_in_evaluation, tmp_path, 4)
     for world_size in (1, 2):
-        for again, same in run_ranks(world_size, train, run_dir):
-            assert again.step == result.step
-            assert again.metrics["eval/accuracy"] == result.metrics["eval/accuracy"]
-            assert again.metrics["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
-            assert_same(same, state)
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{world_size}"))
+        for again, same in run_ranks(world_size, train, copy):
+            assert again.metrics["eval/accuracy"] == undisturbed[1].metrics["eval/accuracy"]
+            assert again.metrics["eval/loss"] == pytest.approx(undisturbed[1].metrics["eval/loss"], rel=1e-6)
+            assert_same(same, undisturbed[2])
+
+
+def stop_at(session: Session, run_dir: Path, step: int) -> int:
+    """Every rank is signalled, before it starts its ``step``-th step, at its own time and twice."""
+    plain_at = Loader.at
+
+    def at(loader: Loader, n: int) -> Any:
+        if n == step:
+            time.sleep(0.05 * session.rank)
+            session.gate.request(STOP)
+            session.gate.request(STOP)
+        return plain_at(loader, n)
+
+    Loader.at = at  # type: ignore[method-assign]
+    with pytest.raises(StoppedError) as stopped:
+        train(session, run_dir)
+    return int(str(stopped.value).split()[3])
+
+
+def test_ranks_signalled_at_different_times_stop_at_one_step_and_nothing_is_lost(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    (step,) = set(run_ranks(3, stop_at, tmp_path, 2))
+    assert newest_step(tmp_path / "checkpoints") == step
+    for result, state in run_ranks(3, train, tmp_path):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
 
 
 def test_a_model_without_batch_statistics_trains_alike_on_another_number_of_ranks_from_the_middle_on(

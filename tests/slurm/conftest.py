@@ -1,6 +1,7 @@
 """The Slurm that the stories run on: one box for the session, and boxes of other kinds on request."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.box import Box, BoxUnavailable
+from tests.slurm.site import Site
+from tests.waiting import wait_for
 
 BoxFactory = Callable[..., Box]
 
@@ -36,3 +39,24 @@ def start_box(stack: ExitStack, **options: Any) -> Box:
         if os.environ.get("TOOLKIT_REQUIRE_SLURM") == "1":
             raise
         pytest.skip(f"no Slurm to be had: {reason}")
+
+
+@pytest.fixture
+def site(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A user of the session's box, with a folder of their own. What they leave running is a failure."""
+    yield from visit(box, request)
+
+
+def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """The same for any box."""
+    folder = box.shared / re.sub(r"[^\w.-]+", "-", request.node.name)
+    folder.mkdir()
+    site = Site(box, folder)
+    if site.user:
+        box.run(["chown", site.user, str(folder)])
+    yield site
+    box.run(["scancel", "--signal=KILL", "--full", f"--user={site.user or 'root'}"], check=False)
+    box.run(["scancel", f"--user={site.user or 'root'}"])
+    box.run(["scancel", "--user=root"])
+    box.wait_idle(timeout=60)
+    wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")

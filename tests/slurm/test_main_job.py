@@ -5,91 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.box import Box
+from tests.slurm.site import END_S, Site, reached
 from tests.waiting import wait_for
-from toolkit import rundir
-from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 
-START_S = 60
-END_S = 240
 SHORT = ["train.max_steps=40", "checkpoint.every_steps=20"]
 #: 450,000 steps: nobody waits for its end.
 LONG = ["train.epochs=20000", "checkpoint.every_steps=20"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A user at the login node of the box, with a runs folder of their own."""
-
-    box: Box
-    folder: Path
-
-    @property
-    def runs(self) -> Path:
-        return self.folder / "runs"
-
-    def run(self, *argv: str, timeout: float = END_S, check: bool = True, **env: str) -> str:
-        variables = {"TOOLKIT_RUNS": str(self.runs), **env}
-        done = self.box.run(argv, env=variables, timeout=timeout, check=check)
-        return done.stdout + done.stderr
-
-    def sbatch(self, *argv: str) -> str:
-        """Submit with ``sbatch``, logs into our folder; the job id."""
-        out = self.run("sbatch", "--parsable", f"--output={self.folder}/slurm-%j.out", *argv)
-        return out.split()[-1]
-
-    def submit(self, *argv: str) -> str:
-        return self.run("toolkit", "submit", *argv)
-
-    def find(self, name: str) -> RunDir:
-        return rundir.find(name, self.runs)
-
-    def only_run(self) -> RunDir:
-        def only() -> RunDir | None:
-            runs = rundir.all_runs(self.runs)
-            return runs[0] if runs else None
-
-        return wait_for(only, START_S, "a run folder")
-
-    def result(self, name: str) -> dict[str, Any]:
-        result = self.find(name).result()
-        assert result is not None
-        return result
-
-    def processes(self) -> list[tuple[int, str]]:
-        """What of ours is alive on any node."""
-        return [
-            (pid, command) for pid, command in self.box.processes() if "toolkit" in command or "submitit" in command
-        ]
-
-
-@pytest.fixture
-def site(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
-    folder = box.shared / request.node.name.replace("[", "-").rstrip("]")
-    folder.mkdir()
-    site = Site(box, folder)
-    yield site
-    box.run(["scancel", "--signal=KILL", "--full", "--user=root"], check=False)
-    box.run(["scancel", "--user=root"])
-    box.wait_idle(timeout=60)
-    wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")
-
-
-def reached(run: RunDir, step: int) -> dict[str, Any]:
-    def passed() -> dict[str, Any] | None:
-        status = run.status()
-        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
-
-    return wait_for(passed, START_S, f"step {step}")
 
 
 # ------------------------------------------------------------------------------------------------------- both doors
@@ -131,9 +58,7 @@ def test_sbatch_takes_a_config_and_overrides_and_the_allocation_wins(site: Site)
     ids=["project", "environment"],
 )
 def test_the_script_says_what_is_missing(site: Site, env: dict[str, str], words: str) -> None:
-    project = site.folder / "project"
-    (project / "jobs").mkdir(parents=True)
-    (project / "jobs/classify.py").touch()
+    project = site.project(classify="")
     home = {"TOOLKIT_HOME": str(project), **env, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
     out = site.run("sbatch", "--parsable", f"--output={site.folder}/out", "sbatch/ddp_4node.sh", **home)
     row = site.box.wait_job(out.strip(), END_S)
@@ -143,7 +68,7 @@ def test_the_script_says_what_is_missing(site: Site, env: dict[str, str], words:
 
 def test_submit_waits_and_reports(site: Site) -> None:
     out = site.submit("configs/digits_ddp.yaml", "--wait", "cluster.nodes=2", "cluster.tasks_per_node=1")
-    assert "eval/accuracy: 0.9" in out
+    assert "test accuracy: 0.9" in out
     run = site.only_run()
     result = run.result()
     assert result is not None
@@ -156,21 +81,15 @@ def test_submit_waits_and_reports(site: Site) -> None:
 
 def test_what_was_submitted_is_what_runs_and_a_nasty_comment_arrives_unharmed(site: Site) -> None:
     """The job is held in the queue while its sources are broken; the comment must not be read by any shell."""
-    project = site.folder / "project"
-    (project / "jobs").mkdir(parents=True)
-    (project / "jobs/__init__.py").touch()
-    job_file = project / "jobs/tiny.py"
-    job_file.write_text("def main(config):\n    print('the old code runs')\n")
+    project = site.project(tiny="def main(config):\n    print('the old code runs')\n")
     (project / "tiny.yaml").write_text("job: jobs.tiny\ncluster: {nodes: 2}\n")
     comment = 'it\'s "quoted" $(touch /tmp/hurt) `id` \\ ; #x'
     extra = json.dumps({"comment": comment, "hold": True})
-    site.box.run(
-        ["toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}"], cwd=project, env={"TOOLKIT_RUNS": str(site.runs)}
-    )
+    site.run("toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}", cwd=project)
     run = site.only_run()
     job = str(run.submission()["job_id"])
     assert site.box.job(job)["Comment"] == comment
-    job_file.write_text("raise SystemExit('the new code runs')\n")
+    (project / "jobs/tiny.py").write_text("raise SystemExit('the new code runs')\n")
     site.run("scontrol", "release", job)
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
     for rank in (0, 1):

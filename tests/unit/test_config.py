@@ -100,6 +100,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("checkpoint.keep=1", ["checkpoint.keep", "2 or more"]),
         ("dist.backend=nccl", ["dist.backend", "gpus_per_node"]),
         ("dist.backend=ncl", ["did you mean 'nccl'?"]),
+        ("cluster.gpus_per_node=1", ["cluster.tasks_per_node", "2 ranks cannot share 1 GPUs"]),
+        ("optim.lr=.inf", ["optim.lr", "inf"]),
         ("optim.lr=.nan", ["optim.lr"]),
         ("train.eval_every=0", ["train.eval_every"]),
         ("train.eval_every=never", ["train.eval_every", "'epoch'"]),

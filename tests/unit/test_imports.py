@@ -18,6 +18,7 @@ RANKS = {
     "fsio": 0,
     "logs": 0,
     "rundir": 0,
+    "signals": 0,
     "config": 0,
     "cluster": 1,
     "launch": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,35 @@ def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:
     made = [rundir.create("name", tmp_path) for _ in range(20)]
     assert len({run.id for run in made}) == 20
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in made)
+
+
+def test_a_torn_status_is_none_yet(tmp_path: Path) -> None:
+    """It is never flushed to disk: after a power cut it may be empty, and the requeued job must start all the same."""
+    run = rundir.create("name", tmp_path)
+    for text in ("", '{"state": "run', "[]"):
+        (run.path / "status.json").write_text(text)
+        assert run.status() == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_result_is_a_result_that_says_so(tmp_path: Path, text: str) -> None:
+    run = rundir.create("name", tmp_path)
+    (run.path / "result.json").write_text(text)
+    result = run.result()
+    assert result is not None
+    assert result["state"] == "unreadable"
+    assert str(run.path / "result.json") in result["why"]
+
+
+def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rundir.create("name", tmp_path)
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), {"state": "running"}])
+
+    def read(path: Path) -> object:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(rundir.fsio, "read_json", read)
+    assert run.status() == {"state": "running"}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submit import Run
 
 #: How long a local run may take to end after Ctrl-C before we say that it has not.
-CANCEL_WAIT_S = 30.0
+STOP_WAIT_S = 180.0
 
 
 def announce(run: Run) -> None:
@@ -34,7 +36,7 @@ def to_the_end(run: Run, *, bar: bool) -> int:
     except KeyboardInterrupt:
         return _interrupted(run, console)
     except JobFailedError as error:
-        console.print(f"[red]{error}[/]", highlight=False, soft_wrap=True)
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
         return EXIT_FAILED
     return _say_how_it_went(run, console)
 
@@ -46,27 +48,29 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if not console.is_terminal:
         _watch_in_lines(run)
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%  {task.fields[figures]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("queued", total=None, figures="")
+    with _bar(console) as progress:
+        task = progress.add_task("queued", total=None, figures="", clock="")
+        begun = time.monotonic()
         for status in run.watch():
-            _update(progress, task, status)
+            _update(progress, task, status, time.monotonic() - begun)
 
 
-def _update(progress: Progress, task: TaskID, status: dict[str, Any]) -> None:
+def _bar(console: Console) -> Progress:
+    """The bar takes the width that the words leave, so that epoch, loss, rate and time fit into 80 columns."""
+    texts = [TextColumn("{task.fields[" + name + "]}") for name in ("figures", "clock")]
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), *texts)
+    return Progress(*columns, console=console, transient=True, expand=True)
+
+
+def _update(progress: Progress, task: TaskID, status: dict[str, Any], waited_s: float) -> None:
     at = status.get("progress") or {}
     progress.update(
         task,
-        description=describe(status),
+        description=escape(describe(status)),
         total=at.get("total_steps"),
         completed=at.get("step") or 0,
         figures=figures(at),
+        clock=clock(at, waited_s),
     )
 
 
@@ -81,25 +85,42 @@ def _watch_in_lines(run: Run) -> None:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """State, attempt and epoch in a few words."""
+    """What goes on, in a few words: the epoch while training, else the state and what is waited for."""
     at = status.get("progress") or {}
-    words = [str(status.get("state", "queued"))]
+    state = str(status.get("state", "queued"))
+    words = [_STARTING.format(status.get("world_size", "the")) if state == "starting" else state]
+    if state == "running" and at.get("epoch") is not None:
+        words = [f"epoch {at['epoch']}/{at.get('epochs', '?')}"]
+        words += [_PHASES[at["phase"]]] if at.get("phase") in _PHASES else []
     if status.get("attempt", 1) > 1:
         words.append(f"attempt {status['attempt']}")
-    if at.get("epoch") is not None:
-        words.append(f"epoch {at['epoch']}/{at.get('epochs', '?')}")
     return ", ".join(words)
 
 
+_STARTING = "starting {} ranks (importing torch takes some seconds)"
+_PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}
+
+
 def figures(at: dict[str, Any]) -> str:
-    """Loss, rate and accuracy, those that are known."""
-    accuracy = (at.get("metrics") or {}).get("eval/accuracy")
+    """Loss, rate and accuracy on the test set, those that are known."""
     known = (
         ("loss {:.4f}", at.get("loss")),
         ("{:,.0f} samples/s", at.get("samples_per_s")),
-        ("accuracy {:.4f}", accuracy),
+        ("acc {:.4f}", (at.get("metrics") or {}).get("eval/accuracy")),
     )
     return "  ".join(text.format(value) for text, value in known if value is not None)
+
+
+def clock(at: dict[str, Any], waited_s: float) -> str:
+    """The time left as the ranks reckon it; until they can, for how long we have waited."""
+    eta_s = at.get("eta_s")
+    return f"{_minutes(waited_s)} elapsed" if eta_s is None else f"{_minutes(eta_s)} left"
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _interrupted(run: Run, console: Console) -> int:
@@ -111,9 +132,13 @@ def _interrupted(run: Run, console: Console) -> int:
             soft_wrap=True,
         )
         return EXIT_STOPPED
-    run.cancel()
+    console.print("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once", soft_wrap=True)
     try:
-        run.wait(CANCEL_WAIT_S)
+        run.stop()
+        run.wait(STOP_WAIT_S)
+    except KeyboardInterrupt:
+        run.cancel()
+        run.wait(STOP_WAIT_S)
     except TimeoutError:
         console.print(
             f"[red]run {run.id} has not ended; its supervisor is pid {run.status().get('pid')}[/]", soft_wrap=True
@@ -129,24 +154,33 @@ def _say_how_it_went(run: Run, console: Console) -> int:
     if state == "completed":
         console.print(_completed_text(run, result), highlight=False, soft_wrap=True)
         return EXIT_DONE
-    console.print(f"[red]{state}[/]: {result.get('why', '')}", highlight=False, soft_wrap=True)
+    console.print(f"[red]{state}[/]: {escape(str(result.get('why', '')))}", highlight=False, soft_wrap=True)
     if result.get("step"):
         console.print(
             f"  reached step {result['step']}; `toolkit resume {run.id}` goes on from the last checkpoint",
             soft_wrap=True,
         )
-    console.print(f"  logs: {_short(run.dir.logs)}", highlight=False, soft_wrap=True)
+    console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
     return EXIT_STOPPED if state == "stopped" else EXIT_FAILED
 
 
 def _completed_text(run: Run, result: dict[str, Any]) -> str:
-    lines = [f"[green]completed[/] in {result['wall_s']:.1f} s: {result.get('step')} steps"]
+    lines = [f"[green]completed[/] in {result['wall_s']:.1f} s"]
+    if result.get("step") is not None:
+        lines[0] += f": {result['step']} steps"
     if result["attempts"] > 1:
         lines[0] += f", {result['attempts']} attempts"
-    lines += [f"  {name}: {value:.4f}" for name, value in (result.get("metrics") or {}).items()]
-    lines.append(f"  run folder: {_short(run.dir.path)}")
-    lines.append(f"  TensorBoard: {_command()} tensorboard {run.id}")
+    metrics = result.get("metrics") or {}
+    lines += [f"  {_spoken(name)}: {metrics[name]:.4f}" for name in sorted(metrics)]
+    lines.append(f"  run folder: {escape(_short(run.dir.path))}")
+    if any(run.dir.tensorboard.iterdir()):
+        lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
     return "\n".join(lines)
+
+
+def _spoken(metric: str) -> str:
+    """``test accuracy`` for ``eval/accuracy``."""
+    return metric.replace("eval/", "test ").replace("train/", "training ")
 
 
 def _command() -> str:

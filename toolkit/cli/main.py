@@ -7,6 +7,7 @@ Answers go to stdout, logs and errors to stderr. Exit codes: 0 done, 1 the job f
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -32,13 +33,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `toolkit logs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    except KeyboardInterrupt:  # `toolkit logs --follow` has no other end
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if args.command in (_run, _supervise):  # a job's own error: its log wants the traceback
+            raise
+        print(f"toolkit: error: {_os_error_text(error)}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+#: What a shell makes of SIGINT.
+EXIT_INTERRUPTED = 130
+
+
+def _os_error_text(error: OSError) -> str:
+    """What the system refused, where, and what to do about the usual ones."""
+    where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    advice = {
+        errno.ENOSPC: "; make room, or choose another folder for runs: set TOOLKIT_RUNS",
+        errno.EDQUOT: "; make room, or choose another folder for runs: set TOOLKIT_RUNS",
+        errno.EACCES: "; if that is the folder for runs, choose another: set TOOLKIT_RUNS",
+        errno.EROFS: "; if that is the folder for runs, choose another: set TOOLKIT_RUNS",
+        errno.ENOTDIR: "; if that is the folder for runs, choose another: set TOOLKIT_RUNS",
+    }.get(error.errno or 0, "")
+    return f"{where or 'the current folder'}: {error.strerror or error}{advice}"
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse gives up on ``CONFIG --wait key=value``: what it left over are overrides if they look like it."""
-    args, rest = parser.parse_known_args(argv)
+    """argparse gives up on ``CONFIG --wait key=value``: what it left over are overrides if they look like it.
+
+    What follows ``--`` is a command of the user's, with options of its own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if words[:1] == ["exec"] and "--" in words else len(words)
+    args, rest = parser.parse_known_args(words[:cut])
+    args.words = words[cut + 1 :]
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text.startswith('-')) or rest[0]}")
     if rest:
         args.overrides += rest
     return args
@@ -67,6 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     run = _add(commands, "run", _run, "be one rank, under srun, torchrun, mpirun or alone")
     _takes_config(run)
 
+    execute = _add(commands, "exec", _exec, "run any torchrun-style script as the ranks: toolkit exec ... -- CMD ...")
+    execute.usage = "toolkit exec [--name NAME] [--executor E] [--wait] [--follow] [key=value ...] -- CMD ..."
+    execute.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
+    execute.add_argument("--name", help="of the run; default: the script's")
+    execute.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")
+    execute.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
+    execute.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
+
     status = _add(commands, "status", _status, "how runs stand, by their own files first and Slurm second")
     status.add_argument("run", nargs="*", metavar="RUN", help="default: the ten newest runs")
     status.add_argument("--json", action="store_true", help="one JSON document")
@@ -77,7 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     show_logs.add_argument("--attempt", type=int, help="default: the newest")
     show_logs.add_argument("--follow", action="store_true", help="print what is added until the run has ended")
 
+    why = _add(commands, "why", _why, "one page: cause, first failing rank, its traceback, what to do next")
+    why.add_argument("run", metavar="RUN")
+    why.add_argument("--json", action="store_true", help="one JSON document")
+
     for name, command, text in (
+        ("stop", _stop, "commit a checkpoint and end; `resume` goes on"),
         ("cancel", _cancel, "end a run for good; its checkpoints stay"),
         ("resume", _resume, "submit an ended run again, from its last checkpoint"),
     ):
@@ -109,7 +153,7 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 
 def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=0.1")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -154,7 +198,7 @@ def _status(args: argparse.Namespace) -> int:
 
     runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()[-10:]
     rows = show.status_rows(runs)
-    print(json.dumps(rows, indent=2) if args.json else show.status_table(rows))
+    print(show.as_json(rows) if args.json else show.status_table(rows))
     return EXIT_DONE
 
 
@@ -162,7 +206,43 @@ def _logs(args: argparse.Namespace) -> int:
     from toolkit import rundir
     from toolkit.cli import show
 
+    if args.attempt is not None and args.rank is None:
+        raise RequestError("logs: --attempt goes with --rank; the supervisor has one log for all attempts")
     show.logs(rundir.find(args.run), rank=args.rank, attempt=args.attempt, follow=args.follow)
+    return EXIT_DONE
+
+
+def _exec(args: argparse.Namespace) -> int:
+    from toolkit.launch import submit
+
+    if not args.words:
+        raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
+    if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
+        submit.supervise_command(args.words, args.overrides, name=args.name)
+        return EXIT_DONE
+    run = submit.submit_command(args.words, args.overrides, name=args.name, executor=args.executor)
+    return _see_through(run, args)
+
+
+def _why(args: argparse.Namespace) -> int:
+    from toolkit import rundir
+    from toolkit.cli import why
+
+    told = why.facts(rundir.find(args.run))
+    print(json.dumps(told, indent=2) if args.json else why.page(told))
+    return EXIT_DONE
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from toolkit import rundir
+    from toolkit.launch.submit import attach
+
+    run = rundir.find(args.run)
+    if run.result() is not None:
+        print(f"run {run.id} has already ended: {(run.result() or {})['state']}")
+        return EXIT_DONE
+    attach(run).stop()
+    print(f"run {run.id}: asked to commit a checkpoint and end; `toolkit resume {run.id}` goes on from there")
     return EXIT_DONE
 
 
@@ -201,8 +281,8 @@ def _tensorboard(args: argparse.Namespace) -> int:
     runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
     if not runs:
         raise RequestError(f"there are no runs under {rundir.runs_root()}")
-    folders = ",".join(f"{run.name}/{run.id}:{run.tensorboard}" for run in runs)
-    where = ["--logdir", str(runs[0].tensorboard)] if len(runs) == 1 else ["--logdir_spec", folders]
-    argv = [sys.executable, "-m", "tensorboard.main", *where, "--port", str(args.port)]
+    os.chdir(runs[0].path.parent.parent)  # short, relative paths: a comma in an absolute one would end it
+    folders = ",".join(f"{run.name}/{run.id}:{os.path.relpath(run.tensorboard)}" for run in runs)
+    argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir_spec", folders, "--port", str(args.port)]
     os.execv(argv[0], argv)
     return EXIT_FAILED

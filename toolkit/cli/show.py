@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
 import sys
@@ -30,6 +32,22 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     for row in rows:
         row["state"] = _honest_state(row)
     return rows
+
+
+def as_json(value: Any) -> str:
+    """One JSON document; a loss that is not a number becomes null, for which JSON has no other word."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def _row(run: RunDir) -> dict[str, Any]:
@@ -92,7 +110,7 @@ def status_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
-    return _table([head, *(_cells(row) for row in rows)]) + _why_lines(rows)
+    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -108,7 +126,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
     return "".join(f"\n{row['run']}: {row['why']}" for row in rows if row["why"] and row["state"] != "completed")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Plain columns: rich would take longer to import than everything else here together."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -177,7 +195,7 @@ def environment_table(facts: dict[str, Any]) -> str:
     rows += [(name, value, "set for the rank") for name, value in sorted(facts["environment"].items())]
     rows += [("interface", i["name"], _speed(i)) for i in facts["interfaces"]]
     rows += [("infiniband", f"{p['device']}:{p['port']}", f"{p['rate_gbps']:g} Gb/s") for p in facts["infiniband"]]
-    return "\n".join([_table(rows), *(f"note: {note}" for note in facts["notes"])])
+    return "\n".join([table(rows), *(f"note: {note}" for note in facts["notes"])])
 
 
 def _speed(interface: dict[str, Any]) -> str:

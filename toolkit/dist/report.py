@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ from toolkit.errors import EXIT_FAILED
 from toolkit.rundir import RunDir
 
 RESULT_KEY = "toolkit/result"
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 
 log = logs.get(__name__)
 
@@ -101,7 +102,9 @@ class FileReporter(_Latest):
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any]) -> None:
-        self._run_dir.write_status({**self._status, "state": "running", "updated": time.time(), "progress": fields})
+        status = {**self._status, "state": "running", "updated": time.time(), "progress": fields}
+        with contextlib.suppress(OSError):  # a full disk; the next one is a second away
+            self._run_dir.write_status(status)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         wall_s = round(time.time() - self._started, 3)

@@ -13,13 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit import logs, rundir
+from toolkit import logs, rundir, signals
 from toolkit.config import DistConfig
 from toolkit.dist import rendezvous
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
-from toolkit.errors import ConfigError
+from toolkit.dist.stop import STOP, Gate, Hang
+from toolkit.dist.stop_store import connector
+from toolkit.errors import EXIT_FAILED, ConfigError
 
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
+#: A stop that was asked for and has not been reached after this long never will be: a rank is frozen or dead. Longer
+#: than any step, save and batch of an evaluation should take, shorter than the grace time that sites grant.
+FORCE_AFTER_S = 120.0
 
 log = logs.get(__name__)
 
@@ -36,6 +41,7 @@ class Session:
     attempt: int
     store: dist.Store
     reporter: Reporter
+    gate: Gate
 
     @property
     def is_main(self) -> bool:
@@ -77,9 +83,10 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         reporter = _build_reporter(run, rank, world_size, timeout)
         stack.callback(reporter.close)
+        gate = stack.enter_context(_open_gate(store, rank, world_size))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter)
+        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter, gate)
 
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -126,6 +133,25 @@ def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: tim
     if rank == 0:
         return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
     return NullReporter()
+
+
+@contextmanager
+def _open_gate(store: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
+    """The gate at which the ranks agree where to stop, fed by this process's stop signals."""
+    gate = Gate(rank, world_size, connector(store), force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
+    handler = signals.install()
+    handler.listen(lambda: gate.request(STOP))
+    try:
+        yield gate
+    finally:
+        handler.listen(None)
+        gate.close()
+
+
+def _force_exit(hang: Hang) -> None:
+    """Nothing can be saved any more: every second left is better spent on the next start."""
+    log.error("forced exit: %s", hang)
+    os._exit(EXIT_FAILED)
 
 
 def _close_process_group() -> None:

@@ -22,6 +22,7 @@ class Allocation:
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]
     cpus_per_task: int
+    gpus_per_node: int = 0
     job_id: str | None = None
     restart_count: int = 0
     cluster: str = "local"
@@ -51,7 +52,7 @@ class Allocation:
                 f"cluster.nodes: {config.nodes} nodes need Slurm, and there is no sbatch here; "
                 "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit from a login node"
             )
-        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task)
+        return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task, config.gpus_per_node)
 
     @staticmethod
     def slurm(environ: Mapping[str, str]) -> Allocation:
@@ -71,6 +72,7 @@ class Allocation:
             hosts=hosts,
             tasks=tasks,
             cpus_per_task=_cpus_per_task(environ, tasks),
+            gpus_per_node=int(environ.get("SLURM_GPUS_ON_NODE") or 0),
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
             restart_count=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),
@@ -78,6 +80,8 @@ class Allocation:
 
 
 def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+    if not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys():
+        return (1,) * nodes  # nobody said how many; on an exclusive node Slurm then names its CPUs as tasks
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks = tuple(hostlist.expand_counts(text))
     if len(tasks) != nodes:

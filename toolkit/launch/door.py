@@ -1,48 +1,66 @@
-"""The sbatch door: what ``sbatch/*.sh`` exec inside the allocation."""
+"""The sbatch door: what ``sbatch/*.sh`` and follow-up jobs exec inside the allocation."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import logs, rundir
+from toolkit.cluster.commands import Slurm
 from toolkit.launch import snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE, takes_over
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
 
-#: Set once the process runs from the copied sources.
-_RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
-
 
 def supervise(config_path: str, overrides: Sequence[str]) -> None:
     """Find or make the run of this job, then become its supervisor from the run's own copy of the sources."""
+    enter(lambda allocation: _make_run(config_path, overrides, allocation))
+
+
+def enter(make_run: Callable[[Allocation], RunDir]) -> None:
+    """Supervise the run that this job served before, or the one that ``make_run`` makes."""
     from toolkit.launch.supervisor import supervise as supervise_run
 
-    run_dir = os.environ.pop(_RUN_VARIABLE, None)
-    if run_dir is not None:
+    run_dir = os.environ.pop(RUN_VARIABLE, None)
+    if run_dir is None:
+        logs.setup("supervisor")
+        allocation = Allocation.slurm(os.environ)
+        _become_supervisor(_open_run_of(allocation) or make_run(allocation))
+    elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
-        return
-    logs.setup("supervisor")
-    allocation = Allocation.slurm(os.environ)
-    run = _open_run_of(allocation) or _make_run(config_path, overrides, allocation)
+
+
+def _become_supervisor(run: RunDir) -> None:
     os.environ.update(snapshot.environment(run.code, os.environ))
     os.environ["TOOLKIT_RUNS"] = str(run.path.parent.parent)
-    os.environ[_RUN_VARIABLE] = str(run.path)
+    os.environ[RUN_VARIABLE] = str(run.path)
     os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
 
 
+def _is_wanted(run: RunDir) -> bool:
+    """Always, but for the heir of a job that does not need one."""
+    predecessor = os.environ.pop(PREDECESSOR_VARIABLE, None)
+    if predecessor is None:
+        return True
+    logs.setup("heir")
+    wanted = takes_over(run, Slurm().show_job(predecessor))
+    log.info("job %s %s", predecessor, "is continued here" if wanted else "needs no follow-up")
+    return wanted
+
+
 def _open_run_of(allocation: Allocation) -> RunDir | None:
-    """The run that this job served before it was restarted by Slurm, unless that run has ended."""
+    """The run that this job served before it was restarted by Slurm, unless that run is completed."""
     if allocation.restart_count == 0 or allocation.job_key is None:
         return None
     run = rundir.run_of_job(allocation.job_key)
-    if run is None or run.result() is not None:
+    if run is None or (run.result() or {}).get("state") == "completed":
         return None
     log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
     return run

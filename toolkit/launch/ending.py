@@ -1,9 +1,17 @@
-"""What the end of an attempt means: a pure function from what was seen to (cause, decision, one line)."""
+"""What the end of an attempt means: a pure function from what was seen to (cause, decision, one line).
+
+Three witnesses are heard: srun and the ranks' own words (which ranks ended how), the store (was a stop agreed and
+committed), and one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of their strength; the
+rows that they were made for, recorded on Slurm 22.05 and 24.11, are in ``tests/unit/launch/test_ending.py``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+
+from toolkit.cluster.commands import JobRow
 
 
 class Cause(StrEnum):
@@ -29,11 +37,78 @@ class Decision(StrEnum):
     GIVE_UP = "give_up"
 
 
+#: Causes that are the run's own fault and count against ``retry``.
+OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
+
+
+class Slurm(StrEnum):
+    """How Slurm sees our job at the moment when its ranks have ended."""
+
+    ABSENT = "absent"  #: no Slurm: local processes
+    UNKNOWN = "unknown"  #: the controller does not answer, which says nothing about the job
+    RUNNING = "running"  #: ours to requeue
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"  #: Slurm, or an administrator, has put it back into the queue already
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"  #: by somebody; never to be brought back
+    NODE_FAILED = "node_failed"
+
+
+_BY_STATE = {
+    "PREEMPTED": Slurm.PREEMPTED,
+    "TIMEOUT": Slurm.TIMEOUT,
+    "DEADLINE": Slurm.TIMEOUT,
+    "NODE_FAIL": Slurm.NODE_FAILED,
+    "BOOT_FAIL": Slurm.NODE_FAILED,
+    "REQUEUED": Slurm.REQUEUED,
+    "PENDING": Slurm.REQUEUED,
+}
+#: Times in a row are whole seconds; a preemption's two times are taken one after the other.
+SAME_MOMENT_S = 1.5
+
+
+def how_slurm_sees_it(row: JobRow | None, restart_count: int) -> Slurm:
+    """Read one row. ``restart_count`` is the one that this job was started with.
+
+    A preempted job stays RUNNING through its grace time with PreemptTime set. At the end Slurm requeues it, and the row
+    is that of the next start already: one restart more and no PreemptTime. A preemption that cancels leaves PreemptTime
+    and EndTime equal; somebody's ``scancel`` during the grace leaves an EndTime after it. COMPLETING for none of these
+    reasons, and not out of time, is a cancellation.
+    """
+    if row is None:
+        return Slurm.UNKNOWN
+    if row.restarts > restart_count:
+        return Slurm.REQUEUED
+    if row.state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"):
+        return Slurm.RUNNING if row.preempt_time is None else Slurm.PREEMPTED
+    if row.state in _BY_STATE:
+        return _BY_STATE[row.state]
+    if row.preempt_time is not None and (row.end_time or 0.0) - row.preempt_time <= SAME_MOMENT_S:
+        return Slurm.PREEMPTED
+    return Slurm.TIMEOUT if row.reason == "TimeLimit" or _used_up(row) else Slurm.CANCELLED
+
+
+def _used_up(row: JobRow) -> bool:
+    if row.end_time is None or row.start_time is None or row.time_limit_s is None:
+        return False
+    return row.end_time - row.start_time >= row.time_limit_s
+
+
+class Stop(StrEnum):
+    """Why the supervisor ended the ranks, or asked them to stop."""
+
+    CANCEL = "cancel"  #: `toolkit cancel`
+    USER = "user"  #: `toolkit stop`, or Ctrl-C where the run lives in a terminal
+    CLOCK = "clock"  #: the time limit is near
+    SIGNAL = "signal"  #: TERM, USR1 or USR2, by Slurm, a site or somebody; the row may say why
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """One rank that did not end well, as srun, the kernel or the rank itself told it.
 
-    ``how`` is ``signal 9``, ``exit 1`` or an exception's type and message; ``time`` is in seconds since the epoch.
+    ``how`` is ``killed by SIGKILL``, ``exit code 1`` or an exception's type and message; ``time`` is in seconds since
+    the epoch.
     """
 
     rank: int | None
@@ -42,20 +117,42 @@ class RankFailure:
     time: float
     by_signal: bool = False
     traceback: str = ""
+    out_of_memory: bool = False
+    is_request_error: bool = False  #: a wrong config, data that are not there: no restart mends it
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The config's ``retry`` section, as far as it is judged here."""
+
+    max_failures: int = 4
+    max_requeues: int = 100
+    no_progress_attempts: int = 2
+
+
+@dataclass(frozen=True)
+class Past:
+    """An earlier attempt: how it ended, and the highest step that it reached (None: it never got to one)."""
+
+    cause: str
+    decision: str
+    step_end: int | None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the decision may depend on."""
+    """Everything that the verdict may depend on."""
 
     exit_code: int
     failures: tuple[RankFailure, ...] = ()
-    #: the supervisor was told to end: "cancel" by `toolkit cancel` or Ctrl-C, "signal" by whoever sent SIGTERM
-    told: str | None = None
-    #: what scontrol says of the job, in our words: running, preempted, timeout, cancelled; None when nobody can say
-    slurm: str | None = None
-    crashes_before: int = 0
-    max_failures: int = 0
+    stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
+    stop: Stop | None = None
+    slurm: Slurm = Slurm.ABSENT
+    node_failed: bool = False  #: srun said so
+    step_start: int | None = None
+    step_end: int | None = None
+    history: Sequence[Past] = ()
+    budgets: Budgets = Budgets()
 
 
 @dataclass(frozen=True)
@@ -65,10 +162,10 @@ class Ending:
     cause: Cause
     decision: Decision
     line: str
-    first_failure: RankFailure | None = field(default=None)
+    first_failure: RankFailure | None = None
 
 
-def first_failure(failures: tuple[RankFailure, ...]) -> RankFailure | None:
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that caused the others.
 
     A rank that dies takes its peers with it: their collectives raise within milliseconds, often before anybody has
@@ -79,29 +176,109 @@ def first_failure(failures: tuple[RankFailure, ...]) -> RankFailure | None:
 
 
 def judge(facts: Facts) -> Ending:
-    """Cause and decision of an attempt's end. Whoever was cancelled is never brought back."""
-    if facts.told == "cancel" or facts.slurm == "cancelled":
-        return Ending(Cause.CANCELLED, Decision.GIVE_UP, "cancelled; `toolkit resume` goes on from the last checkpoint")
-    if facts.exit_code == 0 and not facts.failures:
+    """Cause and decision of an attempt's end. What was cancelled is never brought back."""
+    if facts.exit_code == 0 and not facts.failures and not facts.stopped_cleanly:
         return Ending(Cause.COMPLETED, Decision.FINISH, "completed")
-    if facts.slurm == "preempted":
-        return Ending(Cause.PREEMPTED, Decision.REQUEUE, "preempted by Slurm; resumes from the last checkpoint")
-    if facts.slurm == "timeout":
-        return Ending(Cause.TIMEOUT, Decision.GIVE_UP, "out of time; raise cluster.time_min and `toolkit resume` it")
-    if facts.told:
-        return Ending(Cause.CANCELLED, Decision.GIVE_UP, "ended by SIGTERM; `toolkit resume` goes on")
-    return _judge_crash(facts)
+    if facts.stop is Stop.CANCEL or facts.slurm is Slurm.CANCELLED:
+        return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
+    if facts.stop is Stop.USER:
+        return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
+    if facts.slurm in (Slurm.REQUEUED, Slurm.NODE_FAILED) or facts.node_failed:
+        return _judge_taken_away(facts)
+    if facts.slurm is Slurm.PREEMPTED:
+        return _requeue(facts, Cause.PREEMPTED, f"preempted{_at(facts)}; {_kept(facts)}")
+    if facts.slurm is Slurm.TIMEOUT or facts.stop is Stop.CLOCK:
+        return _judge_timeout(facts)
+    if facts.stopped_cleanly:
+        return _judge_stopped(facts)
+    if facts.stop is Stop.SIGNAL:
+        return _judge_told_to_end(facts)
+    return _judge_fault(facts)
 
 
-def _judge_crash(facts: Facts) -> Ending:
+def _judge_taken_away(facts: Facts) -> Ending:
+    if facts.node_failed or facts.slurm is Slurm.NODE_FAILED:
+        return _requeue(facts, Cause.NODE_FAILURE, f"a node failed{_at(facts)}; {_kept(facts)}")
+    return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
+
+
+def _judge_timeout(facts: Facts) -> Ending:
+    """Free while steps are gained: a run that needs ten time limits gets them, one that gets nowhere does not."""
+    if _stuck(facts) >= facts.budgets.no_progress_attempts:
+        line = f"out of time{_at(facts)} without a new step for {_stuck(facts)} attempts; raise cluster.time_min"
+        return Ending(Cause.TIMEOUT, Decision.GIVE_UP, line)
+    return _requeue(facts, Cause.TIMEOUT, f"out of time{_at(facts)}; {_kept(facts)}")
+
+
+def _judge_stopped(facts: Facts) -> Ending:
+    """A signal at a rank made them stop, and nobody says why; the run is not at its end, so it goes on later."""
+    if facts.slurm is Slurm.ABSENT:
+        return Ending(Cause.STOPPED, Decision.FINISH, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
+    return _requeue(facts, Cause.STOPPED, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
+
+
+def _judge_told_to_end(facts: Facts) -> Ending:
+    """SIGTERM, and Slurm does not answer or sees nothing: to bring it back could revive what somebody cancelled.
+
+    If it was a preemption after all, Slurm restarts the job itself, and the restarted job finds this run.
+    """
+    if facts.slurm is Slurm.RUNNING:
+        return _requeue(facts, Cause.STOPPED, f"told to end by a signal{_at(facts)}; {_kept(facts)}")
+    return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"told to end by SIGTERM{_at(facts)}")
+
+
+def _judge_fault(facts: Facts) -> Ending:
     first = first_failure(facts.failures)
     what = _describe(first) if first else f"the ranks ended with exit code {facts.exit_code}"
-    crashes = facts.crashes_before + 1
-    if crashes > facts.max_failures:
-        line = f"{what}; given up after {crashes} failures (retry.max_failures: {facts.max_failures})"
+    if any(failure.out_of_memory for failure in facts.failures):
+        line = f"{what}: out of memory; would fail again unchanged: give it more (cluster.mem_gb) or less to hold"
+        return Ending(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
+    if first is not None and first.is_request_error:
+        return Ending(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
+    faults = 1 + sum(past.cause in OWN_FAULT for past in facts.history)
+    budgets = facts.budgets
+    if faults > budgets.max_failures:
+        line = f"{what}; given up after {faults} failures (retry.max_failures: {budgets.max_failures})"
         return Ending(Cause.CRASHED, Decision.GIVE_UP, line, first)
-    line = f"{what}; restart {crashes} of {facts.max_failures}"
-    return Ending(Cause.CRASHED, Decision.RESTART, line, first)
+    if _stuck(facts) >= budgets.no_progress_attempts:
+        line = f"{what}; given up: {_stuck(facts)} attempts in a row got no further than step {_best(facts.history)}"
+        return Ending(Cause.CRASHED, Decision.GIVE_UP, line, first)
+    return Ending(Cause.CRASHED, Decision.RESTART, f"{what}; restart {faults} of {budgets.max_failures}", first)
+
+
+def _requeue(facts: Facts, cause: Cause, line: str) -> Ending:
+    before = sum(past.decision == Decision.REQUEUE for past in facts.history)
+    if before >= facts.budgets.max_requeues:
+        return Ending(cause, Decision.GIVE_UP, f"{line}; given up after {before} requeues (retry.max_requeues)")
+    return Ending(cause, Decision.REQUEUE, line)
+
+
+def _best(history: Sequence[Past]) -> int:
+    return max((past.step_end or 0 for past in history), default=0)
+
+
+def _stuck(facts: Facts) -> int:
+    """Attempts in a row, this one the last, that by their own doing got no further than an earlier one had.
+
+    An attempt that was taken away before its first step could not get anywhere and is left out.
+    """
+    attempts = [*facts.history, Past("now", "", facts.step_end)]
+    count = 0
+    for index in range(len(attempts) - 1, -1, -1):
+        past = attempts[index]
+        if (past.step_end or 0) > _best(attempts[:index]):
+            break
+        if past.step_end is not None or past.cause in (*OWN_FAULT, Cause.TIMEOUT, "now"):
+            count += 1
+    return count
+
+
+def _at(facts: Facts) -> str:
+    return "" if facts.step_end is None else f" at step {facts.step_end}"
+
+
+def _kept(facts: Facts) -> str:
+    return "committed, nothing is lost" if facts.stopped_cleanly else "goes on from the last checkpoint"
 
 
 def _describe(failure: RankFailure) -> str:

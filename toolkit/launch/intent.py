@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import time
+from enum import StrEnum
 
 from toolkit import fsio
 from toolkit.rundir import RunDir
 
 
-def cancel(run: RunDir) -> None:
-    """From now on this run is not to be brought back by itself."""
-    fsio.write_json(run.path / "cancel.json", {"time": time.time()})
+class Intent(StrEnum):
+    """Either way the run is not brought back by itself."""
+
+    STOP = "stop"  #: commit, then end
+    CANCEL = "cancel"  #: end
 
 
-def cancelled(run: RunDir) -> bool:
-    """Whether a user has cancelled the run."""
-    return (run.path / "cancel.json").exists()
+def ask(run: RunDir, intent: Intent) -> None:
+    """Note what is wanted. Whoever asks tells the supervisor, too: it does not look by itself."""
+    fsio.write_json(run.path / "intent.json", {"intent": intent, "time": time.time()})
+
+
+def asked(run: RunDir) -> Intent | None:
+    """What is wanted, if anything."""
+    note = fsio.read_json(run.path / "intent.json")
+    return Intent(note["intent"]) if note else None
 
 
 def clear(run: RunDir) -> None:
     """A resumed run is wanted again."""
-    (run.path / "cancel.json").unlink(missing_ok=True)
+    (run.path / "intent.json").unlink(missing_ok=True)

@@ -11,14 +11,19 @@ from toolkit.launch import snapshot
 from toolkit.rundir import RunDir
 
 
-def new_run(config: JobConfig, project: Path) -> RunDir:
-    """A new run of ``config`` with a copy of the sources in ``project``.
+def new_run(config: JobConfig, project: Path | None) -> RunDir:
+    """A new run of ``config`` with a copy of the sources in ``project``; None: a foreign script runs where it lies.
 
     A relative ``data.root`` becomes absolute: ranks may start in another folder.
     """
     if config.data.root is not None:
         config.data.root = str(Path(config.data.root).expanduser().absolute())
     run = rundir.create(config.name)
-    snapshot.take(project, run.code)
-    fsio.write_atomic(run.config, configs.dump_config(config))
+    try:
+        if project is not None:
+            snapshot.take(project, run.code)
+        fsio.write_atomic(run.config, configs.dump_config(config))
+    except BaseException:  # half a run would be listed for ever
+        fsio.remove_tree(run.path)
+        raise
     return run

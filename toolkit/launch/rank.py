@@ -5,6 +5,7 @@ The same few lines serve a rank under the supervisor, under plain ``srun``, ``to
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -16,11 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir
+from toolkit import fsio, logs, rundir, signals
 from toolkit.cluster import network, placement
 from toolkit.cluster.placement import Placement
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
@@ -33,7 +34,23 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
     A failure is written into the run's logs as this rank's own words before it goes on to the caller.
     """
     faulthandler.enable()
-    place = placement.derive(os.environ, socket.gethostname())
+    signals.install()  # before anything slow: a stop signal during the imports must not kill
+    place: Placement | None = None
+    try:
+        place = placement.derive(os.environ, socket.gethostname())
+        _be(place, config_path, overrides)
+    except StoppedError as stopped:
+        log.info("%s", stopped)
+        signals.ignore()
+        return stopped.exit_code
+    except BaseException as error:
+        _write_error_file(place, error)
+        raise
+    signals.ignore()
+    return 0
+
+
+def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
     logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
     for note in place.notes:
@@ -43,12 +60,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
-    try:
-        _main_of(config)(config)
-    except BaseException as error:
-        _write_error_file(place, error)
-        raise
-    return 0
+    _main_of(config)(config)
 
 
 def environment(place: Placement, environ: os._Environ[str] | dict[str, str], cpus_per_task: int) -> dict[str, str]:
@@ -98,20 +110,23 @@ def _main_of(config: JobConfig) -> Callable[[JobConfig], object]:
     return main
 
 
-def _write_error_file(place: Placement, error: BaseException) -> None:
+def _write_error_file(place: Placement | None, error: BaseException) -> None:
     """For ``attempts.jsonl`` and ``toolkit why``: the supervisor picks the first failing rank by these times."""
     log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
     folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if folder is None or (isinstance(error, SystemExit) and not error.code):
         return
+    rank = place.rank if place else int(os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or 0)
     said = {
-        "rank": place.rank,
-        "host": place.host,
+        "rank": rank,
+        "host": socket.gethostname(),
         "time": time.time(),
         "type": type(error).__name__,
         "message": str(error),
+        "exit_code": getattr(error, "exit_code", EXIT_FAILED),
         "traceback": "".join(traceback.format_exception(error)),
     }
-    path = RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), place.rank)
-    fsio.make_dir(path.parent)
-    fsio.write_json(path, said)
+    path = RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), rank)
+    with contextlib.suppress(OSError):  # a full disk; the log has the same words
+        fsio.make_dir(path.parent)
+        fsio.write_json(path, said)

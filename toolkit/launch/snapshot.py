@@ -12,8 +12,10 @@ from toolkit import fsio, logs
 from toolkit.errors import RequestError
 
 MAX_BYTES = 200 * 2**20
-#: Left out where there is no git to say what belongs to the project.
-SKIPPED_DIRS = {".git", ".venv", "venv", "runs", "data", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache"}
+#: Left out where no git says what belongs to the project: these anywhere, ...
+SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+#: ... and these at the top only: further down, `data` is a package as likely as data.
+SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
 
 log = logs.get(__name__)
 
@@ -58,14 +60,18 @@ def _git(project: Path, *args: str) -> str | None:
 
 
 def _project_files(project: Path) -> Iterator[str]:
-    listed = _git(project, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
-    names = listed.split("\0") if listed is not None else _walk(project)
+    """What git tracks, in submodules too, and would track. Where git lists nothing (a folder that a repository around
+    it ignores) or refuses (one that belongs to somebody else), what lies there."""
+    tracked = _git(project, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
+    others = _git(project, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    names = dict.fromkeys((tracked + others).split("\0")) if tracked or others else _walk(project)
     return (name for name in names if name and (project / name).is_file())
 
 
 def _walk(project: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(project):
-        folders[:] = [name for name in folders if name not in SKIPPED_DIRS]
+        skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS if Path(folder) == project else SKIPPED_DIRS
+        folders[:] = [name for name in folders if name not in skipped]
         yield from (str((Path(folder) / name).relative_to(project)) for name in files)
 
 

@@ -34,13 +34,22 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Ranks that ended badly on ``host``; ``signal`` is the one that killed them, or None."""
+    """Ranks that ended on ``host`` with another exit code than 0; ``signal`` is the one that killed them, or None."""
 
     ranks: tuple[int, ...]
     host: str
     how: str
     signal: int | None
     time: float
+    exit_code: int | None = None
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class NodeFailed:
+    """srun has lost a node of the step."""
+
+    host: str
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,8 @@ Events = SimpleQueue[Any]
 class Step(Protocol):
     """The running ranks of one attempt."""
 
-    def kill(self) -> None:
-        """End every rank at once, with SIGKILL."""
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send every rank a signal; SIGKILL ends all at once."""
 
 
 class Launcher(Protocol):
@@ -67,10 +76,14 @@ class Launcher(Protocol):
         """Start ``command`` on every rank of the allocation; what happens to them goes into ``events``."""
 
 
-def tethered(command: Sequence[str], at_our_death: signal.Signals) -> list[str]:
-    """``command`` such that it gets ``at_our_death`` when this process dies, however it dies."""
+def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:
+    """``command`` such that it gets ``at_our_death`` when this process dies, however it dies.
+
+    ``deaf``: from its first moment it ignores what Slurm sends to all processes of a job that is to end.
+    """
     tether = str(Path(__file__).with_name("tether.py"))
-    return [sys.executable, "-I", "-S", tether, str(os.getpid()), at_our_death.name, *command]
+    how = [str(os.getpid()), at_our_death.name, "deaf" if deaf else "hearing"]
+    return [sys.executable, "-I", "-S", tether, *how, *command]
 
 
 # ------------------------------------------------------------------------------------------------- local processes
@@ -146,17 +159,18 @@ class _LocalStep:
         if code != 0:
             number = -code if code < 0 else None
             how = f"killed by {_signal_name(number)}" if number else f"exit code {code}"
-            self._events.put(RankEnded((rank,), self._host, how, number, time.time()))
-        _kill_session(process.pid)  # data loader workers that a killed rank left behind
+            self._events.put(RankEnded((rank,), self._host, how, number, time.time(), None if number else code))
+        _signal_session(process.pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
 
-    def kill(self) -> None:
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         for process in self._processes:
-            _kill_session(process.pid)
+            if process.poll() is None:
+                _signal_session(process.pid, number)
 
 
-def _kill_session(leader: int) -> None:
+def _signal_session(leader: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader, number)
 
 
 def _signal_name(number: int) -> str:
@@ -218,24 +232,26 @@ class _SrunStep:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             log.info("%s", line.rstrip())
-            ended = parse_srun_line(line)
-            if ended is not None:
-                self._events.put(ended)
+            event = parse_srun_line(line)
+            if event is not None:
+                self._events.put(event)
         self._events.put(StepEnded(self._process.wait()))
 
-    def kill(self) -> None:
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """``scancel -s KILL`` of the step takes 75 ms; srun's own way sends SIGTERM first and waits KillWait."""
         assert self._allocation.job_id is not None
         try:
             step = self._slurm.find_step(self._allocation.job_id, self._name)
             if step is not None:
-                self._slurm.cancel(self._allocation.job_id, signal="KILL", step=step)
+                self._slurm.cancel(self._allocation.job_id, signal=number.name.removeprefix("SIG"), step=step)
                 return
         except SlurmError as error:
-            log.warning("the step cannot be cancelled (%s); ending srun instead", error)
-        self._process.terminate()
+            log.warning("the step cannot be signalled (%s); ending srun instead", error)
+        if number is signal.SIGKILL:
+            self._process.terminate()
 
 
+_NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
 _SRUN_ENDED = re.compile(
     r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
 )
@@ -244,17 +260,23 @@ _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def parse_srun_line(line: str) -> RankEnded | None:
-    """Which ranks ended badly, from srun's ``srun: error: node2: tasks 2-3: Exited with exit code 1``; None for the
-    other lines."""
+def parse_srun_line(line: str) -> RankEnded | NodeFailed | None:
+    """Which ranks ended badly, from srun's ``srun: error: node2: tasks 2-3: Exited with exit code 1``, or which node
+    was lost; None for the other lines."""
+    lost = _NODE_FAILED.match(line)
+    if lost:
+        return NodeFailed(lost["host"])
     match = _SRUN_ENDED.match(line)
-    if match is None:
-        return None
+    return None if match is None else _rank_ended(match)
+
+
+def _rank_ended(match: re.Match[str]) -> RankEnded:
     ranks = tuple(int(r) for r in hostlist.expand(f"[{match['ranks'].strip('[]')}]"))
     how, code = match["how"], _EXIT_CODE.search(match["how"])
     if code:
-        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time())
+        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time(), int(code[1]))
     text = how.removesuffix(" (core dumped)")
-    number = _SIGNAL_TEXTS.get(text, signal.SIGKILL if "Out Of Memory" in text else None)
+    out_of_memory = "Out Of Memory" in text
+    number = signal.SIGKILL if out_of_memory else _SIGNAL_TEXTS.get(text)
     named = f"killed by {_signal_name(number)} ({how})" if number else how
-    return RankEnded(ranks, match["host"], named, number, time.time())
+    return RankEnded(ranks, match["host"], named, number, time.time(), None, out_of_memory)

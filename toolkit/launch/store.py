@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import logs
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.steps import Events, open_log, tethered
 
 LAST_WORDS_S = 10.0
+
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StoreHost:
         command += ["--port", str(self.port), "--world-size", str(world_size)]
         with listener, open_log(log_path) as output:
             self._process = subprocess.Popen(
-                tethered(command, signal.SIGKILL),
+                tethered(command, signal.SIGKILL, deaf=True),  # the ranks need it to agree on where to stop
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -61,10 +64,20 @@ class StoreHost:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._events.put(Report(json.loads(line)))
+            try:
+                self._events.put(Report(json.loads(line)))
+            except ValueError:  # a library that prints: the next line is ours again
+                log.warning("the store host says: %s", line.rstrip())
         code = self._process.wait()
         if not self._closing:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
+
+    def propose(self, kind: str, by: str) -> None:
+        """Have the ranks agree on a step for ``kind``."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the queue tells
+            self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """Let it say its last words, which are in the queue when this returns, and end it."""

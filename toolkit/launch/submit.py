@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,19 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import Slurm, submit_environment
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
-from toolkit.launch import intent, snapshot
+from toolkit.launch import door, intent, snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.foreign import write_command
+from toolkit.launch.intent import Intent
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
 
 EXECUTORS = ("auto", "slurm", "local", "debug")
 #: How often a waiting caller asks Slurm whether the job still exists; the run's own files are read each second.
 ASK_SLURM_EVERY_S = 30.0
 READ_FILES_EVERY_S = 0.5
+#: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s what was not
+#: there. Only then has a job that is over written no result.
+FILES_LAG_S = 75.0
 #: submitit's local executor kills at its time limit and leaves orphans: the limit is set out of reach.
 NO_LIMIT_MIN = 60 * 24 * 365
 
@@ -54,8 +63,8 @@ class Run:
         return self.dir.status()
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the end and return ``result.json``. Raises TimeoutError, or JobFailedError for a job that Slurm
-        ended before it could write one."""
+        """Wait for the end and return ``result.json``. Raises TimeoutError, or JobFailedError for a job that ended
+        before it could write one, or whose run folder is gone."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for _ in self.watch():
             if deadline is not None and time.monotonic() > deadline:
@@ -67,10 +76,14 @@ class Run:
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield the status twice a second until the run has ended. Reads files; asks Slurm every 30 s only."""
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+        over_since: float | None = None
         while self.dir.result() is None:
-            if time.monotonic() >= ask_at or self.executor == "local":
-                self._refuse_to_wait_for_nobody()
-                ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+            now = time.monotonic()
+            if now >= ask_at or self.executor != "slurm":
+                ask_at = now + ASK_SLURM_EVERY_S
+                over_since = (over_since or now) if self._is_over() else None
+            if over_since is not None:
+                self._refuse_to_wait_for_nobody(now - over_since)
             yield self.dir.status()
             time.sleep(READ_FILES_EVERY_S)
 
@@ -84,41 +97,80 @@ class Run:
         return result
 
     def cancel(self) -> None:
-        """End the run for good; its checkpoints stay."""
-        intent.cancel(self.dir)
+        """End the run for good; its checkpoints stay. Raises RequestError for a local run of another machine."""
+        self._ask(Intent.CANCEL)
         if self.executor == "slurm":
             Slurm().cancel(self.job_id)
-            self._write_cancelled_before_start()
         else:
             _signal_supervisor(self.dir, signal.SIGTERM)
+        if self._waits() or self._is_over(unknown=True):
+            self._write_ended("cancelled")
 
-    def _write_cancelled_before_start(self) -> None:
-        """A job that never started has no supervisor to write its result."""
-        if self.dir.status().get("state") == "queued":
-            self.dir.write_status({**self.dir.status(), "state": "cancelled", "ended": time.time()})
-            self.dir.write_result({"state": "cancelled", "attempts": 0, "metrics": {}, "why": "cancelled in the queue"})
+    def stop(self) -> None:
+        """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it. Raises
+        RequestError for a local run of another machine."""
+        self._ask(Intent.STOP)
+        if self.executor != "slurm":
+            _signal_supervisor(self.dir, signal.SIGTERM)
+        elif self._waits():
+            Slurm().cancel(self.job_id)
+        else:
+            Slurm().cancel(self.job_id, signal="USR1", batch=True)
+        if self._waits() or self._is_over(unknown=True):
+            self._write_ended("stopped")
 
-    def _refuse_to_wait_for_nobody(self) -> None:
-        if self._is_gone() and self.dir.result() is None:
+    def _ask(self, what: Intent) -> None:
+        if self.executor != "slurm" and not self._is_here():
+            raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
+        intent.ask(self.dir, what)
+
+    def _waits(self) -> bool:
+        return self.executor == "slurm" and self.dir.status().get("state") in ("queued", "requeued")
+
+    def _write_ended(self, state: str) -> None:
+        """A job that waits in the queue, or died, has no supervisor to write its result."""
+        if self.dir.result() is None:
+            why = f"{state} while no supervisor ran"
+            self.dir.write_status({**self.dir.status(), "state": state, "why": why, "ended": time.time()})
+            attempts = len(self.dir.attempts())
+            self.dir.write_result({"state": state, "attempts": attempts, "metrics": {}, "why": why})
+
+    def _refuse_to_wait_for_nobody(self, over_for_s: float) -> None:
+        if not self.dir.path.is_dir():
+            raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
+        list(self.dir.path.iterdir())  # a look at the folder makes NFS forget what was not there
+        patience_s = FILES_LAG_S if self.executor == "slurm" else 0.0
+        if over_for_s >= patience_s and self.dir.result() is None:
             raise JobFailedError(
                 f"run {self.id}: the job {self.job_id} is over and wrote no result; see {self.dir.submitit} "
-                f"and {self.dir.logs}"
+                f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
             )
 
-    def _is_gone(self) -> bool:
+    def _is_over(self, *, unknown: bool = False) -> bool:
+        """Whether nobody can write this run's result any more; ``unknown`` is the answer where nobody knows the job."""
+        if self.executor == "debug":
+            return True
         if self.executor == "local":
-            return not _alive(int(self.job_id))
+            return self._is_here() and not _is_process_of(self.dir, int(self.job_id))
         try:
             status = Slurm().show_jobs([self.job_id])[self.job_id]
         except SlurmError:  # the controller is away: that says nothing about the job
             return False
-        return status is not None and status.is_over
+        return unknown if status is None else status.is_over
+
+    def _host(self) -> str | None:
+        """Where a local run was started."""
+        host: str | None = self.dir.submission().get("host")
+        return host
+
+    def _is_here(self) -> bool:
+        return self._host() in (None, socket.gethostname())
 
 
 def attach(run: RunDir) -> Run:
     """The handle of a run that was submitted earlier, by anybody. Raises RequestError for one that never was."""
     note = run.submission() or run.status()
-    if "job_id" not in note:
+    if note.get("job_id") is None:
         raise RequestError(f"run {run.id} was started without a supervisor; end its processes where they run")
     return Run(run, note.get("executor", "slurm"), str(note["job_id"]))
 
@@ -133,20 +185,75 @@ def submit(
     """
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
-    _validate(loaded, chosen)
-    return _send(new_run(loaded, Path(project).resolve()), loaded, chosen)
+    folder = Path(project).resolve()
+    _validate(loaded, chosen, folder)
+    run = new_run(loaded, folder)
+    try:
+        return _send(run, loaded, chosen)
+    except SlurmError:
+        fsio.remove_tree(run.path)
+        raise
+
+
+def submit_command(
+    command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None, executor: str = "auto"
+) -> Run:
+    """Submit a foreign, torchrun-style script as the ranks; returns at once. See :func:`submit`."""
+    chosen = choose_executor(executor)
+    if chosen == "debug":
+        raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
+    config = _foreign_config(command, overrides, name)
+    if chosen == "local":
+        Allocation.local(config.cluster)
+    return _send(_new_foreign_run(config, command), config, chosen)
+
+
+def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
+    """Inside an sbatch or salloc allocation: supervise a foreign script as the ranks, right here."""
+    config = _foreign_config(command, overrides, name)
+    door.enter(lambda allocation: _new_foreign_run(config, command))
+
+
+def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str | None) -> JobConfig:
+    config = configs.load_config(None, overrides)
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    config.name = name or Path(scripts[0] if scripts else command[0]).stem
+    config.job = configs.FOREIGN_JOB
+    configs.validate(config)
+    return config
+
+
+def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
+    run = new_run(config, None)
+    write_command(run, command)
+    return run
 
 
 def resume(run: RunDir, *, executor: str = "auto") -> Run:
     """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with."""
-    if run.result() is None and run.status().get("state") not in (None, "failed"):
-        raise RequestError(f"run {run.id} is {run.status()['state']}; it can be resumed when it has ended")
-    if (run.result() or {}).get("state") == "completed":
+    result, status = run.result(), run.status()
+    if result is None and status.get("state") not in (None, "failed") and _may_still_run(run):
+        raise RequestError(
+            f"run {run.id} is {status['state']}; it can be resumed when it has ended: `toolkit cancel {run.id}` ends it"
+        )
+    if (result or {}).get("state") == "completed":
         raise RequestError(f"run {run.id} is completed; submit its config.yaml with a larger train.epochs to go on")
+    config = configs.load_config(run.config, site=False)
+    chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     intent.clear(run)
     run.clear_result()
-    chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
-    return _send(run, configs.load_config(run.config, site=False), chosen)
+    try:
+        return _send(run, config, chosen)
+    except SlurmError:
+        run.write_status(status)
+        if result is not None:
+            run.write_result(result)
+        raise
+
+
+def _may_still_run(run: RunDir) -> bool:
+    note = run.submission() or run.status()
+    return note.get("job_id") is None or not attach(run)._is_over()
 
 
 def choose_executor(name: str) -> str:
@@ -155,13 +262,25 @@ def choose_executor(name: str) -> str:
         raise RequestError(f"executor: there is no {name!r}; valid: {', '.join(EXECUTORS)}")
     if name != "auto":
         return name
-    return "slurm" if Slurm().available() else "local"
+    if Slurm().available():
+        return "slurm"
+    if shutil.which("sbatch"):
+        log.warning(
+            "sbatch is here but its controller does not answer: running on this machine (--executor slurm insists)"
+        )
+    return "local"
 
 
-def _validate(config: JobConfig, executor: str) -> None:
-    configs.validate(config)
+def _validate(config: JobConfig, executor: str, project: Path) -> None:
+    configs.validate(config, project=project)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
+    source = configs.job_source(config.job, project).resolve()
+    if not source.is_relative_to(project) and "site-packages" not in source.parts:
+        raise RequestError(
+            f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
+            "call this in the folder of the job's project"
+        )
 
 
 def _send(run: RunDir, config: JobConfig, executor: str) -> Run:
@@ -171,7 +290,8 @@ def _send(run: RunDir, config: JobConfig, executor: str) -> Run:
         job_id = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor](run, config)
     finally:
         os.umask(umask)
-    fsio.write_json(run.submitit / "submission.json", {"executor": executor, "job_id": job_id, "time": time.time()})
+    note = {"executor": executor, "job_id": job_id, "host": socket.gethostname(), "time": time.time()}
+    fsio.write_json(run.submitit / "submission.json", note)
     return Run(run, executor, job_id)
 
 
@@ -181,9 +301,12 @@ def _send_to_slurm(run: RunDir, config: JobConfig) -> str:
     from toolkit.launch.supervisor import supervise
 
     with _only_these(submit_environment(os.environ)), _fewer_words():
-        executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
-        executor.update_parameters(**slurm_parameters(config, run))
-        return str(executor.submit(supervise, str(run.path), "slurm").job_id)
+        try:
+            executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
+            executor.update_parameters(**slurm_parameters(config, run))
+            return str(executor.submit(supervise, str(run.path), "slurm").job_id)
+        except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
+            raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
 
 
 def _send_to_local(run: RunDir, config: JobConfig) -> str:
@@ -191,7 +314,7 @@ def _send_to_local(run: RunDir, config: JobConfig) -> str:
 
     from toolkit.launch.supervisor import supervise
 
-    environ = {**os.environ, **snapshot.environment(run.code, os.environ)}
+    environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
     with _only_these(environ), _deaf_to_the_terminal(), _fewer_words():
         executor = submitit.LocalExecutor(run.submitit)
         executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=config.cluster.gpus_per_node)
@@ -231,7 +354,7 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
         "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
-        "setup": [*_environment_lines(run), *cluster.setup],
+        "setup": [*cluster.setup, *_environment_lines(run)],  # ours last: `module load` may set PYTHONPATH
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
             **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
@@ -269,7 +392,7 @@ def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str 
     """What :func:`submit` would send, as text: the sbatch script or the local command, and the resolved config."""
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
-    _validate(loaded, chosen)
+    _validate(loaded, chosen, Path.cwd())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     script = sbatch_script(loaded, run) if chosen == "slurm" else _local_text(loaded)
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
@@ -331,16 +454,15 @@ def _fewer_words() -> Iterator[None]:
 
 
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
-    status = run.status()
-    pid = status.get("pid")
-    if status.get("state") in ("starting", "running", "restarting") and pid and _alive(pid):
+    pid = run.status().get("pid")
+    if pid and _is_process_of(run, pid):
         os.kill(pid, number)
 
 
-def _alive(pid: int) -> bool:
-    """Whether the process runs; a zombie, which only waits for its parent to look, does not."""
+def _is_process_of(run: RunDir, pid: int) -> bool:
+    """Whether the process runs and is one that submitit started for this run: pids are given out again. A zombie,
+    which only waits for its parent to look, has no command line."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return os.fsencode(run.submitit) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -4,6 +4,8 @@ It starts an attempt (a fresh store, then the ranks), watches it without polling
 and restarts, requeues or finishes. Ranks own only training. It imports no torch, so it is up in a fraction of a second.
 
 Signal handlers only put a note into the event queue; everything is done by the one loop in :meth:`Supervisor._watch`.
+There is one stop path: whoever wants the ranks to stop, be it a user, a signal or the clock, has the store's agreement
+proposed; the ranks commit and exit with 75, and what happens next is judged like any other end.
 """
 
 from __future__ import annotations
@@ -13,32 +15,44 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
-from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, SlurmError, ToolkitError
-from toolkit.launch import intent
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, EXIT_STOPPED, SlurmError, ToolkitError
+from toolkit.launch import ending, intent
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.ending import Cause, Decision, Ending, Facts, RankFailure, judge
-from toolkit.launch.steps import Events, Launcher, LocalLauncher, RankEnded, SrunLauncher, Step, StepEnded
+from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
+from toolkit.launch.heir import Heir
+from toolkit.launch.intent import Intent
+from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
-STATUS_EVERY_S = 1.0
+STATUS_EVERY_S = 0.5
+KILL_AGAIN_S = 10.0
+#: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
+STOP_LIMIT_S = 150.0
+#: A foreign script gets this long after SIGTERM.
+FOREIGN_STOP_LIMIT_S = 30.0
+#: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
+PATIENCE_S = 300.0
+RETRY_EVERY_S = 2.0
+#: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
+CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logs.get(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,11 +67,16 @@ class _Attempt:
     number: int
     started: float
     failures: list[RankFailure] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    lost_nodes: set[str] = field(default_factory=set)
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
-    told: str | None = None
+    stop: Stop | None = None
+    stop_asked: float | None = None
     kill_at: float | None = None
+    killed: bool = False
     exit_code: int | None = None
+    ended: float = 0.0
 
     @property
     def progress(self) -> Mapping[str, Any]:
@@ -81,23 +100,28 @@ class Supervisor:
         self._allocation = allocation
         self._launcher = launcher
         self._slurm = slurm
+        self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
-        self._status: dict[str, Any] = {}
-        self._told: str | None = None
+        self._stop: Stop | None = None
+        self._row: JobRow | None = None
+        self._heir: Heir | None = None
+        self._unwritten: OSError | None = None
 
     def run(self) -> int:
         """Attempts until one finishes or no more may be made; returns the exit code of the job."""
         self._install_handlers()
-        if intent.cancelled(self._run):  # while it waited in the queue, or before Slurm requeued it
-            self._run.write_result({"state": "cancelled", "attempts": len(self._run.attempts()), "metrics": {}})
-            return EXIT_FAILED
         self._run.clear_result()
         self._close_left_over_attempt()
+        if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
+            return self._finish_unstarted()
+        self._look_at_the_job()
         while True:
-            ending = self._run_attempt()
-            if ending.decision is not Decision.RESTART:
+            verdict = self._run_attempt()
+            if verdict.decision is not Decision.RESTART:
                 break
-        return EXIT_DONE if ending.decision in (Decision.FINISH, Decision.REQUEUE) else EXIT_FAILED
+        if self._heir is not None and verdict.decision is not Decision.REQUEUE:
+            self._heir.dismiss()
+        return _exit_code(verdict)
 
     def _install_handlers(self) -> None:
         """Replaces submitit's, which requeue from inside the handler. SimpleQueue.put may interrupt itself safely."""
@@ -105,34 +129,46 @@ class Supervisor:
             signal.signal(number, lambda n, _: self._events.put(_Signalled(signal.Signals(n))))
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
 
+    def _look_at_the_job(self) -> None:
+        """Once at the start: the time limit, and whether Slurm lets us requeue; if not, an heir waits from now on."""
+        self._row = self._show_job(patience_s=0.0)
+        if self._row is not None and not self._row.can_requeue:
+            assert self._slurm is not None
+            self._heir = Heir.submit(self._run, self._row, self._slurm)
+
     # -------------------------------------------------------------------------------------------------- one attempt
 
     def _run_attempt(self) -> Ending:
-        attempt = _Attempt(self._next_number(), time.time(), told=self._told)
+        attempt = _Attempt(self._next_number(), time.time())
         self._set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, self._allocation.world_size, self._hosts_text())
         environ = self._rank_environ(attempt)
         host = "127.0.0.1" if self._allocation.job_id is None else _wildcard()
-        logs_dir = self._run.attempt_logs(attempt.number)
-        store = StoreHost(self._allocation.world_size, host, environ, self._events, logs_dir / "store.log")
+        store_log = self._run.attempt_logs(attempt.number) / "store.log"
+        store = StoreHost(self._allocation.world_size, host, environ, self._events, store_log)
         try:
             environ["MASTER_PORT"] = str(store.port)
             step = self._launcher.start(attempt.number, self._rank_command(), environ, self._events)
-            self._watch(attempt, step)
+            if self._stop is not None:  # it came between two attempts
+                self._ask_to_stop(attempt, step, store, self._stop)
+            self._watch(attempt, step, store)
         finally:
             store.close()
-        self._drain(attempt)
+        attempt.ended = time.time()
+        self._drain(attempt, step, store)
         self._read_error_files(attempt)
-        ending = judge(self._facts(attempt))
-        self._record(attempt, ending)
-        return ending
+        verdict = judge(self._facts(attempt))
+        self._record(attempt, verdict)
+        return verdict
 
     def _rank_command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", "toolkit", "run", str(self._run.config)]
+        module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
+        return [sys.executable, "-P", "-m", *module, str(self._run.config)]
 
     def _rank_environ(self, attempt: _Attempt) -> dict[str, str]:
         """What every rank gets; its own numbers are set where it starts."""
         environ = dict(os.environ)
+        environ.pop("MASTER_ADDR", None)  # somebody's profile does not know where our store is
         environ.update(
             {
                 rundir.RUN_DIR_VARIABLE: str(self._run.path),
@@ -140,39 +176,44 @@ class Supervisor:
                 "TOOLKIT_ATTEMPT": str(attempt.number),
                 "TOOLKIT_SUPERVISED": "1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt.number - 1),
                 "PYTHONUNBUFFERED": "1",
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self._allocation.cpus_per_task))
         return environ
 
-    def _watch(self, attempt: _Attempt, step: Step) -> None:
+    def _watch(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
         """Handle events until every rank has ended. The one place where things happen during an attempt."""
         next_status = 0.0
         while attempt.exit_code is None:
             now = time.monotonic()
             if attempt.kill_at is not None and now >= attempt.kill_at:
-                attempt.kill_at = None
+                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
                 step.kill()
             if now >= next_status:
                 self._set_status("running" if attempt.progress else "starting", attempt)
+                self._watch_the_clock(attempt, step, store)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
             try:
-                self._handle(attempt, self._events.get(timeout=max(0.0, wake - time.monotonic())))
+                self._handle(attempt, self._events.get(timeout=max(0.0, wake - time.monotonic())), step, store)
             except Empty:
                 continue
 
-    def _drain(self, attempt: _Attempt) -> None:
+    def _drain(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
         while not self._events.empty():
-            self._handle(attempt, self._events.get())
+            self._handle(attempt, self._events.get(), step, store)
 
-    def _handle(self, attempt: _Attempt, event: Any) -> None:
+    def _handle(self, attempt: _Attempt, event: Any, step: Step, store: StoreHost) -> None:
         match event:
             case Report(content):
                 self._take_report(attempt, content)
             case RankEnded():
-                self._take_failure(attempt, event)
+                self._take_rank_ended(attempt, event)
+            case NodeFailed(host):
+                attempt.lost_nodes.add(host)
+                self._kill_soon(attempt)
             case StepEnded(exit_code):
                 attempt.exit_code = exit_code
             case StoreHostEnded(exit_code):
@@ -180,7 +221,7 @@ class Supervisor:
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
                 self._kill_soon(attempt)
             case _Signalled(number):
-                self._take_signal(attempt, number)
+                self._take_signal(attempt, number, step, store)
 
     def _take_report(self, attempt: _Attempt, content: Mapping[str, Any]) -> None:
         if "result" in content:
@@ -188,84 +229,151 @@ class Supervisor:
         elif "rank" in content:
             attempt.reports[content["rank"]] = content["report"]
 
-    def _take_failure(self, attempt: _Attempt, ended: RankEnded) -> None:
-        if attempt.told is None:
+    def _take_rank_ended(self, attempt: _Attempt, ended: RankEnded) -> None:
+        if ended.exit_code == EXIT_STOPPED:
+            attempt.stopped |= set(ended.ranks)
+            return
+        if not attempt.killed:
             log.error("rank %s on %s: %s", ",".join(map(str, ended.ranks)), ended.host, ended.how)
+        by_signal = ended.signal is not None and not attempt.killed
         for rank in ended.ranks:
-            by_signal = ended.signal is not None and not self._killed_by_us(attempt)
-            attempt.failures.append(RankFailure(rank, ended.host, ended.how, ended.time, by_signal))
+            attempt.failures.append(
+                RankFailure(rank, ended.host, ended.how, ended.time, by_signal, out_of_memory=ended.out_of_memory)
+            )
         self._kill_soon(attempt)
 
     @staticmethod
-    def _killed_by_us(attempt: _Attempt) -> bool:
-        return bool(attempt.failures) and attempt.kill_at is None
-
-    @staticmethod
     def _kill_soon(attempt: _Attempt) -> None:
-        if len(attempt.failures) <= 1 or attempt.kill_at is not None:
-            attempt.kill_at = attempt.kill_at or time.monotonic() + LAST_WORDS_S
+        """One rank's end is every rank's: the others wait in a collective for a peer that will not come."""
+        if not attempt.killed:
+            soon = time.monotonic() + LAST_WORDS_S
+            attempt.kill_at = min(attempt.kill_at or soon, soon)
 
-    def _take_signal(self, attempt: _Attempt, number: signal.Signals) -> None:
-        if number not in ENDING_SIGNALS:
-            log.warning("%s: the job ends soon; what was not yet saved will be trained again", number.name)
+    # ----------------------------------------------------------------------------------------------- the stop path
+
+    def _take_signal(self, attempt: _Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
+        wanted = intent.asked(self._run)
+        if wanted is Intent.CANCEL:
+            stop = Stop.CANCEL
+        elif wanted is Intent.STOP or number is signal.SIGINT or self._allocation.job_id is None:
+            stop = Stop.USER
+        else:
+            stop = Stop.SIGNAL
+        log.warning("%s: asking the ranks to stop", number.name)
+        self._stop = stop
+        self._ask_to_stop(attempt, step, store, stop)
+
+    def _ask_to_stop(self, attempt: _Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
+        """Asking twice changes nothing, but a cancellation overrides what was asked before."""
+        if stop is Stop.CANCEL and self._allocation.job_id is None:
+            attempt.kill_at = time.monotonic()
+        if attempt.stop is not None:
+            attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
-        log.warning("%s: ending the ranks", number.name)
-        interactive = number is signal.SIGINT or self._allocation.job_id is None
-        self._told = attempt.told = "cancel" if interactive or intent.cancelled(self._run) else "signal"
-        attempt.kill_at = time.monotonic()
+        attempt.stop, attempt.stop_asked = stop, time.time()
+        limit_s = STOP_LIMIT_S
+        if self._foreign:
+            step.kill(signal.SIGTERM)
+            limit_s = FOREIGN_STOP_LIMIT_S
+        else:
+            store.propose("stop", by=f"the supervisor ({stop})")
+        attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
+
+    def _watch_the_clock(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
+        """Stop in time before the limit, without any signal configured. The limit may have been raised meanwhile."""
+        if attempt.stop is not None or not self._is_nearly_over(attempt):
+            return
+        self._row = self._show_job(patience_s=0.0) or self._row
+        if self._is_nearly_over(attempt):
+            log.warning("the time limit is near: asking the ranks to stop")
+            self._ask_to_stop(attempt, step, store, Stop.CLOCK)
+
+    def _is_nearly_over(self, attempt: _Attempt) -> bool:
+        row = self._row
+        if row is None or row.end_time is None or row.time_limit_s is None:
+            return False
+        slack_s = min(max(CLOCK_SLACK_SHARE * row.time_limit_s, CLOCK_SLACK_MIN_S), CLOCK_SLACK_MAX_S)
+        margin_s = slack_s + 2 * float(attempt.progress.get("save_s") or 0.0)
+        return time.time() > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     # ------------------------------------------------------------------------------------------------------ judging
 
     def _read_error_files(self, attempt: _Attempt) -> None:
         """What failing ranks wrote about themselves: more telling than an exit code, and timed at its cause."""
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
-            said: dict[str, Any] = fsio.read_json(path) or {}
-            how = f"{said['type']}: {said['message']}"
-            failure = RankFailure(said["rank"], said["host"], how, said["time"], traceback=said["traceback"])
-            attempt.failures = [f for f in attempt.failures if f.rank != said["rank"] or f.by_signal] + [failure]
+            failure = read_error_file(path)
+            attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
 
     def _facts(self, attempt: _Attempt) -> Facts:
         assert attempt.exit_code is not None
         well = attempt.exit_code == 0 and not attempt.failures
+        retry = self._config.retry
         return Facts(
             exit_code=attempt.exit_code,
             failures=tuple(attempt.failures),
-            told=attempt.told,
-            slurm=None if well else self._ask_slurm(),
-            crashes_before=sum(line["cause"] == Cause.CRASHED for line in self._run.attempts()),
-            max_failures=self._config.retry.max_failures,
+            stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
+            stop=attempt.stop,
+            slurm=ending.Slurm.RUNNING if well else self._ask_slurm(),
+            node_failed=bool(attempt.lost_nodes),
+            step_start=attempt.progress.get("step_start"),
+            step_end=attempt.progress.get("step"),
+            history=self._history(),
+            budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
         )
 
-    def _ask_slurm(self) -> str | None:
-        """How Slurm sees our job at this moment, or None when it cannot be asked: unknown is never "dead"."""
-        if self._slurm is None or self._allocation.job_id is None:
+    def _history(self) -> list[Past]:
+        """The attempts since the run was last started by a person: whoever resumes it has mended something."""
+        history: list[Past] = []
+        for line in self._run.attempts():
+            history.append(Past(line["cause"], line["decision"], line["step_end"]))
+            if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
+                history.clear()
+        return history
+
+    def _ask_slurm(self) -> ending.Slurm:
+        """How Slurm sees our job at this moment. A cancelled run is cancelled whatever Slurm says."""
+        if intent.asked(self._run) is Intent.CANCEL:
+            return ending.Slurm.CANCELLED
+        if self._slurm is None:
+            return ending.Slurm.ABSENT
+        return ending.how_slurm_sees_it(self._show_job(PATIENCE_S), self._allocation.restart_count)
+
+    def _show_job(self, patience_s: float) -> JobRow | None:
+        """Our job's row; None without Slurm, or when the controller has not answered for ``patience_s``."""
+        slurm, job_id = self._slurm, self._allocation.job_id
+        if slurm is None or job_id is None:
             return None
-        if intent.cancelled(self._run):
-            return "cancelled"
-        try:
-            row = self._slurm.show_job(self._allocation.job_id)
-        except SlurmError as error:
-            log.warning("Slurm does not say how the job stands: %s", error)
-            return None
-        return how_slurm_sees_it(row)
+        return self._patiently(lambda: slurm.show_job(job_id), patience_s, "Slurm does not say how the job stands")
+
+    def _patiently(self, call: Callable[[], T], patience_s: float, what: str) -> T | None:
+        """``call()``, again while Slurm does not answer; None when patience has run out, or we are told to end."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return call()
+            except SlurmError as error:
+                log.warning("%s: %s", what, error)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(RETRY_EVERY_S)
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def _record(self, attempt: _Attempt, ending: Ending) -> None:
-        log.info("attempt %d: %s (%s): %s", attempt.number, ending.cause, ending.decision, ending.line)
-        self._add_attempt_line(attempt, ending)
-        if ending.decision is Decision.RESTART:
-            self._set_status("restarting", attempt, why=ending.line)
+    def _record(self, attempt: _Attempt, verdict: Ending) -> None:
+        log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
+        self._persist(lambda: self._add_attempt_line(attempt, verdict))
+        if verdict.decision is Decision.RESTART:
+            self._set_status("restarting", attempt, why=verdict.line)
             return
-        state = _STATES[ending.decision, ending.cause is Cause.CANCELLED]
-        self._set_status(state, attempt, why=ending.line, ended=time.time())
-        if ending.decision is Decision.REQUEUE:
+        state = _state(verdict)
+        self._set_status(state, attempt, why=verdict.line, ended=time.time())
+        if verdict.decision is Decision.REQUEUE:
             self._requeue()
         else:
-            self._write_result(attempt, state, ending)
+            self._persist(lambda: self._write_result(attempt, state, verdict))
 
-    def _add_attempt_line(self, attempt: _Attempt, ending: Ending) -> None:
-        first = ending.first_failure
+    def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
+        first = verdict.first_failure
         self._run.add_attempt(
             {
                 "attempt": attempt.number,
@@ -274,32 +382,56 @@ class Supervisor:
                 "nodes": list(self._allocation.hosts),
                 "world_size": self._allocation.world_size,
                 "started": _iso(attempt.started),
-                "ended": _iso(time.time()),
-                "cause": ending.cause,
-                "decision": ending.decision,
+                "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
+                "ended": _iso(attempt.ended),
+                "cause": verdict.cause,
+                "decision": verdict.decision,
                 "step_start": attempt.progress.get("step_start"),
                 "step_end": attempt.progress.get("step"),
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
-                "line": ending.line,
+                "line": verdict.line,
             }
         )
 
-    def _write_result(self, attempt: _Attempt, state: str, ending: Ending) -> None:
+    def _write_result(self, attempt: _Attempt, state: str, verdict: Ending) -> None:
         lines = self._run.attempts()
         started = datetime.fromisoformat(lines[0]["started"]).timestamp()
         reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
         reached["metrics"] = attempt.progress.get("metrics") or {}
         result = {**reached, **(attempt.result or {})}
         wall_s = round(time.time() - started, 3)
-        self._run.write_result({"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": ending.line})
+        self._run.write_result(
+            {"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": verdict.line}
+        )
+
+    def _finish_unstarted(self) -> int:
+        wanted = intent.asked(self._run)
+        state, code = ("stopped", EXIT_STOPPED) if wanted is Intent.STOP else ("cancelled", EXIT_FAILED)
+        why = f"{state} before it started again"
+        self._run.write_result({"state": state, "attempts": len(self._run.attempts()), "metrics": {}, "why": why})
+        self._run.write_status({**self._run.status(), "state": state, "why": why, "ended": time.time()})
+        return code
 
     def _requeue(self) -> None:
-        assert self._slurm is not None
-        assert self._allocation.job_id is not None
-        try:
-            self._slurm.requeue(self._allocation.job_id)
-        except SlurmError as error:
-            log.warning("requeue: %s", error)
+        """From outside the step, and as the last thing, for it ends this process too."""
+        if self._heir is not None:  # it waits for our end, and finds the run waiting to be continued
+            return
+        slurm, job_id = self._slurm, self._allocation.job_id
+        assert slurm is not None
+        assert job_id is not None
+        self._patiently(lambda: slurm.requeue(job_id), PATIENCE_S, "requeue")
+
+    def _persist(self, write: Callable[[], None]) -> None:
+        """What must not be lost is written when the disk has room again; the job waits for that."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                log.error("%s: cannot be written: %s", self._run.path, error)
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_EVERY_S)
 
     def _close_left_over_attempt(self) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""
@@ -309,62 +441,82 @@ class Supervisor:
             return
         why = "its supervisor ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
-        left = _Attempt(number, status["started"], reports={0: status.get("progress") or {}})
+        left = _Attempt(number, status["started"], reports={0: status.get("progress") or {}}, ended=status["updated"])
         self._add_attempt_line(left, Ending(Cause.NODE_FAILURE, Decision.REQUEUE, why))
 
     def _next_number(self) -> int:
         return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
 
     def _set_status(self, state: str, attempt: _Attempt, **more: Any) -> None:
-        self._run.write_status(
-            {
-                "state": state,
-                "run": f"{self._run.name}/{self._run.id}",
-                "job_id": self._allocation.job_id,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "attempt": attempt.number,
-                "nodes": list(self._allocation.hosts),
-                "world_size": self._allocation.world_size,
-                "started": attempt.started,
-                "updated": time.time(),
-                "progress": dict(attempt.progress),
-                **more,
-            }
-        )
+        status = {
+            "state": state,
+            "run": f"{self._run.name}/{self._run.id}",
+            "job_id": self._allocation.job_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "attempt": attempt.number,
+            "nodes": list(self._allocation.hosts),
+            "world_size": self._allocation.world_size,
+            "started": attempt.started,
+            "updated": time.time(),
+            "stop": attempt.stop,
+            "progress": dict(attempt.progress),
+            **more,
+        }
+        try:
+            self._run.write_status(status)
+        except OSError as error:  # the next one is a second away
+            if self._unwritten is None:
+                log.error("%s: the status cannot be written: %s", self._run.path, error)
+            self._unwritten = self._unwritten or error
+            return
+        if self._unwritten is not None:  # said again: a log on the same disk could not take the line above
+            log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
+            self._unwritten = None
 
     def _hosts_text(self) -> str:
         pairs = zip(self._allocation.hosts, self._allocation.tasks, strict=True)
         return ", ".join(f"{host} x{count}" for host, count in pairs)
 
 
-_STATES = {
-    (Decision.FINISH, False): "completed",
-    (Decision.REQUEUE, False): "requeued",
-    (Decision.GIVE_UP, False): "failed",
-    (Decision.GIVE_UP, True): "cancelled",
-}
+def read_error_file(path: Path) -> RankFailure:
+    """What a rank said about its own end: ours, or in the format of torch.distributed.elastic's ``record``."""
+    said: dict[str, Any] = fsio.read_json(path) or {}
+    if isinstance(said.get("message"), dict):
+        inner = said["message"]
+        info = inner.get("extraInfo", {})
+        said = {
+            "message": inner["message"],
+            "traceback": info.get("py_callstack", ""),
+            "time": info.get("timestamp", 0),
+        }
+    how = f"{said['type']}: {said['message']}" if "type" in said else str(said.get("message", "no message"))
+    rank = int(path.stem.removeprefix("error-"))
+    memory = "OutOfMemory" in how or "CUDA out of memory" in how
+    return RankFailure(
+        rank,
+        host=str(said.get("host", "?")),
+        how=how,
+        time=float(said.get("time", 0)),
+        traceback=str(said.get("traceback", "")),
+        out_of_memory=memory,
+        is_request_error=said.get("exit_code") == EXIT_REQUEST,
+    )
 
 
-def how_slurm_sees_it(row: JobRow | None) -> str | None:
-    """preempted, timeout, cancelled or running, of a job whose ranks have just ended.
-
-    A preempted job stays RUNNING through its grace time, with PreemptTime set. A job that is COMPLETING although
-    neither preempted nor out of time was cancelled by somebody: it must never be brought back.
-    """
-    if row is None:
-        return None
-    if row.preempt_time is not None:
-        return "preempted"
-    if row.state == "RUNNING":
-        return "running"
-    return "timeout" if _used_up(row) else "cancelled"
+def _state(verdict: Ending) -> str:
+    """The run's state after a verdict that ends the job."""
+    if verdict.decision is Decision.REQUEUE:
+        return "requeued"
+    if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
+        return verdict.cause.value
+    return "failed"
 
 
-def _used_up(row: JobRow) -> bool:
-    if row.end_time is None or row.start_time is None or row.time_limit_s is None:
-        return False
-    return row.end_time - row.start_time >= row.time_limit_s
+def _exit_code(verdict: Ending) -> int:
+    if verdict.cause is Cause.COMPLETED:
+        return EXIT_DONE
+    return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
 
 
 def _wildcard() -> str:
@@ -387,8 +539,8 @@ def supervise(run_dir: str, where: str) -> None:
     run = RunDir(Path(run_dir))
     os.umask(0o077)
     logs.setup("supervisor")
-    logs.add_file(run.logs / "supervisor.log")
     try:
+        logs.add_file(run.logs / "supervisor.log")
         code = _build(run, where).run()
     except Exception as error:
         _write_own_failure(run, error)
@@ -412,11 +564,13 @@ def _build(run: RunDir, where: str) -> Supervisor:
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
     """Write the allocation's size into the run's config."""
-    configs.check_batch(config, allocation.world_size)
+    if config.job != FOREIGN_JOB:
+        configs.check_batch(config, allocation.world_size)
     cluster = config.cluster
     cluster.nodes = len(allocation.hosts)
     cluster.tasks_per_node = max(allocation.tasks)
     cluster.cpus_per_task = allocation.cpus_per_task
+    cluster.gpus_per_node = allocation.gpus_per_node
     fsio.write_atomic(run.config, configs.dump_config(config))
 
 

@@ -1,4 +1,4 @@
-"""``python tether.py SIGNAL COMMAND ...``: become COMMAND, and get SIGNAL when the process that started us dies.
+"""``python tether.py PARENT SIGNAL DEAF COMMAND ...``: become COMMAND, and get SIGNAL when PARENT, our starter, dies.
 
 The supervisor starts everything through this, so that nothing of a run outlives it, not even when it gets SIGKILL and
 can clean nothing up. A file of its own with no imports of ours: it runs under ``python -I -S`` in some 15 ms.
@@ -10,16 +10,18 @@ import os
 import signal
 import sys
 
+#: What a site, Slurm or a terminal sends to every process of a job.
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by children
 
 
 def main() -> None:
-    parent, signal_name, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parent, signal_name, deaf, command = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf", sys.argv[4:]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.Signals[signal_name]))
     if os.getppid() != parent:  # it died before the line above: no signal will come
         sys.exit(1)
-    for number in (signal.SIGINT, signal.SIGHUP):  # a submitting shell may have had them ignored
-        signal.signal(number, signal.SIG_DFL)
+    for number in SIGNALS:  # a submitting shell may have had some ignored
+        signal.signal(number, signal.SIG_IGN if deaf else signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -106,30 +106,26 @@ class JsonlSink(NullSink):
         kept = _lines_up_to(path, resumed_step)
         encoded = [_encode(line) for line in kept]
         fsio.write_atomic(path, b"".join(encoded))
-        self._file = path.open("r+b")
+        self._file = fsio.PatientFile(path)
         self._last: dict[str, Json] = kept[-1] if kept else {}
-        self._last_start = self._file.seek(0, os.SEEK_END) - len(encoded[-1] if encoded else b"")
+        self._last_start = self._file.size - len(encoded[-1] if encoded else b"")
         self._clock = clock
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line, or add to the last one when it has the same step (an evaluation after a logging step)."""
         if self._last.get("step") != step:
-            self._last_start = self._file.seek(0, os.SEEK_END)
+            self._last_start = self._file.size
             self._last = {"step": step}
         self._last |= {"wall_time": self._clock()} | {tag: _finite(value) for tag, value in values.items()}
-        self._file.seek(self._last_start)
+        self._file.truncate(self._last_start)
         self._file.write(_encode(self._last))
-        self._file.truncate()
         self._file.flush()
 
     def flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
+        self._file.close()
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:
@@ -183,9 +179,7 @@ class TensorBoardSink:
         self._clock = clock
         self._summary: Any = summary
         self._event = event_pb2
-        self._file = os.fdopen(
-            fsio.open_private(_event_path(folder, stamp), os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"
-        )
+        self._file = fsio.PatientFile(_event_path(folder, stamp))
         self._records = RecordWriter(self._file)
         self._resumed_step = max(purge_step - 1, 0)
         self._write(file_version="brain.Event:2")
@@ -213,17 +207,14 @@ class TensorBoardSink:
         self._file.flush()
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
-        self._add(step, self._summary.image(tag, _to_bytes(images), dataformats="NCHW"))
+        self._add(step, self._summary.image(tag, _enlarged(_to_bytes(images)), dataformats="NCHW"))
         self._file.flush()
 
     def flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
+        self._file.close()
 
     def _add(self, step: int, summary: Any) -> None:
         if step >= self._resumed_step:
@@ -251,6 +242,15 @@ def _to_bytes(images: torch.Tensor) -> torch.Tensor:
         return plain.byte()
     low, high = plain.float().aminmax()
     return ((plain.float() - low) / (high - low).clamp_min(1e-12) * 255).round().byte()
+
+
+def _enlarged(images: torch.Tensor) -> torch.Tensor:
+    """Small images as blocks of pixels that an eye can see, each with a gap to its neighbour in the grid."""
+    from torch.nn.functional import pad
+
+    times = max(1, 64 // images.shape[-1])
+    blocks = images.repeat_interleave(times, dim=-1).repeat_interleave(times, dim=-2)
+    return pad(blocks, (2, 2, 2, 2), value=128)
 
 
 def build_sinks(run_dir: Path, is_main: bool, resumed_step: int | None) -> Sink:

@@ -7,6 +7,8 @@ from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
 
 _IMAGES = 16
+#: Runs are not compared by these, and TensorBoard shows only the first columns without scrolling.
+_LEFT_OUT = ("data.augment", "data.workers", "strategy.compression", "train.compile", "train.log_every")
 _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 
 
@@ -19,6 +21,6 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    keys = [key for key in all_keys() if key.startswith(_SECTIONS)]
+    keys = [key for key in all_keys() if key.startswith(_SECTIONS) and key not in _LEFT_OUT]
     values = {key: value_of(config, key) for key in keys}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
+from toolkit.dist.stop import STOP
+from toolkit.errors import StoppedError
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.strategies.protocol import Strategy
@@ -23,8 +25,9 @@ from toolkit.train.state import Checkpoints
 
 log = logs.get(__name__)
 
-#: The figures of one evaluation by name (``accuracy``); called on every rank, equal on every rank.
-Evaluate: TypeAlias = Callable[[Strategy], Mapping[str, float]]
+#: The figures of one evaluation by name (``accuracy``), or None when it was cut short because the second argument said
+#: so; called on every rank, equal on every rank.
+Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
 
@@ -86,24 +89,34 @@ class Trainer:
     def fit(self, evaluate: Evaluate, describe: Describe = lambda sink: None) -> Result:
         """Train to the last step, with evaluations, checkpoints and metrics on the way; the session gets the result.
 
-        A run whose checkpoint is at the last step already is evaluated once and done.
+        A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and done. Raises
+        StoppedError, with everything committed, when the ranks have agreed to stop.
         """
-        resumed = self._checkpoints.resume()
+        loaded = self._checkpoints.resume()
+        resumed = None if loaded is None else loaded.step
         self._step = resumed or 0
+        if loaded is not None:
+            self._metrics = _figures(loaded.meta.get("metrics"))
+            self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
         log.info("training from step %d to %d", self._step, self._total)
         self._session.progress(step_start=self._step)
         with closing(build_sinks(self._session.run_dir, self._session.is_main, resumed)) as self._sink:
-            if resumed is None:
+            if loaded is None:
                 describe(self._sink)
+            else:
+                self._make_up(evaluate)
             self._train(evaluate)
-            if self._evaluated != self._step:
-                self._evaluate(evaluate)
         return self._finish()
+
+    def _make_up(self, evaluate: Evaluate) -> None:
+        """An evaluation that was due at the checkpoint and was cut short by the stop that made it."""
+        if self._step and self._evaluation_due() and self._evaluated != self._step:
+            self._evaluate(evaluate)
 
     def _train(self, evaluate: Evaluate) -> None:
         share = self._strategy.share.index
         self._throughput.reset()
-        while self._step < self._total:
+        while self._goes_on():
             n = self._step
             reseed(self._config.seed, n, share)
             output = self._strategy.step(self._loader.at(n), self._lr(n))
@@ -113,7 +126,24 @@ class Trainer:
             if self._evaluation_due():
                 self._evaluate(evaluate)
             if self._checkpoints.due(self._step) or self._step == self._total:
-                self._save()
+                self._save(must=self._step == self._total)
+
+    def _goes_on(self) -> bool:
+        """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
+        if self._session.gate.boundary(self._step) == STOP:
+            self._stop()
+        return self._step < self._total
+
+    def _stop(self) -> NoReturn:
+        """Commit and leave; nothing to commit where this attempt has gained no step."""
+        if self._step != (self._checkpoints.newest or 0):
+            self._save(must=True)
+        self._report("stopped")
+        raise StoppedError(f"stopped at step {self._step} of {self._total}; committed")
+
+    def _is_cut(self) -> bool:
+        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume."""
+        return self._session.gate.pending == STOP
 
     def _step_done(self, loss: Tensor) -> None:
         self._step += 1
@@ -153,7 +183,11 @@ class Trainer:
 
     def _evaluate(self, evaluate: Evaluate) -> None:
         self._report("evaluate")
-        figures = {f"eval/{name}": value for name, value in evaluate(self._strategy).items()}
+        found = evaluate(self._strategy, self._is_cut)
+        if found is None:
+            log.info("step %d: evaluation cut short to stop", self._step)
+            return
+        figures = {f"eval/{name}": value for name, value in found.items()}
         self._metrics |= figures
         self._evaluated = self._step
         self._sink.scalars(self._step, figures)
@@ -161,10 +195,10 @@ class Trainer:
         self._report("train")
         self._throughput.pause()
 
-    def _save(self) -> None:
+    def _save(self, *, must: bool) -> None:
         self._report("checkpoint")
         self._sink.flush()  # first: what was logged up to a committed step must survive with it
-        self._checkpoints.save(self._step)
+        self._checkpoints.save(self._step, {"evaluated": self._evaluated, "metrics": dict(self._metrics)}, must=must)
         self._report("train")
         self._throughput.pause()
 
@@ -178,6 +212,7 @@ class Trainer:
             "loss": self._metrics.get("train/loss"),
             "samples_per_s": self._throughput.samples_per_s,
             "data_wait_fraction": self._throughput.data_wait_fraction,
+            "save_s": round(self._checkpoints.save_s, 3),
             "eta_s": self._throughput.eta_s(self._total - self._step),
             "metrics": dict(self._metrics),
         }
@@ -189,6 +224,10 @@ class Trainer:
         self._report("done")
         self._session.finish(asdict(result))
         return result
+
+
+def _figures(value: Any) -> dict[str, float]:
+    return {str(name): float(figure) for name, figure in (value or {}).items()}
 
 
 class LossWindow:

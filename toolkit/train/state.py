@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,14 +11,19 @@ import torch
 
 from toolkit import logs
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
+from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.strategies.protocol import Strategy
+
+#: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
+PATIENCE_S = 300.0
+RETRY_EVERY_S = 1.0
 
 log = logs.get(__name__)
 
@@ -67,6 +73,9 @@ class Checkpoints:
         self._store = CheckpointStore(session.run_dir / "checkpoints", config.keep)
         self._session = session
         self._strategy = strategy
+        self.newest: int | None = None  #: the step of the newest checkpoint
+        self._failed: list[str] = []  #: since the last good save
+        self.save_s = 0.0  #: how long the last save took
         self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
 
     def due(self, step: int) -> bool:
@@ -74,24 +83,56 @@ class Checkpoints:
         assert isinstance(self._every_steps, int), "validated with the config"
         return step % self._every_steps == 0
 
-    def save(self, step: int) -> None:
-        """Commit the state after ``step`` steps; every rank calls it, and all return or all raise CheckpointError."""
+    def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
+        """Commit the state after ``step`` steps; every rank calls it, and for all of them it goes the same way.
+
+        ``reached`` is what the loop wants to find again at a resume. A full disk must not end a training: a save that
+        fails is logged and made up for by the next one. One that ``must`` be, because nothing comes after it, is tried
+        again for ``PATIENCE_S``, and then raises CheckpointError.
+        """
+        deadline = time.monotonic() + (PATIENCE_S if must else 0.0)
+        while True:
+            try:
+                self._save(step, reached)
+            except CheckpointError as error:
+                self._failed.append(str(error))
+                log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
+                if must and self._agree_to_give_up(time.monotonic() >= deadline):
+                    raise
+                if not must:
+                    return
+                time.sleep(RETRY_EVERY_S)
+            else:
+                return
+
+    def _agree_to_give_up(self, mine: bool) -> bool:
+        """The ranks' clocks differ; one that gave up alone would leave the others waiting in the next save."""
+        votes = torch.tensor(float(mine), device=self._session.device)
+        return bool(sum_across_ranks(votes).item())
+
+    def _save(self, step: int, reached: Mapping[str, Json]) -> None:
+        started = time.monotonic()
         state = self._strategy.state()
         session = self._session
         path = save(
             self._store,
             step,
             state,
-            self._meta,
+            {**self._meta, **reached},
             rank=session.rank,
             world_size=session.world_size,
             kv=session.store,
             attempt=session.attempt,
         )
-        log.info("saved %s", path)
+        self.newest = step
+        self.save_s = time.monotonic() - started
+        log.info("saved %s in %.2f s", path, self.save_s)
+        if self._failed:
+            log.warning("%d saves had failed before it, the last one: %s", len(self._failed), self._failed[-1])
+            self._failed.clear()
 
-    def resume(self) -> int | None:
-        """Fill the strategy from the newest good checkpoint; its step, or None when there is none.
+    def resume(self) -> Loaded | None:
+        """Fill the strategy from the newest good checkpoint and say which; None when there is none.
 
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
@@ -109,7 +150,8 @@ class Checkpoints:
             return None
         self._strategy.loaded(loaded.values)
         self._say_what_differs(loaded.meta)
-        return loaded.step
+        self.newest = loaded.step
+        return loaded
 
     def _refuse_another_run(self) -> None:
         """Before anything is filled: another model would fail later, with a list of tensors that says less."""

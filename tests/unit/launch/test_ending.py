@@ -1,42 +1,212 @@
-"""The verdict, as a table."""
+"""The verdict, as a table. The rows of scontrol were recorded on Slurm 22.05.8 and 24.11.5 (times in seconds)."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from toolkit.cluster.commands import JobRow
-from toolkit.launch.ending import Cause, Decision, Facts, RankFailure, first_failure, judge
-from toolkit.launch.supervisor import how_slurm_sees_it
+from toolkit.launch.ending import (
+    Budgets,
+    Cause,
+    Decision,
+    Facts,
+    Past,
+    RankFailure,
+    Slurm,
+    Stop,
+    first_failure,
+    how_slurm_sees_it,
+    judge,
+)
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
 RAISED = RankFailure(1, "node1", "ValueError: boom", 10.5, traceback="Traceback ...")
 PEER = RankFailure(0, "node1", "RuntimeError: Connection closed by peer", 10.9, traceback="Traceback ...")
 EXITED = RankFailure(2, "node2", "exit code 1", 10.0)
+OOM = RankFailure(2, "node2", "killed by SIGKILL (Out Of Memory)", 10.0, by_signal=True, out_of_memory=True)
+CUDA_OOM = RankFailure(2, "node2", "OutOfMemoryError: CUDA out of memory", 10.0, traceback="T", out_of_memory=True)
 
 
-@pytest.mark.parametrize(
-    ("facts", "cause", "decision"),
-    [
-        (Facts(0), Cause.COMPLETED, Decision.FINISH),
-        (Facts(1, (RAISED,), max_failures=2), Cause.CRASHED, Decision.RESTART),
-        (Facts(1, (RAISED,), crashes_before=1, max_failures=2), Cause.CRASHED, Decision.RESTART),
-        (Facts(1, (RAISED,), crashes_before=2, max_failures=2), Cause.CRASHED, Decision.GIVE_UP),
-        (Facts(1, (RAISED,), max_failures=0), Cause.CRASHED, Decision.GIVE_UP),
-        (Facts(137, (KILLED,), slurm="running", max_failures=2), Cause.CRASHED, Decision.RESTART),
-        (Facts(143, (KILLED,), slurm="preempted", max_failures=2), Cause.PREEMPTED, Decision.REQUEUE),
-        (Facts(143, (KILLED,), told="signal", slurm="preempted"), Cause.PREEMPTED, Decision.REQUEUE),
-        (Facts(143, (KILLED,), told="signal", slurm="timeout"), Cause.TIMEOUT, Decision.GIVE_UP),
-        (Facts(143, (KILLED,), told="signal", slurm="cancelled", max_failures=9), Cause.CANCELLED, Decision.GIVE_UP),
-        (Facts(143, (KILLED,), slurm="cancelled", max_failures=9), Cause.CANCELLED, Decision.GIVE_UP),
-        (Facts(143, (KILLED,), told="cancel", slurm="preempted", max_failures=9), Cause.CANCELLED, Decision.GIVE_UP),
-        (Facts(143, (), told="signal", slurm=None), Cause.CANCELLED, Decision.GIVE_UP),
-        (Facts(0, (RAISED,), max_failures=1), Cause.CRASHED, Decision.RESTART),
-    ],
-)
+def row(**fields: object) -> JobRow:
+    return JobRow(job_id="7", **fields)  # type: ignore[arg-type]
+
+
+RECORDED = {
+    "running": (row(state="RUNNING", start_time=0, end_time=31535999, time_limit_s=31536000), Slurm.RUNNING),
+    "running, unlimited": (row(state="RUNNING", start_time=0), Slurm.RUNNING),
+    "22.05 in the grace of a preemption": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4), Slurm.PREEMPTED),
+    "22.05 at its end": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4, end_time=9.4), Slurm.PREEMPTED),
+    "22.05 requeued after the grace": (row(state="COMPLETING", start_time=16.4, restarts=1), Slurm.REQUEUED),
+    "24.11 in the grace": (row(state="RUNNING", start_time=-0.3, preempt_time=1.7, end_time=9.7), Slurm.PREEMPTED),
+    "preempted, requeue forbidden": (
+        row(state="COMPLETING", preempt_time=16.0, start_time=-1.0, end_time=16.0, can_requeue=False),
+        Slurm.PREEMPTED,
+    ),
+    "preempted by cancelling, grace 0": (
+        row(state="COMPLETING", preempt_time=1.0, start_time=-1.0, end_time=1.0),
+        Slurm.PREEMPTED,
+    ),
+    "scancel": (
+        row(state="COMPLETING", start_time=-0.3, end_time=0.7, time_limit_s=31536000),
+        Slurm.CANCELLED,
+    ),
+    "scancel in the grace of a preemption": (
+        row(state="COMPLETING", preempt_time=1.6, start_time=-0.4, end_time=4.6),
+        Slurm.CANCELLED,
+    ),
+    "scontrol requeue": (row(state="COMPLETING", start_time=0.8, restarts=1), Slurm.REQUEUED),
+    "scontrol requeue, seen late": (row(state="PENDING", restarts=1), Slurm.REQUEUED),
+    "time limit": (
+        row(state="COMPLETING", reason="TimeLimit", start_time=-0.8, end_time=87.2, time_limit_s=60.0),
+        Slurm.TIMEOUT,
+    ),
+    "time limit, no reason given": (
+        row(state="COMPLETING", start_time=0, end_time=60.0, time_limit_s=60.0),
+        Slurm.TIMEOUT,
+    ),
+    "node lost": (row(state="COMPLETING", start_time=40.7, restarts=1, node_list="node1"), Slurm.REQUEUED),
+    "over: PREEMPTED": (row(state="PREEMPTED", preempt_time=1.0, end_time=1.0), Slurm.PREEMPTED),
+    "over: TIMEOUT": (row(state="TIMEOUT"), Slurm.TIMEOUT),
+    "over: NODE_FAIL": (row(state="NODE_FAIL"), Slurm.NODE_FAILED),
+    "over: CANCELLED": (row(state="CANCELLED"), Slurm.CANCELLED),
+    "nobody knows": (None, Slurm.UNKNOWN),
+}
+
+
+@pytest.mark.parametrize(("job", "expected"), RECORDED.values(), ids=RECORDED.keys())
+def test_a_row_of_scontrol_tells_the_cases_apart(job: JobRow | None, expected: Slurm) -> None:
+    assert how_slurm_sees_it(job, restart_count=0) is expected
+
+
+def test_a_restart_that_was_ours_is_no_requeue() -> None:
+    job = row(state="RUNNING", restarts=2, start_time=0)
+    assert how_slurm_sees_it(job, restart_count=2) is Slurm.RUNNING
+
+
+CLEAN = Facts(75, stopped_cleanly=True, step_start=100, step_end=150)
+DEAD = Facts(143, (KILLED,), step_start=100, step_end=150)
+VERDICTS = {
+    "all ranks done": (Facts(0), Cause.COMPLETED, Decision.FINISH),
+    "done although a stop was asked for": (Facts(0, stop=Stop.CLOCK), Cause.COMPLETED, Decision.FINISH),
+    "preempted, committed in the grace": (replace(CLEAN, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "preempted, killed": (replace(DEAD, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "preempted, TERM at the batch host": (
+        replace(CLEAN, stop=Stop.SIGNAL, slurm=Slurm.PREEMPTED),
+        Cause.PREEMPTED,
+        Decision.REQUEUE,
+    ),
+    "requeued by Slurm or an administrator": (
+        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED),
+        Cause.PREEMPTED,
+        Decision.REQUEUE,
+    ),
+    "node lost, requeued by Slurm": (
+        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED, node_failed=True),
+        Cause.NODE_FAILURE,
+        Decision.REQUEUE,
+    ),
+    "stopped before the limit": (
+        replace(CLEAN, stop=Stop.CLOCK, slurm=Slurm.RUNNING),
+        Cause.TIMEOUT,
+        Decision.REQUEUE,
+    ),
+    "killed at the limit": (replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.TIMEOUT), Cause.TIMEOUT, Decision.REQUEUE),
+    "scancel, committed": (replace(CLEAN, stop=Stop.SIGNAL, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "scancel, killed": (replace(DEAD, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "toolkit cancel in a preemption": (
+        replace(DEAD, stop=Stop.CANCEL, slurm=Slurm.PREEMPTED),
+        Cause.CANCELLED,
+        Decision.GIVE_UP,
+    ),
+    "toolkit stop": (replace(CLEAN, stop=Stop.USER, slurm=Slurm.RUNNING), Cause.STOPPED, Decision.FINISH),
+    "toolkit stop, preempted at the same time": (
+        replace(CLEAN, stop=Stop.USER, slurm=Slurm.PREEMPTED),
+        Cause.STOPPED,
+        Decision.FINISH,
+    ),
+    "Ctrl-C on this machine": (replace(CLEAN, stop=Stop.USER), Cause.STOPPED, Decision.FINISH),
+    "a signal at one rank only": (replace(CLEAN, slurm=Slurm.RUNNING), Cause.STOPPED, Decision.REQUEUE),
+    "a signal at one rank of a local run": (CLEAN, Cause.STOPPED, Decision.FINISH),
+    "TERM while the controller is away": (
+        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.UNKNOWN),
+        Cause.CANCELLED,
+        Decision.GIVE_UP,
+    ),
+    "a stop with the controller away, committed": (
+        replace(CLEAN, slurm=Slurm.UNKNOWN),
+        Cause.STOPPED,
+        Decision.REQUEUE,
+    ),
+    "a rank raised": (Facts(1, (RAISED,)), Cause.CRASHED, Decision.RESTART),
+    "a rank was killed": (replace(DEAD, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
+    "all exit codes 0 but one rank complained": (Facts(0, (RAISED,)), Cause.CRASHED, Decision.RESTART),
+    "cgroup killed it": (Facts(137, (OOM, PEER), slurm=Slurm.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
+    "CUDA ran out": (Facts(1, (CUDA_OOM, PEER)), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
+    "srun lost a node, Slurm has not noticed": (
+        replace(DEAD, slurm=Slurm.RUNNING, node_failed=True),
+        Cause.NODE_FAILURE,
+        Decision.REQUEUE,
+    ),
+}
+
+
+@pytest.mark.parametrize(("facts", "cause", "decision"), VERDICTS.values(), ids=VERDICTS.keys())
 def test_cause_and_decision_follow_from_the_facts(facts: Facts, cause: Cause, decision: Decision) -> None:
     ending = judge(facts)
     assert (ending.cause, ending.decision) == (cause, decision)
     assert ending.line
+
+
+@pytest.mark.parametrize("stop", [None, *Stop])
+@pytest.mark.parametrize("cleanly", [True, False])
+def test_what_was_cancelled_is_never_brought_back(stop: Stop | None, cleanly: bool) -> None:
+    facts = replace(CLEAN if cleanly else DEAD, stop=stop, slurm=Slurm.CANCELLED)
+    assert judge(facts).decision is Decision.GIVE_UP
+    assert judge(replace(facts, stop=Stop.CANCEL, slurm=Slurm.REQUEUED)).decision is Decision.GIVE_UP
+
+
+def crashed(step_end: int | None) -> Past:
+    return Past("crashed", "restart", step_end)
+
+
+@pytest.mark.parametrize(
+    ("history", "step_end", "decision"),
+    [
+        ([], None, Decision.RESTART),
+        ([crashed(None)], None, Decision.GIVE_UP),  # a wrong import, twice
+        ([crashed(150)], 150, Decision.RESTART),
+        ([crashed(150), crashed(150)], 150, Decision.GIVE_UP),  # twice no further than the first time
+        ([crashed(150), crashed(149)], 151, Decision.RESTART),
+        ([crashed(i) for i in range(1, 5)], 10, Decision.GIVE_UP),  # max_failures, although steps are gained
+        ([crashed(None), Past("preempted", "requeue", None)], None, Decision.GIVE_UP),  # a preemption changes nothing
+        ([Past("preempted", "requeue", None)] * 9, None, Decision.RESTART),  # and does not count by itself
+        ([Past("node_failure", "requeue", 90), crashed(80)], 85, Decision.GIVE_UP),
+    ],
+)
+def test_failures_have_a_budget_and_so_have_attempts_without_progress(
+    history: list[Past], step_end: int | None, decision: Decision
+) -> None:
+    assert judge(Facts(1, (RAISED,), step_end=step_end, history=history)).decision is decision
+
+
+def test_time_limits_are_free_while_steps_are_gained() -> None:
+    links = [Past("timeout", "requeue", 100 * (i + 1)) for i in range(20)]
+    assert judge(replace(CLEAN, stop=Stop.CLOCK, step_end=2100, history=links)).decision is Decision.REQUEUE
+    stuck = [*links, Past("timeout", "requeue", 2000)]
+    ending = judge(replace(CLEAN, stop=Stop.CLOCK, step_end=2000, history=stuck))
+    assert (ending.cause, ending.decision) == (Cause.TIMEOUT, Decision.GIVE_UP)
+    assert "cluster.time_min" in ending.line
+
+
+def test_requeues_have_a_budget() -> None:
+    history = [Past("preempted", "requeue", i) for i in range(3)]
+    facts = replace(CLEAN, slurm=Slurm.PREEMPTED, history=history)
+    assert judge(replace(facts, budgets=Budgets(max_requeues=4))).decision is Decision.REQUEUE
+    ending = judge(replace(facts, budgets=Budgets(max_requeues=3)))
+    assert (ending.cause, ending.decision) == (Cause.PREEMPTED, Decision.GIVE_UP)
+    assert "retry.max_requeues" in ending.line
 
 
 def test_whoever_was_killed_comes_before_those_who_lost_their_peer() -> None:
@@ -47,27 +217,7 @@ def test_whoever_was_killed_comes_before_those_who_lost_their_peer() -> None:
 
 
 def test_the_line_of_a_crash_names_rank_host_and_budget() -> None:
-    line = judge(Facts(1, (PEER, RAISED), crashes_before=4, max_failures=4)).line
+    history = [crashed(i) for i in range(1, 5)]
+    line = judge(Facts(1, (PEER, RAISED), step_end=9, history=history)).line
     assert "rank 1 on node1: ValueError: boom" in line
     assert "given up after 5 failures" in line
-
-
-def row(**fields: object) -> JobRow:
-    return JobRow(job_id="7", **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (None, None),
-        (row(state="RUNNING"), "running"),
-        (row(state="RUNNING", preempt_time=5.0), "preempted"),
-        (row(state="COMPLETING", preempt_time=5.0), "preempted"),
-        (row(state="COMPLETING", start_time=0.0, end_time=60.0, time_limit_s=60.0), "timeout"),
-        (row(state="RUNNING", start_time=0.0, end_time=60.0, time_limit_s=60.0), "running"),
-        (row(state="COMPLETING", start_time=0.0, end_time=30.0, time_limit_s=60.0), "cancelled"),
-        (row(state="CANCELLED"), "cancelled"),
-    ],
-)
-def test_a_job_that_ends_neither_preempted_nor_out_of_time_was_cancelled(job: JobRow | None, expected: str) -> None:
-    assert how_slurm_sees_it(job) == expected

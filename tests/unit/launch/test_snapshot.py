@@ -73,3 +73,35 @@ def test_too_much_to_copy_names_the_largest(project: Path, tmp_path: Path, monke
     monkeypatch.setattr(snapshot, "MAX_BYTES", 50)
     with pytest.raises(RequestError, match=r"weights\.bin"):
         snapshot.take(project, tmp_path / "run/code")
+
+
+def test_a_package_called_data_is_a_source_and_the_folder_data_is_not(project: Path, tmp_path: Path) -> None:
+    """Without git, as in an unpacked archive: `toolkit/data` was left out, and every rank failed on it."""
+    for name in ("data/mnist.bin", "runs/old/code/x.py", "jobs/data/set.py", "jobs/.git/config"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    code = tmp_path / "run/code"
+    snapshot.take(project, code)
+    assert (code / "jobs/data/set.py").exists()
+    assert not [name for name in ("data", "runs", "jobs/.git") if (code / name).exists()]
+
+
+def test_a_folder_that_a_repository_around_it_ignores_is_copied_all_the_same(project: Path, tmp_path: Path) -> None:
+    """A home folder under git that ignores everything but dot files."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("*\n")
+    snapshot.take(project, tmp_path / "run/code")
+    assert (tmp_path / "run/code/jobs/a.py").exists()
+
+
+def test_the_files_of_a_submodule_are_copied(project: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "lib.py").write_text("L = 1\n")
+    for folder in (library, project):
+        git(folder, "init", "-q")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", "first")
+    git(project, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendored")
+    snapshot.take(project, tmp_path / "run/code")
+    assert (tmp_path / "run/code/vendored/lib.py").exists()

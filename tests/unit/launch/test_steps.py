@@ -92,6 +92,15 @@ def test_a_tether_whose_parent_is_already_dead_starts_nothing() -> None:
     assert subprocess.run(command).returncode == 1
 
 
+def test_a_deaf_process_survives_what_slurm_sends_to_all() -> None:
+    with subprocess.Popen(tethered(["sleep", "600"], signal.SIGKILL, deaf=True)) as child:
+        await_true(lambda: b"sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[0])
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+            child.send_signal(number)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+
+
 def test_a_command_that_is_not_there_is_named() -> None:
     done = subprocess.run(tethered(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
     assert "no-such-program: cannot be started" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from toolkit import rundir
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError
+from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch import submit
 from toolkit.launch.submit import Run, sbatch_script
 from toolkit.rundir import RunDir
@@ -41,10 +42,10 @@ GOLDEN = """\
 #SBATCH --time=60
 
 # setup
+module load cuda
 export PYTHONPATH='/r u n/code'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 export TOOLKIT_RUNS=/
-module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -142,3 +143,143 @@ def test_a_running_run_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path, state="running")
     with pytest.raises(RequestError, match="running"):
         submit.resume(run.dir)
+
+
+# ------------------------------------------------------------------------------------- what happens to jobs and users
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of its own, the current folder, with one job and one config; its runs lie beside it."""
+    folder = tmp_path / "my project"
+    (folder / "ownjobs").mkdir(parents=True)
+    (folder / "ownjobs/__init__.py").touch()
+    (folder / "ownjobs/job.py").write_text("def main(config): ...\n")
+    (folder / "own.yaml").write_text("job: ownjobs.job\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    return folder
+
+
+def put_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    folder.mkdir()
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo 'invalid partition specified: nope' >&2; exit 1", srun="")
+    with pytest.raises(SlurmError, match="invalid partition specified: nope"):
+        submit.submit("own.yaml", executor="slurm")
+    assert not rundir.all_runs()
+    assert not list((tmp_path / "runs").glob("own/*"))
+
+
+def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="exit 1", srun="")
+    run = make_run(tmp_path, state="failed").dir
+    run.config.write_text("job: ownjobs.job\n")
+    run.write_result({"state": "failed", "why": "boom"})
+    with pytest.raises(SlurmError):
+        submit.resume(run, executor="slurm")
+    assert run.result() == {"state": "failed", "why": "boom"}
+    assert run.status() == {"state": "failed"}
+
+
+def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_path: Path) -> None:
+    """Found by an editable install, say: edits of the checkout would reach the waiting job."""
+    with pytest.raises(RequestError, match=r"jobs.classify is .*classify.py, and the sources that a run copies are"):
+        submit.dry_run("own.yaml", ["job=jobs.classify", "data.name=digits"], executor="local")
+
+
+def test_the_project_may_be_another_folder_than_the_current_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Submitted batch job 7", srun="")
+    run = submit.submit(project / "own.yaml", executor="slurm", project=project)
+    assert run.job_id == "7"
+    assert (run.dir.code / "ownjobs/job.py").is_file()
+
+
+def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
+    monkeypatch.setattr(Run, "_is_over", lambda *_, **__: is_over)
+    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
+    monkeypatch.setattr(submit, "ASK_SLURM_EVERY_S", 0.0)
+
+
+def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS on the login node remembers for up to a minute that there was no result."""
+    over(monkeypatch)
+    run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
+    watching = run.watch()
+    assert [next(watching)["state"] for _ in range(3)] == ["running"] * 3
+    run.dir.write_result({"state": "completed"})
+    assert list(watching) == []
+
+
+def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over(monkeypatch)
+    monkeypatch.setattr(submit, "FILES_LAG_S", 0.0)
+    run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
+    with pytest.raises(JobFailedError, match=f"wrote no result.*toolkit resume {run.id}"):
+        run.wait(5)
+
+
+def test_a_deleted_run_folder_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over(monkeypatch)
+    run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
+    shutil.rmtree(run.dir.path)
+    with pytest.raises(JobFailedError, match=r"its folder .* is gone"):
+        run.wait(5)
+
+
+def test_a_lost_run_can_be_resumed(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor was killed and wrote no result: the status says running for ever."""
+    over(monkeypatch)
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Submitted batch job 8", srun="")
+    run = make_run(tmp_path, state="running", job_id="7").dir
+    run.config.write_text("job: ownjobs.job\n")
+    assert submit.resume(run, executor="slurm").job_id == "8"
+
+
+@pytest.mark.parametrize("state", ["queued", "requeued"])
+def test_a_job_cancelled_in_the_queue_gets_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    over(monkeypatch, is_over=False)
+    put_on_path(tmp_path / "bin", monkeypatch, scancel="")
+    run = Run(make_run(tmp_path, state=state).dir, "slurm", "7")
+    run.cancel()
+    assert run.wait(5)["state"] == "cancelled"
+
+
+def test_a_local_run_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
+    run = make_run(tmp_path, state="running", pid=os.getpid())
+    (run.dir.submitit / "submission.json").write_text('{"executor": "local", "job_id": "1", "host": "another"}')
+    with pytest.raises(RequestError, match="another"):
+        run.cancel()
+
+
+def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        try:
+            run = Run(make_run(tmp_path, state="running", pid=stranger.pid).dir, "local", str(stranger.pid))
+            run.cancel()
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+    assert run.wait(5)["state"] == "cancelled"
+
+
+def test_a_run_without_a_job_is_not_cancelled_by_guess(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="without a supervisor"):
+        submit.attach(make_run(tmp_path, state="running", job_id=None).dir)

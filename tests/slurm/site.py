@@ -1,0 +1,106 @@
+"""A user at the login node of the box."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.box import Box
+from tests.waiting import wait_for
+from toolkit import rundir
+from toolkit.rundir import RunDir
+
+START_S = 60
+END_S = 240
+
+
+@dataclass(frozen=True)
+class Site:
+    """A user at the login node of the box, with a runs folder of their own."""
+
+    box: Box
+    folder: Path
+
+    @property
+    def user(self) -> str | None:
+        """Strict sites have unprivileged users."""
+        return "alice" if self.box.spec.strict else None
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def run(self, *argv: str, cwd: Path | None = None, timeout: float = END_S, check: bool = True, **env: str) -> str:
+        variables = {"TOOLKIT_RUNS": str(self.runs), **env}
+        done = self.box.run(argv, cwd=cwd, env=variables, timeout=timeout, check=check, user=self.user)
+        return done.stdout + done.stderr
+
+    def sbatch(self, *argv: str) -> str:
+        """Submit with ``sbatch``, logs into our folder; the job id."""
+        out = self.run("sbatch", "--parsable", f"--output={self.folder}/slurm-%j.out", *argv)
+        return out.split()[-1]
+
+    def submit(self, *argv: str) -> str:
+        return self.run("toolkit", "submit", *argv)
+
+    def find(self, name: str) -> RunDir:
+        return rundir.find(name, self.runs)
+
+    def only_run(self) -> RunDir:
+        def only() -> RunDir | None:
+            runs = rundir.all_runs(self.runs)
+            return runs[0] if runs else None
+
+        return wait_for(only, START_S, "a run folder")
+
+    def result(self, name: str) -> dict[str, Any]:
+        result = self.find(name).result()
+        assert result is not None
+        return result
+
+    def processes(self) -> list[tuple[int, str]]:
+        """What of ours is alive on any node."""
+        return [
+            (pid, command) for pid, command in self.box.processes() if "toolkit" in command or "submitit" in command
+        ]
+
+    def preempt(self, seconds: int = 2) -> str:
+        """A job of the higher partition takes all nodes for a while; its job id."""
+        what = ["--nodes=4", "--exclusive", "--partition=high", "--output=/dev/null", f"--wrap=sleep {seconds}"]
+        return self.box.run(["sbatch", "--parsable", *what]).stdout.strip()
+
+    def job_of(self, run: RunDir) -> str:
+        """The Slurm job that the run was submitted as, or that supervises it."""
+        return str((run.submission() or run.status())["job_id"])
+
+    def project(self, **jobs: str) -> Path:
+        """A project of one's own, with these modules in its ``jobs`` package."""
+        folder = self.folder / "project"
+        (folder / "jobs").mkdir(parents=True)
+        for name, text in {"__init__": "", **jobs}.items():
+            (folder / f"jobs/{name}.py").write_text(text)
+        return folder
+
+
+def reached(run: RunDir, step: int) -> dict[str, Any]:
+    def passed() -> dict[str, Any] | None:
+        status = run.status()
+        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
+
+    return wait_for(passed, START_S, f"step {step}")
+
+
+def attempts_of(run: RunDir, count: int, timeout_s: float = END_S) -> list[dict[str, Any]]:
+    """The closed attempts, as soon as there are ``count``."""
+    wait_for(lambda: len(run.attempts()) >= count, timeout_s, f"{count} attempts")
+    return run.attempts()
+
+
+def nothing_lost(run: RunDir) -> None:
+    """Every attempt began at the step at which the one before it ended."""
+    attempts = [a for a in run.attempts() if a["step_end"] is not None]
+    for before, after in itertools.pairwise(attempts):
+        assert after["step_start"] == before["step_end"], json.dumps([before, after], indent=2)

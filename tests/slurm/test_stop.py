@@ -1,0 +1,400 @@
+"""How a job ends, and comes back: preemption, time limit, cancellation, and the controller's own troubles.
+
+Each story runs once here. ``make soak`` runs them on every Slurm version and profile, and repeats the random ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.box import Box
+from tests.slurm.conftest import visit
+from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, reached
+from tests.waiting import wait_for
+from toolkit.checkpoint.store import newest_step
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+NODES = ["cluster.nodes=2", "cluster.tasks_per_node=1"]
+LONG = [*NODES, "train.epochs=20000", "checkpoint.every_steps=1000"]
+#: The training of the reference job with a pause in each step: as long as a story needs, on any machine.
+SLOW = """
+import time
+from jobs import classify
+from toolkit.data.loader import Loader
+PAUSE_S = {pause_s}
+plain_at = Loader.at
+def at(self, step):
+    time.sleep(PAUSE_S)
+    return plain_at(self, step)
+def main(config):
+    Loader.at = at
+    return classify.main(config)
+"""
+
+
+def slow_project(site: Site, pause_s: float) -> Path:
+    """A project with the reference job, slowed down, and its config ``slow.yaml``."""
+    source = Path(__file__).parents[2] / "jobs"
+    jobs = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
+    project = site.project(**jobs, slow=SLOW.format(pause_s=pause_s))
+    (project / "slow.yaml").write_text(
+        "job: jobs.slow\ncluster: {nodes: 2, tasks_per_node: 1}\n"
+        "data: {name: digits, global_batch_size: 64}\noptim: {lr: 0.05}\n"
+        "train: {epochs: 100, eval_every: 50, log_every: 10}\ncheckpoint: {every_steps: 100000}\n"
+    )
+    return project
+
+
+def submit(site: Site, project: Path, *overrides: str, **extra: Any) -> RunDir:
+    """Submit ``slow.yaml``; ``extra`` are sbatch flags."""
+    flags = json.dumps({name.replace("_", "-"): value for name, value in extra.items()})
+    site.run("toolkit", "submit", "slow.yaml", f"cluster.extra={flags}", *overrides, cwd=project)
+    return site.only_run()
+
+
+def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> dict[str, Any]:
+    """The result of a run that completes."""
+    result = wait_for(run.result, timeout_s, "a result")
+    assert result["state"] == "completed", result
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- preemption
+
+
+def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
+    """The run is preempted ``times`` times, each at a random moment after its (re)start; nothing is lost."""
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=1500")
+    for number in range(1, times + 1):
+        wait_for(lambda n=number: run.status().get("attempt") == n, END_S, f"attempt {number}")  # type: ignore[misc]
+        time.sleep(moments.uniform(0.0, 12.0))
+        if run.result() is not None:
+            break
+        site.preempt()
+        attempts_of(run, number)
+    result = completed(site, run)
+    preempted = [a for a in run.attempts() if a["cause"] == "preempted"]
+    print(json.dumps([(a["cause"], a["step_start"], a["step_end"]) for a in run.attempts()]))
+    assert preempted
+    assert all(a["decision"] == "requeue" for a in preempted)
+    nothing_lost(run)
+    assert result["step"] == 1500
+
+
+def test_preempted_in_the_grace_time_it_commits_and_comes_back_with_nothing_lost(site: Site) -> None:
+    preempt_at_random_moments(site, 2, random.randrange(10**6))
+
+
+@pytest.mark.soak
+def test_preempted_ten_times_in_a_row_at_random_moments(site: Site) -> None:
+    preempt_at_random_moments(site, 10, random.randrange(10**6))
+
+
+def test_where_preemption_cancels_it_requeues_itself(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", "cluster.partition=cancel")
+    reached(run, 50)
+    site.preempt()
+    completed(site, run)
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], second["cause"]) == ("preempted", "requeue", "completed")
+    assert first["job_id"] == second["job_id"]
+    nothing_lost(run)
+
+
+def test_where_requeue_is_forbidden_an_heir_takes_over(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", no_requeue=True)
+    reached(run, 50)
+    site.preempt()
+    completed(site, run)
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], second["cause"]) == ("preempted", "requeue", "completed")
+    assert first["job_id"] != second["job_id"]
+    nothing_lost(run)
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
+
+
+def test_an_heir_never_revives_a_cancelled_job(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=3000", no_requeue=True)
+    reached(run, 50)
+    site.run("scancel", site.job_of(run))
+    wait_for(run.result, 30, "a result")
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
+    assert (run.result() or {})["state"] == "cancelled"
+    assert len(run.attempts()) == 1
+
+
+@pytest.fixture
+def ungraceful(make_box: Callable[..., Box], request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A site whose preemption gives no grace time."""
+    yield from visit(make_box(grace_s=0), request)
+
+
+def test_preempted_without_grace_it_comes_back(ungraceful: Site) -> None:
+    site = ungraceful
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    reached(run, 50)
+    site.preempt()
+    completed(site, run)
+    assert [a["cause"] for a in run.attempts()] == ["preempted", "completed"]
+    nothing_lost(run)
+
+
+# ---------------------------------------------------------------------------------------------------------- signals
+
+
+def ranks_on(site: Site, node: str) -> list[int]:
+    return [pid for pid, command in site.box.processes(node) if "toolkit run" in command]
+
+
+def to_one_rank(site: Site, job: str) -> None:
+    os.kill(ranks_on(site, "node2")[0], signal.SIGUSR1)
+
+
+def to_all_at_different_times_and_twice(site: Site, job: str) -> None:
+    for node in ("node2", "node1", "node2"):
+        for pid in ranks_on(site, node):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.05)
+
+
+def to_the_supervisor(site: Site, job: str) -> None:
+    site.run("scancel", "--batch", "--signal=USR2", job)
+
+
+@pytest.mark.parametrize("deliver", [to_one_rank, to_all_at_different_times_and_twice, to_the_supervisor])
+def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
+    site: Site, deliver: Callable[[Site, str], None]
+) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    reached(run, 50)
+    deliver(site, site.job_of(run))
+    completed(site, run)
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], second["cause"]) == ("stopped", "requeue", "completed")
+    nothing_lost(run)
+
+
+# ------------------------------------------------------------------------------------------------------- time limit
+
+
+def run_in_links(site: Site, links: int, *overrides: str) -> None:
+    """A run that needs ``links`` times its limit of a minute, of which start and stop leave 30 s or more."""
+    run = submit(site, slow_project(site, 0.1), f"train.max_steps={links * 300}", "cluster.time_min=1", *overrides)
+    completed(site, run, 150.0 * links)
+    attempts = run.attempts()
+    assert {a["cause"] for a in attempts[:-1]} == {"timeout"}
+    assert len(attempts) >= links
+    nothing_lost(run)
+
+
+def test_a_run_longer_than_its_limit_goes_on_in_links_without_any_signal(site: Site) -> None:
+    run_in_links(site, 2, "cluster.signal_delay_s=0")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delay_s", [0, 30])
+def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site, delay_s: int) -> None:
+    run_in_links(site, 4, f"cluster.signal_delay_s={delay_s}")
+
+
+# ------------------------------------------------------------------------------------------------- ended by somebody
+
+
+def in_the_queue(site: Site, run: RunDir) -> None:
+    assert run.status()["state"] == "queued"
+
+
+def at_the_start(site: Site, run: RunDir) -> None:
+    wait_for(lambda: run.status().get("state") == "starting", START_S, "the start")
+
+
+def in_training(site: Site, run: RunDir) -> None:
+    reached(run, 50)
+
+
+def in_the_queue_again(site: Site, run: RunDir) -> None:
+    """Preempted, committed, and waiting for nodes that somebody else has."""
+    reached(run, 50)
+    site.preempt(seconds=600)
+    attempts_of(run, 1, 90)
+    wait_for(lambda: site.box.job(site.job_of(run))["JobState"] == "PENDING", 60, "the requeued job to wait")
+
+
+PHASES = [in_the_queue, at_the_start, in_training, in_the_queue_again]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("how", ["scancel", "toolkit"])
+def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir], None], how: str) -> None:
+    extra = {"hold": True} if phase is in_the_queue else {}
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=3000", **extra)
+    phase(site, run)
+    job = site.job_of(run)
+    site.run(*(["scancel", job] if how == "scancel" else ["toolkit", "cancel", run.id]))
+    row = site.box.wait_job(job, 60)
+    assert row["JobState"] == "CANCELLED"
+    wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
+    if how == "toolkit" or phase in (at_the_start, in_training):
+        assert wait_for(run.result, 10, "a result")["state"] == "cancelled"
+    assert all(a["decision"] != "requeue" or a["cause"] == "preempted" for a in run.attempts())
+
+
+def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=400")
+    reached(run, 50)
+    site.run("toolkit", "stop", run.id)
+    result = wait_for(run.result, 60, "a result")
+    assert result["state"] == "stopped"
+    (attempt,) = run.attempts()
+    assert (attempt["cause"], attempt["decision"]) == ("stopped", "finish")
+    assert newest_step(run.checkpoints) == attempt["step_end"]
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
+    site.run("toolkit", "resume", run.id, "--wait")
+    assert completed(site, run)["step"] == 400
+    nothing_lost(run)
+
+
+# ----------------------------------------------------------------------------------------------- crash, array, exec
+
+
+def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site: Site) -> None:
+    project = slow_project(site, 0.0)
+    (project / "jobs/slow.py").write_text(
+        (project / "jobs/slow.py")
+        .read_text()
+        .replace(
+            "    time.sleep(PAUSE_S)\n",
+            "    if step == 30 and self_rank() == 1:\n        raise ValueError('bad sample')\n",
+        )
+        .replace("PAUSE_S = 0.0", "def self_rank():\n    import os\n    return int(os.environ['RANK'])")
+    )
+    out = site.run("toolkit", "submit", "slow.yaml", "--wait", "checkpoint.every_steps=20", cwd=project, check=False)
+    assert "failed" in out
+    run = site.only_run()
+    assert [a["decision"] for a in run.attempts()] == ["restart", "restart", "give_up"]
+    why = site.run("toolkit", "why", run.id)
+    assert "rank 1 on node2" in why
+    assert "ValueError: bad sample" in why
+    assert "in at" in why  # the traceback
+    assert "last checkpoint: step 20" in why
+    assert site.box.wait_job(site.job_of(run), 30)["ExitCode"] == "1:0"
+
+
+#: A script with its own checkpoint and no torch: it counts to 60, and keeps what it has when it is told to end.
+COUNTER = """
+import os, signal, sys, time
+state = sys.argv[1] + "/" + os.environ["SLURM_ARRAY_TASK_ID"]
+count = int(open(state).read()) if os.path.exists(state) else 0
+with open(state + ".starts", "a") as starts:
+    starts.write(f"{count} {os.environ['SLURM_JOB_ID']} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
+def save(*_):
+    open(state + ".new", "w").write(str(count)); os.replace(state + ".new", state); sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+while count < 60:
+    time.sleep(0.1); count += 1
+open(state, "w").write(str(count))
+"""
+
+
+def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Site) -> None:
+    """Twenty elements, preempted twice; `toolkit exec` supervises a script that knows nothing of us."""
+    elements = 20
+    (site.folder / "counter.py").write_text(COUNTER)
+    (site.folder / "state").mkdir()
+    (site.folder / "array.sh").write_text(
+        f"#!/bin/bash\nexec toolkit exec -- python {site.folder}/counter.py {site.folder}/state\n"
+    )
+    options = [f"--array=0-{elements - 1}", "--ntasks=1", "--mem=1", str(site.folder / "array.sh")]
+    job = site.sbatch(*options)
+    starts = lambda: list((site.folder / "state").glob("*.starts"))  # noqa: E731
+    for _ in range(2):
+        wait_for(lambda: len(starts()) >= 4, END_S, "some elements to run")
+        time.sleep(random.uniform(2, 6))
+        site.preempt()
+        time.sleep(2)
+
+    def all_done() -> bool:
+        runs = list(site.runs.glob("counter/*/result.json"))
+        return len(runs) == elements
+
+    wait_for(all_done, END_S, "all elements to complete")
+    for index in range(elements):
+        assert (site.folder / f"state/{index}").read_text() == "60"
+        counts = [int(line.split()[0]) for line in (site.folder / f"state/{index}.starts").read_text().splitlines()]
+        assert counts == sorted(counts)
+    results = [json.loads(path.read_text()) for path in site.runs.glob("counter/*/result.json")]
+    assert {result["state"] for result in results} == {"completed"}
+    restarted = [result for result in results if result["attempts"] > 1]
+    assert restarted
+    wait_for(lambda: job not in site.run("squeue", "--noheader", "--format=%A"), 30, "an empty queue")
+
+
+# ------------------------------------------------------------------------------------------- troubles of the cluster
+
+
+def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=400")
+    reached(run, 50)
+    site.box.restart_slurmctld()
+    completed(site, run)
+    assert [a["cause"] for a in run.attempts()] == ["completed"]
+
+
+def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    reached(run, 50)
+    site.box.stop_slurmdbd()
+    try:
+        site.preempt()
+        completed(site, run)
+    finally:
+        site.box.start_slurmdbd()
+    assert [a["cause"] for a in run.attempts()] == ["preempted", "completed"]
+    nothing_lost(run)
+
+
+def test_a_full_disk_is_waited_out(site: Site) -> None:
+    """One node, whose run folder is a small file system that is full for 30 s, checkpoints and metrics included."""
+    project = slow_project(site, 0.02)
+    site.run("mkdir", str(site.runs))
+    node = {"node": "node1"}
+    site.box.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(site.runs)], **node)
+    (site.folder / "job.sh").write_text(f'#!/bin/bash\ncd {project}\nexec toolkit supervise slow.yaml "$@"\n')
+    overrides = ["train.max_steps=2000", "checkpoint.every_steps=50"]
+    job = site.sbatch("--nodes=1", "--nodelist=node1", "--ntasks=2", str(site.folder / "job.sh"), *overrides)
+
+    def read(name: str) -> str:
+        done = site.box.run(["sh", "-c", f"cat {site.runs}/*/*/{name}"], check=False, **node)
+        return done.stdout
+
+    def step() -> int:
+        try:
+            return int((json.loads(read("status.json")).get("progress") or {}).get("step") or 0)
+        except json.JSONDecodeError:  # not there yet
+            return 0
+
+    wait_for(lambda: step() >= 100, START_S, "step 100")
+    fill = f"cat /dev/zero > {site.runs}/filler 2>/dev/null; true"
+    site.box.run(["sh", "-c", fill], **node)
+    time.sleep(30)
+    site.box.run(["rm", f"{site.runs}/filler"], **node)
+    assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
+    result = json.loads(read("result.json"))
+    assert (result["state"], result["attempts"], result["step"]) == ("completed", 1, 2000)
+    assert "No space left" in read("logs/supervisor.log") + read("logs/attempt-001/rank-0.log")
+    logged = [json.loads(line) for line in read("tensorboard/metrics.jsonl").splitlines()]
+    assert [line["step"] for line in logged if "train/loss" in line] == list(range(10, 2001, 10))
+    site.box.run(["umount", "-l", str(site.runs)], **node)

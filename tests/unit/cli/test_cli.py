@@ -1,0 +1,122 @@
+"""What can go wrong at the command line ends in one line and the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit import rundir
+from toolkit.cli import main as cli
+from toolkit.cli import show
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    made = rundir.create("digits")
+    made.config.write_text("")
+    made.write_status({"state": "completed", "attempt": 1, "progress": {"step": 3, "loss": float("nan")}})
+    made.write_result({"state": "completed", "metrics": {"eval/accuracy": float("inf")}})
+    return made
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_status_as_json_is_json_also_when_the_loss_is_no_number(
+    run: rundir.RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--json"]) == EXIT_DONE
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (row["run"], row["loss"], row["metrics"]) == (run.id, None, {"eval/accuracy": None})
+
+
+@pytest.mark.parametrize("name", ["status.json", "result.json"])
+def test_one_damaged_run_does_not_hide_the_others(
+    run: rundir.RunDir, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = rundir.create("broken")
+    damaged.config.write_text("")
+    (damaged.path / name).write_text("{")
+    assert cli.main(["status"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert damaged.id in out
+    assert run.id in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["status", "digit"], "did you mean 'digits'?"),
+        (["logs", "digits", "--rank", "7"], "no such log; there are: none yet"),
+        (["logs", "digits", "--attempt", "1"], "--attempt goes with --rank"),
+        (["resume", "digits"], "is completed"),
+        (["submit", "nowhere.yaml", "--executor", "local"], "nowhere.yaml: no such config file"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    run: rundir.RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == EXIT_REQUEST
+    assert words in said(capsys)
+
+
+def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["submit", "c.yaml", "--wat", "optim.lr=1"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --wat")
+
+
+def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["submit"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("required: CONFIG")
+
+
+def test_runs_that_cannot_be_made_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "file"))
+    config = str(Path(__file__).parents[3] / "configs/digits_ddp.yaml")
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert cli.main(["submit", config, "--executor", "local"]) == EXIT_FAILED
+    line = said(capsys)
+    assert str(tmp_path / "file") in line
+    assert "set TOOLKIT_RUNS" in line
+
+
+def test_ctrl_c_while_a_log_is_followed_is_no_traceback(
+    run: rundir.RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "logs", interrupted)
+    assert cli.main(["logs", "digits", "--follow"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_tensorboard_is_given_names_and_short_paths(
+    run: rundir.RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative ones: a comma in the path above the runs would end it."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, argv: called.append(argv))
+    monkeypatch.chdir(tmp_path)
+    cli.main(["tensorboard"])
+    (argv,) = called
+    assert argv[argv.index("--logdir_spec") + 1] == f"digits/{run.id}:digits/{run.id}/tensorboard"
+    assert Path.cwd() == tmp_path / "runs"

@@ -1,0 +1,209 @@
+"""The supervisor's loop with a launcher that tells it what it likes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.config import JobConfig
+from toolkit.launch import intent, supervisor
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.intent import Intent
+from toolkit.launch.steps import Events, RankEnded, StepEnded
+from toolkit.launch.store import Report
+from toolkit.launch.supervisor import Supervisor
+from toolkit.rundir import RunDir
+
+
+class Store:
+    """Stands for the store host: notes what is proposed."""
+
+    port = 1
+    proposed: list[str]
+
+    def __init__(self, *args: Any) -> None:
+        Store.proposed = []
+        Store.on_propose = lambda: None
+
+    on_propose: Callable[[], None]
+
+    def propose(self, kind: str, by: str) -> None:
+        Store.proposed.append(kind)
+        Store.on_propose()
+
+    def close(self) -> None: ...
+
+
+class Ranks:
+    """A launcher whose every attempt plays the next of ``acts``, and a step that notes its signals."""
+
+    def __init__(self, *acts: Callable[[Ranks], None]) -> None:
+        self._acts = list(acts)
+        self.signals: list[signal.Signals] = []
+        self.answers_kill = True
+
+    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Ranks:
+        self.events, self.environ = events, environ
+        self._acts.pop(0)(self)
+        return self
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.signals.append(number)
+        if self.answers_kill:
+            self.events.put(StepEnded(137))
+        self.answers_kill = True
+
+    def report(self, **fields: Any) -> None:
+        self.events.put(Report({"rank": 0, "report": fields}))
+
+
+def ended(*ranks: int, code: int | None = None) -> RankEnded:
+    number = None if code else signal.SIGKILL
+    return RankEnded(ranks, "node2", f"exit code {code}" if code else "killed by SIGKILL", number, time.time(), code)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No store process, short patience, and the test runner's own signal handlers back at the end."""
+    monkeypatch.setattr(supervisor, "StoreHost", Store)
+    monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 0.05)
+    before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> RunDir:
+    run = rundir.create("test", tmp_path)
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
+    return run
+
+
+def supervise(run: RunDir, ranks: Ranks, **retry: int) -> int:
+    config = JobConfig()
+    for name, value in retry.items():
+        setattr(config.retry, name, value)
+    return Supervisor(run, config, Allocation(("here",), (4,), 1), ranks, None).run()
+
+
+def completes(ranks: Ranks) -> None:
+    ranks.report(step=10, step_start=0)
+    ranks.events.put(Report({"result": {"step": 10, "metrics": {"eval/accuracy": 0.5}}}))
+    ranks.events.put(StepEnded(0))
+
+
+def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
+    assert supervise(run, Ranks(completes)) == 0
+    result = run.result()
+    assert result is not None
+    assert (result["state"], result["step"], result["metrics"]) == ("completed", 10, {"eval/accuracy": 0.5})
+
+
+def test_two_ranks_named_in_the_first_line_end_the_attempt_too(run: RunDir) -> None:
+    ranks = Ranks(lambda r: r.events.put(ended(2, 3)), completes)
+    assert supervise(run, ranks) == 0
+    assert ranks.signals == [signal.SIGKILL]
+    assert [line["decision"] for line in run.attempts()] == ["restart", "finish"]
+    assert run.attempts()[0]["first_failure"]["rank"] == 2
+
+
+def test_a_kill_that_is_lost_is_sent_again(run: RunDir) -> None:
+    ranks = Ranks(lambda r: r.events.put(ended(0)), completes)
+    ranks.answers_kill = False
+    assert supervise(run, ranks) == 0
+    assert ranks.signals == [signal.SIGKILL] * 2
+
+
+def test_a_wrong_request_is_not_tried_again(run: RunDir) -> None:
+    said = {"rank": 1, "host": "node2", "time": 1.0, "type": "ConfigError", "message": "no", "traceback": "T"}
+
+    def refuses(ranks: Ranks) -> None:
+        path = run.error_file(1, 1)
+        fsio.make_dir(path.parent)
+        fsio.write_json(path, {**said, "exit_code": 2})
+        ranks.events.put(ended(1, code=2))
+        ranks.events.put(StepEnded(2))
+
+    assert supervise(run, Ranks(refuses)) == 1
+    assert "would fail again unchanged" in (run.result() or {})["why"]
+
+
+def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
+            ranks.events.put(ended(0, 1, 2, 3, code=75))
+            ranks.events.put(StepEnded(75))
+
+        Store.on_propose = stop
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    assert supervise(run, ranks) == 75
+    assert Store.proposed == ["stop"]
+    (line,) = run.attempts()
+    assert (line["cause"], line["decision"], line["step_end"]) == ("stopped", "finish", 7)
+    assert line["stop_asked"] is not None
+    assert ranks.signals == []
+
+
+def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
+    def told(ranks: Ranks) -> None:
+        intent.ask(run, Intent.CANCEL)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    assert supervise(run, ranks) == 1
+    assert ranks.signals == [signal.SIGKILL]
+    assert (run.result() or {})["state"] == "cancelled"
+
+
+def test_a_run_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
+    intent.ask(run, Intent.CANCEL)
+    assert supervise(run, Ranks()) == 1
+    assert (run.result() or {})["state"] == "cancelled"
+    assert run.attempts() == []
+
+
+def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> None:
+    def crash(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+
+    assert supervise(run, Ranks(crash, crash), max_failures=1) == 1
+    assert supervise(run, Ranks(crash, completes), max_failures=1) == 0
+    assert [line["decision"] for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
+
+
+def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir) -> None:
+    progress = {"step": 30, "step_start": 10}
+    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "progress": progress})
+    assert supervise(run, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["step_end"], second["attempt"]) == ("node_failure", 30, 2)
+
+
+def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RETRY_EVERY_S", 0.01)
+    failures = iter([OSError(28, "No space left on device")] * 3)
+    add = RunDir.add_attempt
+
+    def add_attempt(self: RunDir, line: dict[str, Any]) -> None:
+        for error in failures:
+            raise error
+        add(self, line)
+
+    monkeypatch.setattr(RunDir, "add_attempt", add_attempt)
+    assert supervise(run, Ranks(completes)) == 0
+    assert len(run.attempts()) == 1

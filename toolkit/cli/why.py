@@ -1,0 +1,100 @@
+"""`toolkit why RUN`: one page about how a run stands or ended, from its own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.store import newest_step
+from toolkit.cli.show import table
+from toolkit.launch import ending
+from toolkit.launch.supervisor import read_error_file
+from toolkit.rundir import RunDir
+
+#: Of a traceback this many last lines are shown; the whole one is in the rank's log.
+TRACEBACK_LINES = 25
+
+_ADVICE = {
+    "completed": "nothing to do; `toolkit tensorboard {run}` shows the curves",
+    "stopped": "`toolkit resume {run}` goes on from the last checkpoint",
+    "cancelled": "`toolkit resume {run}` goes on from the last checkpoint",
+    "failed": "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
+    "requeued": "nothing to do; it goes on when Slurm starts the job again",
+}
+
+
+def facts(run: RunDir) -> dict[str, Any]:
+    """Everything on the page, as data."""
+    attempts, result, status = run.attempts(), run.result() or {}, run.status()
+    state = result.get("state") or status.get("state") or "unknown"
+    last = attempts[-1] if attempts else {}
+    saved, reached = newest_step(run.checkpoints), last.get("step_end")
+    lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0
+    return {
+        "run": f"{run.name}/{run.id}",
+        "state": state,
+        "why": result.get("why") or status.get("why") or last.get("line"),
+        "cause": last.get("cause"),
+        "first_failure": _first_failure(run, attempts),
+        "last_checkpoint": saved,
+        "step_reached": reached,
+        "steps_lost": max(0, lost),
+        "attempts": attempts,
+        "next": _ADVICE.get(state, "`toolkit status {run}` says how it stands").format(run=run.id),
+    }
+
+
+def _first_failure(run: RunDir, attempts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first failing rank of the last attempt that failed, with what it said, and how many failed after it."""
+    for attempt in reversed(attempts):
+        if attempt["first_failure"]:
+            number = attempt["attempt"]
+            said = [read_error_file(path) for path in sorted(run.attempt_logs(number).glob("error-*.json"))]
+            first = ending.first_failure([f for f in said if f.rank == attempt["first_failure"]["rank"]])
+            return {
+                **attempt["first_failure"],
+                "attempt": number,
+                "traceback": first.traceback if first else "",
+                "others": sum(f.rank != attempt["first_failure"]["rank"] for f in said),
+                "log": str(_log_of(run, number, attempt["first_failure"]["rank"])),
+            }
+    return None
+
+
+def _log_of(run: RunDir, attempt: int, rank: int | None) -> Path:
+    return run.attempt_logs(attempt) / "store.log" if rank is None else run.rank_log(attempt, rank)
+
+
+def page(told: dict[str, Any]) -> str:
+    """The facts as text."""
+    lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
+    lines += _failure_lines(told["first_failure"])
+    saved = told["last_checkpoint"]
+    lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
+    if told["step_reached"] is not None:
+        lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+    if told["attempts"]:
+        lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]
+    return "\n".join([*lines, "", f"next: {told['next']}"])
+
+
+def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    who = "the store host" if failure["rank"] is None else f"rank {failure['rank']}"
+    lines = [f"first failure: {who} on {failure['host']}, attempt {failure['attempt']}: {failure['how']}"]
+    lines += [f"  {line}" for line in failure["traceback"].rstrip().split("\n")[-TRACEBACK_LINES:] if line]
+    if failure["others"]:
+        lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")
+    return [*lines, f"  log: {failure['log']}", ""]
+
+
+_HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
+
+
+def _attempt_cells(attempt: dict[str, Any]) -> tuple[str, ...]:
+    start, end = attempt["step_start"], attempt["step_end"]
+    steps = "" if end is None else f"{start or 0} to {end}"
+    job, nodes = str(attempt["job_id"] or "local"), str(len(attempt["nodes"]))
+    ranks = str(attempt["world_size"])
+    return (str(attempt["attempt"]), job, nodes, ranks, steps, attempt["cause"], attempt["decision"])

@@ -1,0 +1,452 @@
+"""The gate: all ranks agree at which step number something happens, without a collective and without a host sync.
+
+Each rank has its own clock, its own signals and its own speed. What they must do together, above all stop, is agreed
+over the store the ranks share, in rounds numbered 0, 1, 2, ...::
+
+    some rank    request("stop")           a signal handler may: a queue takes it, a thread of the gate does the rest
+                 claim  <round>/proposal   atomic: the first kind proposed has the round; then every rank is called
+    each rank    wait   <round>/call/rank  its watcher thread wakes up, *closes the gate, and only then reads* the
+                                           number of the last step started
+                 set    <round>/ack/rank   and acknowledges with it
+    the last     set    <round>/decision   max(acknowledged) + 1
+    each rank    boundary(decision)        hands the kind out; for all kinds but "stop" the next round begins
+
+Why it holds:
+
+* **An acknowledgement is a promise.** From then until the decision is there this rank starts no step it has not
+  acknowledged, so none is ever past the decision. The loop notes the step *before* it tests the gate, the watcher
+  closes the gate *before* it reads the step: whichever comes first, the other sees it.
+* The promise is kept by the main thread, the acknowledgement needs only the watcher. A rank that evaluates, compiles,
+  saves or waits for data acknowledges at once.
+* One decision per round: the proposal is claimed atomically, and only the rank that brings the count to the world
+  size decides. Proposing again, later, or on many ranks changes nothing.
+* A rank takes part in round r + 1 only after it has handed out round r.
+* **Leaving is an acknowledgement for good.** ``close()`` acknowledges the round that is open or comes next, and marks
+  that as this rank's last. Whoever decides a round moves such marks to the next one *before* it publishes the
+  decision, when nobody can be there yet. So nobody waits for a rank that has left, and ``close()`` waits for nobody
+  whose rank is alive.
+
+A decision beyond the last step is reached by no rank: all complete instead. The store keeps two short keys per round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from toolkit import logs
+from toolkit.errors import ToolkitError
+
+#: The one kind after which no round follows.
+STOP = "stop"
+PREFIX = "toolkit/agree"
+#: torch's store complains on stderr when a wait times out, so an idle watcher waits as good as for ever.
+IDLE_S = 86_400.0
+#: Acknowledging takes milliseconds; a wait of this length ends only when a rank is frozen or dead.
+DECISION_S = 30.0
+LEAVE_S = 10.0
+
+log = logs.get(__name__)
+
+
+class Transport(Protocol):
+    """One client of the store that the ranks share, used by one thread; what it raises means that the store is gone."""
+
+    def set(self, values: Mapping[str, str]) -> None:
+        """Write all of them, in one message."""
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys that are there."""
+
+    def exists(self, key: str) -> bool:
+        """Whether it is there."""
+
+    def claim(self, key: str, value: str) -> str:
+        """Write ``value`` unless the key is there, atomically; returns what it holds now."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, atomically; returns the sum."""
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """Block until the key is there; False after ``timeout_s``."""
+
+    def delete(self, key: str) -> None:
+        """Remove the key if it is there."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A kind that was asked for on this rank ``waited_s`` ago and has not been handed out."""
+
+    kind: str
+    waited_s: float
+    #: The agreed step; None while some have not acknowledged.
+    step: int | None
+    #: The ranks that have not acknowledged; once a step is agreed, those that have not come to it. Empty when the
+    #: store does not answer.
+    missing: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.missing)) or "unknown (the store does not answer)"
+        verb = "acknowledged it" if self.step is None else f"come to step {self.step}"
+        return f"{self.kind!r} asked for {self.waited_s:.0f} s ago; ranks that have not {verb}: {ranks}"
+
+
+def _log_hang(hang: Hang) -> None:
+    log.error("%s", hang)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The keys of one round."""
+
+    prefix: str
+    number: int
+
+    @property
+    def proposal(self) -> str:
+        return f"{self.prefix}/{self.number}/proposal"
+
+    @property
+    def count(self) -> str:
+        return f"{self.prefix}/{self.number}/count"
+
+    @property
+    def decision(self) -> str:
+        return f"{self.prefix}/{self.number}/decision"
+
+    def call(self, rank: int) -> str:
+        return f"{self.prefix}/{self.number}/call/{rank}"
+
+    def ack(self, rank: int) -> str:
+        return f"{self.prefix}/{self.number}/ack/{rank}"
+
+    def next(self) -> _Round:
+        return _Round(self.prefix, self.number + 1)
+
+
+class _Ack(NamedTuple):
+    """The last step a rank has started (-1: none yet), and whether it has left."""
+
+    started: int
+    left: bool
+
+
+class _Asked(NamedTuple):
+    """That a kind is wanted: since when, in which round or a later one, and whether it must still be proposed."""
+
+    kind: str
+    since: float
+    round: int
+    propose: bool
+
+
+def propose(
+    store: Transport, world_size: int, kind: str, *, by: str, prefix: str = PREFIX, since: int | None = None
+) -> int:
+    """Propose ``kind`` from anywhere, also from outside the ranks; returns the number of the round that serves it.
+
+    A round that has the same kind already serves this proposal too, from round ``since`` on (None: the first that is
+    not decided). A stop serves every kind: nothing comes after it. ``by`` is told to the ranks.
+    """
+    mine = json.dumps([kind, by])
+    keys = _Round(prefix, since or 0)
+    while since is None and store.exists(keys.decision):
+        keys = keys.next()
+    while (winner := store.claim(keys.proposal, mine)) != mine:
+        if json.loads(winner)[0] in (kind, STOP):
+            return keys.number
+        keys = keys.next()
+    store.set({keys.call(rank): mine for rank in range(world_size)})
+    return keys.number
+
+
+class Gate:
+    """One rank's side of the agreement. The main thread calls ``boundary``, ``close``; anybody ``request``."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        connect: Callable[[], Transport],
+        *,
+        prefix: str = PREFIX,
+        force_after_s: float | None = None,
+        on_hang: Callable[[Hang], None] = _log_hang,
+    ) -> None:
+        """``connect`` makes a client of the store; two threads get one each.
+
+        ``on_hang`` is called once, from a thread, for each kind that ``boundary`` has not handed out ``force_after_s``
+        after this rank asked for it or heard of it. So that time must cover the longest way from one boundary to the
+        next, saving and a cut-short evaluation included; ``close()`` ends it. None: never.
+        """
+        self._rank, self._world_size, self._prefix = rank, world_size, prefix
+        self._force_after_s = force_after_s
+        self._on_hang = on_hang
+        #: The kind that is proposed or decided and not yet handed out: what takes long may cut itself short for it.
+        self.pending: str | None = None
+        self._started = -1
+        self._closed = False
+        self._round = 0  # written by the main thread only
+        self._agreed: tuple[str, int] = ("", 0)
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._leaving = False
+        self._decided = threading.Event()
+        self._handed_out = threading.Event()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, args=(connect(),), name=f"toolkit-gate-{name}", daemon=True)
+            for name, run in (("watch", self._watch), ("propose", self._propose))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -------------------------------------------------------------------------------------------- the main thread
+
+    def boundary(self, n: int) -> str | None:
+        """Call right before step ``n``, that is after n steps; None is the permission to start it.
+
+        Otherwise the kind agreed on for this boundary, on every rank at the same ``n``. Act, then ask again with the
+        same n until None comes; after "stop" it never does. Blocks only while an agreement is open, for
+        milliseconds. Raises ToolkitError when the store is gone, because no agreement is possible any more.
+        """
+        self._started = n  # first: the watcher closes the gate and then reads this
+        if self._closed:
+            return self._slow(n)
+        return None
+
+    def request(self, kind: str) -> None:
+        """Ask that all ranks get ``kind`` at one boundary soon. Any thread, a signal handler too; never blocks.
+
+        Asking twice before it is handed out is asking once. Nothing is promised after ``close()``.
+        """
+        self._asked.put(_Asked(kind, time.monotonic(), self._round, True))
+
+    def close(self) -> None:
+        """Leave: this rank starts no further step, and no agreement of the others waits for it. Requests made before
+        are still proposed. Returns within ``LEAVE_S`` even when another rank is dead."""
+        self._leaving = True  # first: a watcher that is woken must see it
+        self._handed_out.set()
+        self._asked.put(None)
+        deadline = time.monotonic() + LEAVE_S
+        for thread in reversed(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("rank %d left while an agreement was open; the other ranks may wait for it", self._rank)
+
+    def _slow(self, n: int) -> str | None:
+        """What ``boundary`` does while the gate is closed: wait for the decision, hand out its kind when n is there."""
+        self._decided.wait()
+        if self._failure is not None:
+            raise ToolkitError(
+                f"rank {self._rank}, step {n}: the store over which the ranks agree is gone ({self._failure}); "
+                "look at the rank or supervisor that hosts it"
+            ) from self._failure
+        kind, step = self._agreed
+        if n < step:
+            return None
+        if kind == STOP:
+            self._stopped = True
+        else:
+            self._reopen(n)
+        self._handed_out.set()
+        return kind
+
+    def _reopen(self, n: int) -> None:
+        """Ready for the next round; the watcher enters it only when ``_handed_out`` is set."""
+        self._started = n - 1  # step n needs a permission of its own
+        self._round += 1
+        self.pending = None
+        self._decided.clear()
+        self._closed = False
+        if self._failure is not None:  # the other thread failed meanwhile, and the lines above undid what it set
+            self._closed = True
+            self._decided.set()
+
+    # ------------------------------------------------------------------------------------------- the watcher thread
+
+    def _watch(self, store: Transport) -> None:
+        try:
+            keys = _Round(self._prefix, 0)
+            while self._take_part(store, keys):
+                keys = keys.next()
+        except Exception as error:
+            self._fail(error)
+
+    def _take_part(self, store: Transport, keys: _Round) -> bool:
+        """See one round through; False when it was this rank's last."""
+        while not (self._leaving or store.wait(keys.call(self._rank), IDLE_S)):
+            pass
+        if self._leaving:
+            self._acknowledge(store, keys, left=True)
+            return False
+        kind, by = json.loads(store.get([keys.call(self._rank)])[0])
+        self._shut(kind, by, keys)
+        self._acknowledge(store, keys, left=False)
+        while not store.wait(keys.decision, DECISION_S):
+            pass
+        self._agreed = kind, int(store.get([keys.decision])[0])
+        self._decided.set()
+        self._handed_out.wait()
+        self._tidy(store, keys)
+        return bool(kind != STOP)
+
+    def _shut(self, kind: str, by: str, keys: _Round) -> None:
+        log.log(logging.INFO if self._rank == 0 else logging.DEBUG, "%s asks all ranks for %r", by, kind)
+        self._asked.put(_Asked(kind, time.monotonic(), keys.number, False))  # the other thread watches the time
+        self.pending = kind
+        self._closed = True
+
+    def _acknowledge(self, store: Transport, keys: _Round, left: bool) -> None:
+        """Say what was started. The gate is closed by now, or no step is started any more."""
+        store.set({keys.ack(self._rank): json.dumps(_Ack(self._started, left))})
+        if store.add(keys.count, 1) == self._world_size and store.exists(keys.proposal):  # it is not when all left
+            self._decide(store, keys)
+
+    def _decide(self, store: Transport, keys: _Round) -> None:
+        ranks = range(self._world_size)
+        acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in ranks])]
+        self._carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
+        store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
+        store.delete(keys.count)
+
+    def _carry_over(self, store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
+        """Let those who left have acknowledged the next round too. Before the decision: nobody is in that round yet."""
+        if not gone:
+            return
+        store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
+        store.add(keys.next().count, len(gone))
+        for rank in gone:
+            store.delete(keys.ack(rank))
+
+    def _tidy(self, store: Transport, keys: _Round) -> None:
+        """Forget the round. After a decision an acknowledgement still there means: has not come to the boundary."""
+        self._handed_out.clear()  # a close() that this undoes is seen at the start of the next round
+        store.delete(keys.ack(self._rank))
+        store.delete(keys.call(self._rank))
+
+    def _fail(self, error: Exception) -> None:
+        """The store is gone: the main thread learns it at the next boundary instead of waiting for a decision."""
+        log.log(logging.DEBUG if self._leaving else logging.WARNING, "the agreement's store is gone: %s", error)
+        self._failure = error
+        self._closed = True
+        self._decided.set()
+
+    # --------------------------------------------------------------------------------------- the proposer thread
+
+    def _propose(self, store: Transport) -> None:
+        """Propose what is asked for and watch the time until it is handed out; at the end wake the watcher to leave."""
+        waiting: list[_Asked] = []
+        while True:
+            with contextlib.suppress(queue.Empty):
+                asked = self._asked.get(timeout=self._patience_s(waiting))
+                if asked is None:
+                    break
+                waiting.append(self._proposed(store, asked) if asked.propose else asked)
+            waiting = self._report_hangs(store, waiting)
+        with contextlib.suppress(Exception):  # without a store the watcher has ended
+            # claimed, not written over: a proposal that the watcher is about to read must stay
+            store.claim(_Round(self._prefix, self._round).call(self._rank), "leave")
+
+    def _proposed(self, store: Transport, asked: _Asked) -> _Asked:
+        """The same with the round that serves it."""
+        by = f"rank {self._rank}"
+        try:
+            number = propose(store, self._world_size, asked.kind, by=by, prefix=self._prefix, since=asked.round)
+        except Exception as error:
+            self._fail(error)
+            return asked
+        return asked._replace(round=number)
+
+    def _patience_s(self, waiting: Sequence[_Asked]) -> float | None:
+        if self._force_after_s is None or not waiting:
+            return None
+        return max(0.0, min(asked.since for asked in waiting) + self._force_after_s - time.monotonic())
+
+    def _report_hangs(self, store: Transport, waiting: Sequence[_Asked]) -> list[_Asked]:
+        """Tell ``on_hang`` about what is overdue; what is still in time remains."""
+        if self._force_after_s is None or self._stopped:
+            return []
+        now = time.monotonic()
+        waiting = [asked for asked in waiting if asked.round >= self._round]  # the others were handed out
+        overdue = {asked.kind: asked for asked in reversed(waiting) if now - asked.since >= self._force_after_s}
+        for asked in overdue.values():
+            self._on_hang(Hang(asked.kind, now - asked.since, *self._missing(store)))
+        return [asked for asked in waiting if asked.kind not in overdue]
+
+    def _missing(self, store: Transport) -> tuple[int | None, tuple[int, ...]]:
+        """The step agreed on in the round that this rank is in, if any, and the ranks it waits for."""
+        keys = _Round(self._prefix, self._round)
+        try:
+            decided = store.exists(keys.decision)
+            step = int(store.get([keys.decision])[0]) if decided else None
+            ranks = range(self._world_size)
+            return step, tuple(rank for rank in ranks if store.exists(keys.ack(rank)) == decided)
+        except Exception:
+            return None, ()
+
+
+class MemoryStore:
+    """A store for ranks that are threads of one process: every rank's client at once. For tests, yours too."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._waiting: defaultdict[str, list[threading.Event]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def set(self, values: Mapping[str, str]) -> None:
+        """See :class:`Transport`, as for the others."""
+        with self._lock:
+            self._put(values)
+
+    def _put(self, values: Mapping[str, str]) -> None:
+        self._values.update(values)
+        for key in values:
+            for event in self._waiting.pop(key, ()):
+                event.set()
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        with self._lock:
+            return [self._values[key] for key in keys]
+
+    def exists(self, key: str) -> bool:
+        with self._lock:
+            return key in self._values
+
+    def claim(self, key: str, value: str) -> str:
+        with self._lock:
+            if key not in self._values:
+                self._put({key: value})
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._values.get(key, "0")) + amount
+            self._put({key: str(total)})
+            return total
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        event = threading.Event()
+        with self._lock:
+            if key in self._values:
+                return True
+            self._waiting[key].append(event)
+        return event.wait(timeout_s)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
+    def keys(self) -> list[str]:
+        """What is there, sorted."""
+        with self._lock:
+            return sorted(self._values)

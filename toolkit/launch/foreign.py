@@ -1,0 +1,65 @@
+"""Any torchrun-style script as the ranks, unmodified: ``python -m toolkit.launch.foreign CONFIG`` becomes the command.
+
+The command lies beside the run's config. It finds what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, a store
+that an agent hosts, an error file), and nothing else of ours: no snapshot on its path, no handlers, no wrapper process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, logs
+from toolkit.cluster import placement
+from toolkit.config import JobConfig
+from toolkit.errors import RequestError
+from toolkit.launch.rank import environment
+from toolkit.rundir import RunDir
+
+#: ``job:`` of a run whose ranks are a foreign command.
+JOB = configs.FOREIGN_JOB
+
+
+def write_command(run: RunDir, command: Sequence[str]) -> None:
+    """Note what the ranks are to become."""
+    fsio.write_json(run.path / "command.json", list(command))
+
+
+def read_command(run: RunDir) -> list[str]:
+    """What the ranks are to become. Raises RequestError where nothing is noted."""
+    command = fsio.read_json(run.path / "command.json")
+    if not command:
+        raise RequestError(f"{run.path / 'command.json'} is missing: this run was not made by `toolkit exec`")
+    return [str(word) for word in command]
+
+
+def main(config: JobConfig) -> None:
+    """Become the command: called by :func:`toolkit.launch.rank.run_rank` like the ``main`` of any job."""
+    run = RunDir(Path(os.environ["TOOLKIT_RUN_DIR"]))
+    place = placement.derive(os.environ, socket.gethostname())
+    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
+    environ = {**os.environ, **environment(place, os.environ, config.cluster.cpus_per_task)}
+    attempt = int(environ.get("TOOLKIT_ATTEMPT", "1"))
+    environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
+    environ["TORCHELASTIC_RUN_ID"] = run.id
+    command = read_command(run)
+    try:
+        os.execvpe(command[0], command, without_snapshot(environ, run.code))
+    except OSError as error:
+        sys.exit(f"toolkit exec: {command[0]}: cannot be started on {place.host}: {error.strerror}")
+
+
+def without_snapshot(environ: dict[str, str], code: Path) -> dict[str, str]:
+    """The user's own import path back: the script's folder first, the copy of the sources gone."""
+    cleaned = {name: value for name, value in environ.items() if name != "PYTHONSAFEPATH"}
+    paths = [path for path in cleaned.pop("PYTHONPATH", "").split(os.pathsep) if path and path != str(code)]
+    return {**cleaned, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
+if __name__ == "__main__":
+    logs.setup()
+    main(configs.load_config(sys.argv[1], site=False))
