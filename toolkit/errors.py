@@ -7,6 +7,7 @@ ToolkitError
 │   ├── DataMissingError    a data set that is not where the config says
 │   └── RunNotFoundError    no run, or several, answer to a name
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
+│   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
 ├── JobFailedError          the job ran and failed (exit code 1)
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
@@ -54,6 +55,10 @@ class RunNotFoundError(RequestError):
 
 class SlurmError(ToolkitError):
     """A program of Slurm is missing, failed, or did not answer in time."""
+
+
+class SlurmRefusedError(SlurmError):
+    """A program of Slurm reached the controller, which refused: asking again will not help."""
 
 
 class CheckpointError(ToolkitError):

@@ -234,28 +234,25 @@ def _why(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from toolkit import rundir
-    from toolkit.launch.submit import attach
-
-    run = rundir.find(args.run)
-    if run.result() is not None:
-        print(f"run {run.id} has already ended: {(run.result() or {})['state']}")
-        return EXIT_DONE
-    attach(run).stop()
-    print(f"run {run.id}: asked to commit a checkpoint and end; `toolkit resume {run.id}` goes on from there")
-    return EXIT_DONE
+    return _end(args.run, "stop", "asked to commit a checkpoint and end; `toolkit resume {run}` goes on from there")
 
 
 def _cancel(args: argparse.Namespace) -> int:
+    text = "cancelled; its checkpoints stay, `toolkit resume {run}` goes on from the last one"
+    return _end(args.run, "cancel", text)
+
+
+def _end(name: str, how: str, text: str) -> int:
     from toolkit import rundir
     from toolkit.launch.submit import attach
 
-    run = rundir.find(args.run)
-    if run.result() is not None:
-        print(f"run {run.id} has already ended: {(run.result() or {})['state']}")
+    run = rundir.find(name)
+    result = run.result()
+    if result is not None:
+        print(f"run {run.id} has already ended: {result['state']}")
         return EXIT_DONE
-    attach(run).cancel()
-    print(f"run {run.id}: cancelled; its checkpoints stay, `toolkit resume {run.id}` goes on from the last one")
+    getattr(attach(run), how)()
+    print(f"run {run.id}: {text.format(run=run.id)}")
     return EXIT_DONE
 
 

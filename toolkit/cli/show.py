@@ -177,7 +177,7 @@ def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
 def environment_facts() -> dict[str, Any]:
     """Placement, network and devices of this process, as ``toolkit run`` would derive them."""
     from toolkit.cluster import network, placement
-    from toolkit.launch.rank import environment
+    from toolkit.cluster.rank_environment import environment
 
     place = placement.derive(os.environ, socket.gethostname())
     facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}

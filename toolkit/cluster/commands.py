@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from toolkit.cluster import states
-from toolkit.errors import SlurmError
+from toolkit.errors import SlurmError, SlurmRefusedError
 
 #: Long enough for a busy controller, short enough for a reader who waits. Without a readable SLURM_CONF Slurm's
 #: programs retry for 60 s before they fail.
@@ -215,7 +215,7 @@ class Slurm:
         return _run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
 
 
-class _ProgramFailed(SlurmError):
+class _Failed(SlurmError):
     """A program of Slurm ended with an exit code other than 0."""
 
     def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
@@ -226,6 +226,27 @@ class _ProgramFailed(SlurmError):
     def says(self, words: str) -> bool:
         return words.lower() in self.stderr.lower()
 
+
+class _ProgramFailed(_Failed, SlurmRefusedError):
+    """The controller answered, and refused."""
+
+
+class _ProgramUnheard(_Failed):
+    """The controller did not answer: it restarts, is overloaded, or the network is away."""
+
+
+#: How Slurm's programs say that they reached nobody (slurm_errno.c, 22.05 to 24.11).
+_UNHEARD = (
+    "Unable to contact slurm controller",
+    "Unable to contact slurm database",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Communication connection failure",
+    "Connection refused",
+    "Connection reset",
+    "slurm_receive_msg",
+    "in standby mode",
+)
 
 #: What to do about the failures that readers meet most.
 _ADVICE = (
@@ -269,7 +290,8 @@ def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, st
     except OSError as error:
         raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
     if done.returncode != 0:
-        raise _ProgramFailed(argv, done.returncode, done.stderr)
+        failed = _ProgramUnheard if any(words in done.stderr for words in _UNHEARD) else _ProgramFailed
+        raise failed(argv, done.returncode, done.stderr)
     return done.stdout
 
 

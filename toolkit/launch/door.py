@@ -32,7 +32,10 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     if run_dir is None:
         logs.setup("supervisor")
         allocation = Allocation.slurm(os.environ)
-        _become_supervisor(_open_run_of(allocation) or make_run(allocation))
+        run = _open_run_of(allocation) or make_run(allocation)
+        if run.code.is_dir():
+            _become_supervisor(run)
+        supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
     elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
 

@@ -151,6 +151,7 @@ class Facts:
     node_failed: bool = False  #: srun said so
     step_start: int | None = None
     step_end: int | None = None
+    tells_steps: bool = True  #: a foreign script does not: nobody can say whether it gets anywhere
     history: Sequence[Past] = ()
     budgets: Budgets = Budgets()
 
@@ -262,6 +263,8 @@ def _stuck(facts: Facts) -> int:
 
     An attempt that was taken away before its first step could not get anywhere and is left out.
     """
+    if not facts.tells_steps:
+        return 0
     attempts = [*facts.history, Past("now", "", facts.step_end)]
     count = 0
     for index in range(len(attempts) - 1, -1, -1):

@@ -12,16 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit import config as configs
-from toolkit import fsio, logs
+from toolkit import fsio
 from toolkit.cluster import placement
-from toolkit.config import JobConfig
+from toolkit.cluster.rank_environment import environment
 from toolkit.errors import RequestError
-from toolkit.launch.rank import environment
 from toolkit.rundir import RunDir
-
-#: ``job:`` of a run whose ranks are a foreign command.
-JOB = configs.FOREIGN_JOB
 
 
 def write_command(run: RunDir, command: Sequence[str]) -> None:
@@ -37,12 +32,11 @@ def read_command(run: RunDir) -> list[str]:
     return [str(word) for word in command]
 
 
-def main(config: JobConfig) -> None:
-    """Become the command: called by :func:`toolkit.launch.rank.run_rank` like the ``main`` of any job."""
-    run = RunDir(Path(os.environ["TOOLKIT_RUN_DIR"]))
+def main(run: RunDir) -> None:
+    """Become the command, as one rank of ``run``. Ends the process, with one line, if that cannot be started."""
     place = placement.derive(os.environ, socket.gethostname())
-    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
-    environ = {**os.environ, **environment(place, os.environ, config.cluster.cpus_per_task)}
+    cpus = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    environ = {**os.environ, **environment(place, os.environ, cpus)}
     attempt = int(environ.get("TOOLKIT_ATTEMPT", "1"))
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id
@@ -61,5 +55,4 @@ def without_snapshot(environ: dict[str, str], code: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    logs.setup()
-    main(configs.load_config(sys.argv[1], site=False))
+    main(RunDir(Path(sys.argv[1]).parent))

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir, signals
-from toolkit.cluster import network, placement
+from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
+from toolkit.cluster.rank_environment import environment
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 from toolkit.launch.prepare import new_run
@@ -61,26 +62,6 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     _main_of(config)(config)
-
-
-def environment(place: Placement, environ: os._Environ[str] | dict[str, str], cpus_per_task: int) -> dict[str, str]:
-    """What torch, NCCL, gloo and OpenMP read, as decided on this node. What the user has set is left alone."""
-    values = placement.rank_environment(place)
-    if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
-        values["MASTER_ADDR"] = environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the store host
-    key = placement.launch_key(environ)
-    if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:
-        values["TOOLKIT_LAUNCH_KEY"] = _file_name(key)
-    peer = values.get("MASTER_ADDR") or environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if peer is not None:
-        values.update(network.rank_network_environment(environ, peer))
-    if "OMP_NUM_THREADS" not in environ:
-        values["OMP_NUM_THREADS"] = environ.get("SLURM_CPUS_PER_TASK", str(cpus_per_task))
-    return values
-
-
-def _file_name(key: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in key)
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:

@@ -26,7 +26,15 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
 from toolkit.config import FOREIGN_JOB, JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, EXIT_STOPPED, SlurmError, ToolkitError
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    SlurmError,
+    SlurmRefusedError,
+    ToolkitError,
+)
 from toolkit.launch import ending, intent
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
@@ -317,6 +325,7 @@ class Supervisor:
             node_failed=bool(attempt.lost_nodes),
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
+            tells_steps=not self._foreign,
             history=self._history(),
             budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
         )
@@ -346,15 +355,15 @@ class Supervisor:
         return self._patiently(lambda: slurm.show_job(job_id), patience_s, "Slurm does not say how the job stands")
 
     def _patiently(self, call: Callable[[], T], patience_s: float, what: str) -> T | None:
-        """``call()``, again while Slurm does not answer; None when patience has run out, or we are told to end."""
+        """``call()``, again while Slurm does not answer; None when it refuses, or patience has run out."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
                 return call()
             except SlurmError as error:
                 log.warning("%s: %s", what, error)
-            if time.monotonic() >= deadline:
-                return None
+                if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:
+                    return None
             time.sleep(RETRY_EVERY_S)
 
     # ---------------------------------------------------------------------------------------------------- recording
@@ -365,12 +374,14 @@ class Supervisor:
         if verdict.decision is Decision.RESTART:
             self._set_status("restarting", attempt, why=verdict.line)
             return
-        state = _state(verdict)
-        self._set_status(state, attempt, why=verdict.line, ended=time.time())
+        state, why = _state(verdict), verdict.line
+        self._set_status(state, attempt, why=why, ended=time.time())
         if verdict.decision is Decision.REQUEUE:
-            self._requeue()
-        else:
-            self._persist(lambda: self._write_result(attempt, state, verdict))
+            if self._requeue():
+                return
+            state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+            self._set_status(state, attempt, why=why, ended=time.time())
+        self._persist(lambda: self._write_result(attempt, state, why))
 
     def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
         first = verdict.first_failure
@@ -393,16 +404,14 @@ class Supervisor:
             }
         )
 
-    def _write_result(self, attempt: _Attempt, state: str, verdict: Ending) -> None:
+    def _write_result(self, attempt: _Attempt, state: str, why: str) -> None:
         lines = self._run.attempts()
         started = datetime.fromisoformat(lines[0]["started"]).timestamp()
         reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
         reached["metrics"] = attempt.progress.get("metrics") or {}
         result = {**reached, **(attempt.result or {})}
         wall_s = round(time.time() - started, 3)
-        self._run.write_result(
-            {"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": verdict.line}
-        )
+        self._run.write_result({"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": why})
 
     def _finish_unstarted(self) -> int:
         wanted = intent.asked(self._run)
@@ -412,14 +421,19 @@ class Supervisor:
         self._run.write_status({**self._run.status(), "state": state, "why": why, "ended": time.time()})
         return code
 
-    def _requeue(self) -> None:
-        """From outside the step, and as the last thing, for it ends this process too."""
+    def _requeue(self) -> bool:
+        """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
         if self._heir is not None:  # it waits for our end, and finds the run waiting to be continued
-            return
+            return True
         slurm, job_id = self._slurm, self._allocation.job_id
         assert slurm is not None
         assert job_id is not None
-        self._patiently(lambda: slurm.requeue(job_id), PATIENCE_S, "requeue")
+
+        def requeue() -> bool:
+            slurm.requeue(job_id)
+            return True
+
+        return bool(self._patiently(requeue, PATIENCE_S, "the job cannot be requeued"))
 
     def _persist(self, write: Callable[[], None]) -> None:
         """What must not be lost is written when the disk has room again; the job waits for that."""

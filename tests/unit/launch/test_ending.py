@@ -200,6 +200,14 @@ def test_time_limits_are_free_while_steps_are_gained() -> None:
     assert "cluster.time_min" in ending.line
 
 
+def test_a_foreign_script_tells_no_steps_and_has_all_its_failures_and_time_limits() -> None:
+    facts = Facts(1, (RAISED,), tells_steps=False, history=[crashed(None)] * 3)
+    assert judge(facts).decision is Decision.RESTART
+    assert judge(replace(facts, history=[crashed(None)] * 4)).decision is Decision.GIVE_UP
+    links = [Past("timeout", "requeue", None)] * 20
+    assert judge(replace(CLEAN, stop=Stop.CLOCK, tells_steps=False, history=links)).decision is Decision.REQUEUE
+
+
 def test_requeues_have_a_budget() -> None:
     history = [Past("preempted", "requeue", i) for i in range(3)]
     facts = replace(CLEAN, slurm=Slurm.PREEMPTED, history=history)

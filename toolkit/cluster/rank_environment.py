@@ -1,0 +1,32 @@
+"""The one rank shim: what torch, NCCL, gloo and OpenMP read, as each rank decides it on its own node.
+
+Ranks of ours and of foreign scripts come through here, under whatever launcher. It loads nothing heavy: a foreign rank
+pays for it before its own imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.cluster import network, placement
+from toolkit.cluster.placement import Placement
+
+
+def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int) -> dict[str, str]:
+    """What torch, NCCL, gloo and OpenMP read, as decided on this node. What the user has set is left alone."""
+    values = placement.rank_environment(place)
+    if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
+        values["MASTER_ADDR"] = environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the store host
+    key = placement.launch_key(environ)
+    if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:
+        values["TOOLKIT_LAUNCH_KEY"] = _file_name(key)
+    peer = values.get("MASTER_ADDR") or environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if peer is not None:
+        values.update(network.rank_network_environment(environ, peer))
+    if "OMP_NUM_THREADS" not in environ:
+        values["OMP_NUM_THREADS"] = environ.get("SLURM_CPUS_PER_TASK", str(cpus_per_task))
+    return values
+
+
+def _file_name(key: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in key)
