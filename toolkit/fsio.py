@@ -98,11 +98,14 @@ def read_json(path: Path) -> Any | None:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append ``value`` as one JSON line in a single write, flushed to disk; a torn last line is cut off first."""
+    """Append ``value`` as one JSON line, flushed to disk, NaN as in :func:`write_json`; a torn last line is cut off
+    first."""
+    line = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         os.ftruncate(fd, _end_of_whole_lines(path))
-        os.write(fd, (json.dumps(value) + "\n").encode())
+        while line:  # a disk that fills up takes a part and calls it a success: the next write raises
+            line = line[os.write(fd, line) :]
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -159,6 +162,7 @@ class PatientFile:
         self._on_disk = os.fstat(self._fd).st_size
         self._pending = bytearray()
         self._failed_since: float | None = None
+        self._error = ""
 
     @property
     def size(self) -> int:
@@ -201,18 +205,20 @@ class PatientFile:
         """Sync and let go of the file. Doing it twice changes nothing."""
         if self._fd >= 0:
             self.sync()
+            if self._pending:
+                _log.error("%s: still %s: the last %d bytes are lost", self._path, self._error, len(self._pending))
             os.close(self._fd)
             self._fd = -1
 
     def _note_failure(self, error: OSError) -> None:
         if self._failed_since is None:
             self._failed_since = time.monotonic()
-            _log.error("%s: %s; kept in memory and tried again", self._path, error.strerror)
-            self._error = error
+            self._error = error.strerror or str(error)
+            _log.error("%s: %s; kept in memory and tried again", self._path, self._error)
 
     def _note_recovery(self) -> None:
         """Said again, because a log on the same disk could not take the line above."""
         if self._failed_since is not None:
             late_s = time.monotonic() - self._failed_since
-            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error.strerror)
+            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)
             self._failed_since = None

@@ -266,6 +266,38 @@ def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_a
     run_ranks(2, prime)
 
 
+class RandomFeatures(nn.Module):
+    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+
+    features: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.register_buffer("features", torch.randn(FEATURES, 8, generator=draw))
+        self.head = nn.Linear(8, CLASSES, bias=False)
+        nn.init.normal_(self.head.weight, generator=draw)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head((inputs @ self.features).cos())  # type: ignore[no-any-return]
+
+
+def first_values(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = RandomFeatures(session.rank)
+    strategy = ddp(session, lambda: model)
+    built = {name: value.clone() for name, value in model.state_dict().items()}
+    strategy.step(part(strategy.share, 0), 0.1)
+    return built, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn() -> None:
+    ranks = run_ranks(2, first_values)
+    first = RandomFeatures(0).state_dict()
+    for built, stepped in ranks:
+        assert all(torch.equal(built[name], first[name]) for name in first)
+        assert all(torch.equal(stepped[name], ranks[0][1][name]) for name in first)
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,9 @@ class Site:
     def processes(self) -> list[tuple[int, str]]:
         """What of ours is alive on any node."""
         return [
-            (pid, command) for pid, command in self.box.processes() if "toolkit" in command or "submitit" in command
+            (pid, command)
+            for pid, command in self.box.processes()
+            if any(word in command for word in ("toolkit", "submitit", str(self.folder)))
         ]
 
     def preempt(self, seconds: int = 2) -> str:

@@ -79,6 +79,15 @@ def test_submit_waits_and_reports(site: Site) -> None:
     assert "training from step 0" in site.run("toolkit", "logs", run.id, "--rank", "1")
 
 
+def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
+    """With the environment taken as up to date: the box has no way to a package registry."""
+    out = site.run("make", "--old-file=.venv/ready", "train")
+    assert "Slurm job" in out
+    assert "accuracy: 0.9" in out
+    assert "tensorboard" in out
+    assert site.only_run().submission()["executor"] == "slurm"
+
+
 def test_what_was_submitted_is_what_runs_and_a_nasty_comment_arrives_unharmed(site: Site) -> None:
     """The job is held in the queue while its sources are broken; the comment must not be read by any shell."""
     project = site.project(tiny="def main(config):\n    print('the old code runs')\n")

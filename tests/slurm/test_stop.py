@@ -315,11 +315,11 @@ def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Si
     """Twenty elements, preempted twice; `toolkit exec` supervises a script that knows nothing of us."""
     elements = 20
     (site.folder / "counter.py").write_text(COUNTER)
-    (site.folder / "state").mkdir()
+    site.run("mkdir", str(site.folder / "state"))
     (site.folder / "array.sh").write_text(
         f"#!/bin/bash\nexec toolkit exec -- python {site.folder}/counter.py {site.folder}/state\n"
     )
-    options = [f"--array=0-{elements - 1}", "--ntasks=1", "--mem=1", str(site.folder / "array.sh")]
+    options = [f"--array=0-{elements - 1}", "--ntasks=1", "--mem=900", str(site.folder / "array.sh")]
     job = site.sbatch(*options)
     starts = lambda: list((site.folder / "state").glob("*.starts"))  # noqa: E731
     for _ in range(2):
@@ -344,6 +344,39 @@ def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Si
     wait_for(lambda: job not in site.run("squeue", "--noheader", "--format=%A"), 30, "an empty queue")
 
 
+#: Hard to end: deaf to SIGTERM, with a child that is, too.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done", "toolkit-test-child"])
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+while True:
+    time.sleep(1)
+"""
+
+
+def by_scancel(site: Site, job: str) -> None:
+    site.run("scancel", job)
+
+
+def by_killing_the_supervisor(site: Site, job: str) -> None:
+    supervisor = next(pid for pid, command in site.box.processes("node1") if "toolkit exec" in command)
+    os.kill(supervisor, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [by_scancel, by_killing_the_supervisor])
+def test_nothing_of_a_foreign_script_survives_its_job(site: Site, end: Callable[[Site, str], None]) -> None:
+    (site.folder / "stubborn.py").write_text(STUBBORN)
+    (site.folder / "job.sh").write_text(
+        f"#!/bin/bash\nexec toolkit exec -- python {site.folder}/stubborn.py {site.folder}/up\n"
+    )
+    job = site.sbatch("--nodes=2", "--ntasks=2", str(site.folder / "job.sh"))
+    wait_for(lambda: len(list(site.folder.glob("up*"))) == 2, START_S, "both ranks")
+    end(site, job)
+    site.box.wait_job(job, 120)
+    wait_for(lambda: not site.processes(), 60, "no process of ours on any node")
+
+
 # ------------------------------------------------------------------------------------------- troubles of the cluster
 
 
@@ -359,9 +392,11 @@ def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
     reached(run, 50)
     site.box.stop_slurmdbd()
+    back = time.monotonic() + 60
     try:
         site.preempt()
         completed(site, run)
+        time.sleep(max(0.0, back - time.monotonic()))  # the outage itself is the story's length
     finally:
         site.box.start_slurmdbd()
     assert [a["cause"] for a in run.attempts()] == ["preempted", "completed"]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.unit.disks import SmallDisk, no_file_longer_than
 from toolkit import fsio
+from toolkit.fsio import PatientFile
 
 
 def mode(path: Path) -> int:
@@ -57,3 +64,160 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_does_not_spoil_the_next(tmp_p
 def test_missing_files_read_as_nothing(tmp_path: Path) -> None:
     assert fsio.read_json(tmp_path / "none") is None
     assert fsio.read_json_lines(tmp_path / "none") == []
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_becomes_null_however_deep_it_lies(tmp_path: Path, bad: float) -> None:
+    value = {"a": bad, "b": [1.5, (bad, {"c": bad})], "d": "nan", "e": True, "f": 3}
+    expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "nan", "e": True, "f": 3}
+    fsio.write_json(tmp_path / "file", value)
+    fsio.append_json_line(tmp_path / "lines", value)
+    for name in ("file", "lines"):
+        assert json.loads((tmp_path / name).read_text(), parse_constant=refuse) == expected
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_not_half_a_line(tmp_path: Path) -> None:
+    """The kernel takes what fits and calls that a success: the refusal comes with the next byte."""
+    path = tmp_path / "lines"
+    fsio.append_json_line(path, {"attempt": 1})
+    with no_file_longer_than(path.stat().st_size + 5), pytest.raises(OSError, match="File too large"):
+        fsio.append_json_line(path, {"attempt": 2})
+    assert fsio.read_json_lines(path) == [{"attempt": 1}]
+    fsio.append_json_line(path, {"attempt": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"attempt": 1}, {"attempt": 2}]
+
+
+# ------------------------------------------------------------------------------------------------------- PatientFile
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SmallDisk:
+    disk = SmallDisk()
+    monkeypatch.setattr(os, "pwrite", disk)
+    return disk
+
+
+RECORDS = [json.dumps({"step": step, "loss": 1 / (step + 1)}).encode() + b"\n" for step in range(6)]
+
+
+def test_a_record_torn_by_a_full_disk_is_whole_once_there_is_room(tmp_path: Path, disk: SmallDisk) -> None:
+    path = tmp_path / "file"
+    file = PatientFile(path)
+    for step, record in enumerate(RECORDS):
+        if step == 2:
+            disk.room = 7  # the third record breaks off after 7 bytes, the fourth and fifth do not begin
+        if step == 5:
+            disk.room = None
+        file.write(record)
+        file.flush()
+        assert file.size == len(b"".join(RECORDS[: step + 1]))
+        if 2 <= step < 5:
+            assert path.read_bytes() == b"".join(RECORDS[:2]) + RECORDS[2][:7]
+    assert path.read_bytes() == b"".join(RECORDS)
+    file.close()
+
+
+def test_what_the_kernel_has_taken_of_a_record_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = PatientFile(path)
+    file.write(RECORDS[0] + RECORDS[1])
+    with no_file_longer_than(len(RECORDS[0]) + 3):
+        file.flush()
+        assert path.stat().st_size == len(RECORDS[0]) + 3
+        file.sync()
+    file.write(RECORDS[2])
+    file.sync()
+    assert path.read_bytes() == b"".join(RECORDS[:3])
+    file.close()
+
+
+def test_a_file_goes_on_at_its_end(tmp_path: Path) -> None:
+    for record in RECORDS:
+        file = PatientFile(tmp_path / "file")
+        file.write(record)
+        file.close()
+    assert (tmp_path / "file").read_bytes() == b"".join(RECORDS)
+    assert mode(tmp_path / "file") == 0o600
+
+
+def test_a_second_close_does_not_close_what_somebody_else_has_opened_since(tmp_path: Path) -> None:
+    file = PatientFile(tmp_path / "file")
+    file.close()
+    with (tmp_path / "other").open("w") as other:  # gets the number that has become free
+        file.close()
+        other.write("x")
+    assert (tmp_path / "other").read_text() == "x"
+
+
+def test_a_full_disk_and_its_end_are_each_said_once(
+    tmp_path: Path, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = PatientFile(tmp_path / "file")
+    disk.room = 3
+    for record in RECORDS:
+        file.write(record)
+        file.flush()
+    disk.room = None
+    for _ in range(2):
+        file.flush()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    began, ended = (record.getMessage() for record in caplog.records)
+    assert f"{tmp_path / 'file'}: No space left on device" in began
+    assert f"{tmp_path / 'file'}: written after" in ended
+    assert "No space left on device" in ended  # the line above may be what the disk did not take
+    file.close()
+
+
+def test_what_is_lost_because_the_disk_is_full_at_the_end_is_said(
+    tmp_path: Path, disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = PatientFile(tmp_path / "file")
+    disk.room = 10
+    file.write(RECORDS[0])
+    file.close()
+    assert f"the last {len(RECORDS[0]) - 10} bytes are lost" in caplog.records[-1].getMessage()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.binary(max_size=20)),
+        st.tuples(st.just("truncate"), st.integers(0, 80)),
+        st.tuples(st.just("room"), st.none() | st.integers(0, 30)),
+        st.tuples(st.sampled_from(["flush", "sync"]), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(before=st.binary(max_size=20), actions=ACTIONS)
+def test_the_file_is_at_every_moment_a_beginning_of_what_a_bytearray_would_hold(
+    before: bytes, actions: list[tuple[str, Any]]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path, model, disk = Path(folder) / "file", bytearray(before), SmallDisk()
+        path.write_bytes(before)
+        patch.setattr(os, "pwrite", disk)
+        patch.setattr(os, "fsync", lambda fd: None)  # hundreds of flushes to a busy disk take seconds
+        file = PatientFile(path)
+        for action, value in actions:
+            if action == "write":
+                file.write(value)
+                model += value
+            elif action == "truncate":
+                file.truncate(value)
+                del model[value:]
+            elif action == "room":
+                disk.room = value
+            else:
+                getattr(file, action)()
+                assert disk.room is not None or path.read_bytes() == model
+            assert file.size == len(model)
+            assert model.startswith(path.read_bytes())
+        disk.room = None
+        file.close()
+        assert path.read_bytes() == model

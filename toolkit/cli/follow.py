@@ -171,11 +171,16 @@ def _completed_text(run: Run, result: dict[str, Any]) -> str:
     if result["attempts"] > 1:
         lines[0] += f", {result['attempts']} attempts"
     metrics = result.get("metrics") or {}
-    lines += [f"  {_spoken(name)}: {metrics[name]:.4f}" for name in sorted(metrics)]
+    lines += [f"  {_spoken(name)}: {_number(metrics[name])}" for name in sorted(metrics)]
     lines.append(f"  run folder: {escape(_short(run.dir.path))}")
     if any(run.dir.tensorboard.iterdir()):
         lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")
     return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    """A NaN is null in the files."""
+    return "not a number" if value is None else f"{value:.4f}"
 
 
 def _spoken(metric: str) -> str:

@@ -226,10 +226,10 @@ def _exec(args: argparse.Namespace) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     from toolkit import rundir
-    from toolkit.cli import why
+    from toolkit.cli import show, why
 
     told = why.facts(rundir.find(args.run))
-    print(json.dumps(told, indent=2) if args.json else why.page(told))
+    print(show.as_json(told) if args.json else why.page(told))
     return EXIT_DONE
 
 

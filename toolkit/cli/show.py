@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.rundir import RunDir
 
@@ -36,18 +35,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 def as_json(value: Any) -> str:
     """One JSON document; a loss that is not a number becomes null, for which JSON has no other word."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-    return value
+    return json.dumps(fsio.finite(value), indent=2, allow_nan=False)
 
 
 def _row(run: RunDir) -> dict[str, Any]:

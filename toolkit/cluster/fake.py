@@ -230,8 +230,8 @@ class FakeSlurm:
             self._complete(row, "TIMEOUT")
         elif self.preempt_mode == "REQUEUE" and row.can_requeue:
             self._put_back(row)
-        else:
-            self._complete(row, "PREEMPTED")
+        else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
+            self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
 
 
 def _option(argument: str) -> tuple[str, str]:

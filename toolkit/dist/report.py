@@ -114,7 +114,8 @@ class FileReporter(_Latest):
     def close(self) -> None:
         super().close()
         state = "completed" if "ended" in self._status else "failed"
-        self._run_dir.write_status({**self._run_dir.status(), "state": state})
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            self._run_dir.write_status({**self._run_dir.status(), "state": state})
 
 
 class NullReporter:

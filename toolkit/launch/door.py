@@ -12,7 +12,7 @@ from toolkit import logs, rundir
 from toolkit.cluster.commands import Slurm
 from toolkit.launch import snapshot
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE, takes_over
+from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE, fate_of, takes_over
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
@@ -53,7 +53,7 @@ def _is_wanted(run: RunDir) -> bool:
     if predecessor is None:
         return True
     logs.setup("heir")
-    wanted = takes_over(run, Slurm().show_job(predecessor))
+    wanted = takes_over(run, fate_of(predecessor, Slurm()))
     log.info("job %s %s", predecessor, "is continued here" if wanted else "needs no follow-up")
     return wanted
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from toolkit import fsio, logs
 from toolkit.cluster.commands import JobRow, SlurmCommands
+from toolkit.config import ClusterConfig, load_config
 from toolkit.errors import SlurmError
 from toolkit.launch import ending, intent, snapshot
 from toolkit.rundir import RunDir
@@ -40,6 +42,9 @@ _OPTIONS: Mapping[str, str] = {
     "clusters": "SLURM_CLUSTERS",
 }
 
+PATIENCE_S = 300.0
+RETRY_EVERY_S = 2.0
+
 log = logs.get(__name__)
 
 
@@ -52,12 +57,12 @@ class Heir:
 
     @staticmethod
     def submit(run: RunDir, row: JobRow, slurm: SlurmCommands) -> Heir | None:
-        """Submit the heir of our own job; None, with a warning, where a compute node may not submit."""
+        """Submit the heir of our own job; None, with a warning, where a compute node may not, or the disk is full."""
         script = run.submitit / "heir.sh"
-        fsio.write_atomic(script, _script(run, row.requeue_id))
         try:
+            fsio.write_atomic(script, _script(run, row.requeue_id))
             job_id = slurm.sbatch([*_options(os.environ, row, run), str(script)])
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:
             log.warning("Slurm will not requeue this job and no follow-up could be submitted: %s", error)
             return None
         log.info("Slurm will not requeue this job; job %s waits to take over", job_id)
@@ -75,12 +80,31 @@ def _options(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[s
     for option, name in _OPTIONS.items():
         if environ.get(name):
             yield f"--{option}={environ[name]}"
+    yield from _options_of_config(run)
     if row.time_limit_s is not None:
         yield f"--time={max(1, round(row.time_limit_s / 60))}"
     yield "--no-requeue"
     yield f"--dependency=afterany:{row.job_id}"
     yield f"--output={run.logs}/heir-%j.out"
     yield "--open-mode=append"
+
+
+def _options_of_config(run: RunDir) -> Iterator[str]:
+    """What a job's environment does not tell: the keys of `toolkit submit`. An sbatch script's lines are not seen."""
+    cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
+    for name in ("constraint", "exclude"):
+        if getattr(cluster, name):
+            yield f"--{name}={getattr(cluster, name)}"
+    if cluster.exclusive:
+        yield "--exclusive"
+    for key, value in cluster.extra.items():
+        flag = str(key).replace("_", "-")
+        if flag not in _NOT_INHERITED and value is not False:
+            yield f"--{flag}" if value is True else f"--{flag}={value}"
+
+
+#: They were about that job's place in the queue, or are set for the heir below.
+_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue", "array", "test-only", "wait")
 
 
 def _script(run: RunDir, predecessor: str) -> str:
@@ -95,11 +119,36 @@ def _script(run: RunDir, predecessor: str) -> str:
     return "\n".join(["#!/bin/bash", *exports, command, ""])
 
 
-def takes_over(run: RunDir, predecessor: JobRow | None) -> bool:
-    """Whether the heir is needed. A predecessor that nobody knows any more is judged by the run's own files."""
+def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
+    """What became of the job. The controller forgets within minutes and queues are long: then accounting is asked.
+
+    Waits for a controller that does not answer: the heir is the run's only way on, and has its nodes already.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            row = slurm.show_job(predecessor)
+            status = None if row else slurm.show_jobs([predecessor])[predecessor]
+            break
+        except SlurmError as error:
+            log.warning("Slurm does not say what became of job %s: %s", predecessor, error)
+            if time.monotonic() >= deadline:
+                return ending.Slurm.UNKNOWN
+        time.sleep(RETRY_EVERY_S)
+    if row is None and status is not None:
+        row = JobRow(predecessor, status.state)
+    return ending.how_slurm_sees_it(row, restart_count=0)
+
+
+def takes_over(run: RunDir, fate: ending.Slurm) -> bool:
+    """Whether the heir is needed, by the run's own files first.
+
+    A predecessor that nobody knows any more is over all the same, or we would not have started; who cancelled it would
+    have left it the time to write a result.
+    """
     if run.result() is not None or intent.asked(run):
         return False
-    if run.status().get("state") == "requeued":
-        return True
-    seen = ending.how_slurm_sees_it(predecessor, restart_count=0)
-    return seen in (ending.Slurm.PREEMPTED, ending.Slurm.TIMEOUT, ending.Slurm.NODE_FAILED)
+    return run.status().get("state") == "requeued" or fate in _TAKEN_AWAY
+
+
+_TAKEN_AWAY = (ending.Slurm.PREEMPTED, ending.Slurm.TIMEOUT, ending.Slurm.NODE_FAILED, ending.Slurm.UNKNOWN)

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -279,6 +279,8 @@ class Supervisor:
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
+        if attempt.exit_code is not None:  # they have ended, and the store with them; the verdict still needs to know
+            return
         limit_s = STOP_LIMIT_S
         if self._foreign:
             step.kill(signal.SIGTERM)
@@ -310,6 +312,9 @@ class Supervisor:
         """What failing ranks wrote about themselves: more telling than an exit code, and timed at its cause."""
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
             failure = read_error_file(path)
+            assert failure.rank is not None
+            if failure.host == "?":  # torch's format has none
+                failure = replace(failure, host=self._allocation.rank_hosts[failure.rank])
             attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
 
     def _facts(self, attempt: _Attempt) -> Facts:
@@ -495,15 +500,7 @@ class Supervisor:
 
 def read_error_file(path: Path) -> RankFailure:
     """What a rank said about its own end: ours, or in the format of torch.distributed.elastic's ``record``."""
-    said: dict[str, Any] = fsio.read_json(path) or {}
-    if isinstance(said.get("message"), dict):
-        inner = said["message"]
-        info = inner.get("extraInfo", {})
-        said = {
-            "message": inner["message"],
-            "traceback": info.get("py_callstack", ""),
-            "time": info.get("timestamp", 0),
-        }
+    said = _said_in(path)
     how = f"{said['type']}: {said['message']}" if "type" in said else str(said.get("message", "no message"))
     rank = int(path.stem.removeprefix("error-"))
     memory = "OutOfMemory" in how or "CUDA out of memory" in how
@@ -511,11 +508,27 @@ def read_error_file(path: Path) -> RankFailure:
         rank,
         host=str(said.get("host", "?")),
         how=how,
-        time=float(said.get("time", 0)),
+        time=float(said.get("time") or path.stat().st_mtime),
         traceback=str(said.get("traceback", "")),
         out_of_memory=memory,
         is_request_error=said.get("exit_code") == EXIT_REQUEST,
     )
+
+
+def _said_in(path: Path) -> dict[str, Any]:
+    """Empty where there is but a part: torch writes in place, and a kill or a full disk may come in between."""
+    try:
+        said = fsio.read_json(path)
+    except ValueError:
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    inner = said.get("message")
+    if not isinstance(inner, dict):
+        return said
+    info = inner.get("extraInfo") or {}
+    told = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _state(verdict: Ending) -> str:

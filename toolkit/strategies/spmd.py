@@ -57,7 +57,7 @@ class Spmd:
         self._bf16 = precision == "bf16"
         self._accumulate = accumulate
         self._compile = compile
-        self._buffers_equal = True
+        self._buffers_equal = False
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
@@ -71,6 +71,7 @@ class Spmd:
         self._optimizer_state = OptimizerState(self._model, self._optimizer)
         self._criterion = criterion
         self._ddp = DistributedDataParallel(self._model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+        self._equalise_buffers()  # torch < 2.15 with that option leaves the first ones as each rank made them
         with _compile_errors(self._compile):
             self._prime(batch)
 

@@ -85,6 +85,16 @@ def test_the_end_names_test_accuracy_folder_and_tensorboard(tmp_path: Path, caps
     assert f"tensorboard {run.id}" in out
 
 
+def test_a_run_whose_loss_is_no_number_at_its_end_is_told_like_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended(tmp_path, state="completed", step=450, metrics={"eval/loss": float("nan"), "eval/accuracy": 0.1})
+    assert follow.to_the_end(run, bar=True) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "test loss: not a number" in out
+    assert "test accuracy: 0.1000" in out
+
+
 @pytest.mark.parametrize("why", ["rank 0 on node[1-2]: KeyError: '[/x]'", "[red]"])
 def test_brackets_in_an_error_are_shown_as_they_stand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str

@@ -19,7 +19,7 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.intent import Intent
 from toolkit.launch.steps import Events, RankEnded, StepEnded
 from toolkit.launch.store import Report
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.supervisor import Supervisor, _Signalled
 from toolkit.rundir import RunDir
 
 
@@ -30,16 +30,19 @@ class Store:
     proposed: list[str]
 
     def __init__(self, *args: Any) -> None:
+        self._closed = False
         Store.proposed = []
         Store.on_propose = lambda: None
 
     on_propose: Callable[[], None]
 
     def propose(self, kind: str, by: str) -> None:
+        assert not self._closed, "its pipe is closed"
         Store.proposed.append(kind)
         Store.on_propose()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._closed = True
 
 
 class Ranks:
@@ -159,6 +162,16 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
     assert ranks.signals == []
 
 
+def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verdict(run: RunDir) -> None:
+    def ends(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+        ranks.events.put(StepEnded(137))
+        ranks.events.put(_Signalled(signal.SIGTERM))
+
+    assert supervise(run, Ranks(ends)) == 75
+    assert run.attempts()[0]["cause"] == "stopped"
+
+
 def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
     def told(ranks: Ranks) -> None:
         intent.ask(run, Intent.CANCEL)
@@ -207,3 +220,32 @@ def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeyp
     monkeypatch.setattr(RunDir, "add_attempt", add_attempt)
     assert supervise(run, Ranks(completes)) == 0
     assert len(run.attempts()) == 1
+
+
+def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None]:
+    """A rank of a foreign script that wrote ``text`` into its error file and ended with exit code 1."""
+
+    def fails(ranks: Ranks) -> None:
+        path = run.error_file(1, rank)
+        fsio.make_dir(path.parent)
+        path.write_text(text)
+        ranks.events.put(StepEnded(1))
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ('{"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1700000000"}}}', "ValueError: x"),
+        ('{"message": {"mess', "no message"),
+    ],
+    ids=["whole", "torn by the kill"],
+)
+def test_a_failure_in_torchs_format_is_told_with_the_host_of_its_rank(run: RunDir, text: str, how: str) -> None:
+    allocation = Allocation(("node1", "node2"), (3, 1), 1)
+    config = JobConfig()
+    config.retry.max_failures = 0
+    assert Supervisor(run, config, allocation, Ranks(foreign_failure(run, 3, text)), None).run() == 1
+    (line,) = run.attempts()
+    assert line["first_failure"] == {"rank": 3, "host": "node2", "how": how}

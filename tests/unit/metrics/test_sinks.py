@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.unit.disks import SmallDisk
 from toolkit.metrics.sinks import FanOut, JsonlSink, NullSink, Sink, TensorBoardSink, build_sinks
 
 NOW = 1_700_000_000.0
@@ -175,3 +177,68 @@ def test_other_ranks_write_nothing_and_do_not_pay_for_tensorboard(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------- full disks
+
+
+@pytest.mark.parametrize("room", [0, 1, 40, 300])
+def test_metrics_logged_while_the_disk_was_full_are_there_when_it_no_longer_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """The disk takes ``room`` bytes of step 3 and what follows; a record of either file is longer than some of that."""
+    disk = SmallDisk()
+    monkeypatch.setattr(os, "pwrite", disk)
+    sink = build_sinks(tmp_path, True, None)
+    log_steps(sink, 1, 2, 1.0)
+    disk.room = room
+    log_steps(sink, 3, 5, 1.0)
+    sink.flush()
+    folder = tmp_path / "tensorboard"
+    assert len(whole_lines(folder / "metrics.jsonl")) < 5
+    disk.room = None
+    log_steps(sink, 6, 6, 1.0)
+    sink.close()
+    assert points(folder, "train/loss") == [(step, 1.0) for step in range(1, 7)]
+    assert points(folder, "train/lr") == [(step, 0.5) for step in range(1, 7)]
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_joins_a_line_that_a_full_disk_has_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, disk = tmp_path / "metrics.jsonl", SmallDisk()
+    monkeypatch.setattr(os, "pwrite", disk)
+    sink = JsonlSink(path, None, Clock())
+    sink.scalars(1, {"train/loss": 3.0})
+    disk.room = 10
+    sink.scalars(2, {"train/loss": 2.0})
+    assert len(path.read_bytes().split(b"\n")[-1]) == 10
+    disk.room = None
+    sink.scalars(2, {"eval/loss": 1.0})
+    sink.close()
+    assert [set(line) for line in lines(path)] == [
+        {"step", "wall_time", "train/loss"},
+        {"step", "wall_time", "train/loss", "eval/loss"},
+    ]
+
+
+def test_after_a_kill_on_a_full_disk_the_next_attempt_reads_what_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk()
+    monkeypatch.setattr(os, "pwrite", disk)
+    killed = build_sinks(tmp_path, True, None)
+    log_steps(killed, 1, 4, 1.0)
+    disk.room = 50
+    log_steps(killed, 5, 9, 1.0)
+    disk.room = None
+    resumed = build_sinks(tmp_path, True, 3)  # the first one is never closed: its process is dead
+    log_steps(resumed, 4, 6, 2.0)
+    resumed.close()
+    expected = [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 7)]
+    assert points(tmp_path / "tensorboard", "train/loss") == expected
+    found = [(line["step"], line["train/loss"]) for line in lines(tmp_path / "tensorboard" / "metrics.jsonl")]
+    assert found == expected
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1]

@@ -1,0 +1,100 @@
+"""`toolkit exec ... -- CMD ...`: what is ours, what is the command's, and where it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.cli import follow
+from toolkit.cli import main as cli
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST
+from toolkit.launch import submit
+
+Call = tuple[str, list[str], list[str], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the launcher was asked for: where, the command, the overrides and the rest."""
+    seen: list[Call] = []
+
+    def record(where: str) -> Any:
+        return lambda words, overrides, **options: seen.append((where, list(words), list(overrides), options))
+
+    monkeypatch.setattr(submit, "submit_command", record("submit"))
+    monkeypatch.setattr(submit, "supervise_command", record("here"))
+    monkeypatch.setattr(follow, "announce", lambda run: None)
+    monkeypatch.setattr(follow, "to_the_end", lambda run, bar: 7 if bar else 5)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "overrides", "name"),
+    [
+        (["--", "python", "train.py"], ["python", "train.py"], [], None),
+        (
+            ["cluster.nodes=2", "--", "python", "t.py", "--lr=1"],
+            ["python", "t.py", "--lr=1"],
+            ["cluster.nodes=2"],
+            None,
+        ),
+        (["a=1", "--name", "n", "b=2", "--", "x"], ["x"], ["a=1", "b=2"], "n"),
+        (["--name=n", "a=1", "--", "x", "--name", "m", "c=3"], ["x", "--name", "m", "c=3"], ["a=1"], "n"),
+        (["--", "sh", "-c", "exec x -- y", "--", "z"], ["sh", "-c", "exec x -- y", "--", "z"], [], None),
+        (["--", "--wait"], ["--wait"], [], None),
+        (["--", "x", "", "it's"], ["x", "", "it's"], [], None),
+    ],
+)
+def test_what_follows_the_two_dashes_is_the_commands_word_for_word(
+    calls: list[Call], argv: list[str], command: list[str], overrides: list[str], name: str | None
+) -> None:
+    assert cli.main(["exec", *argv]) == EXIT_DONE
+    assert calls == [("submit", command, overrides, {"name": name, "executor": "auto"})]
+
+
+@pytest.mark.parametrize(("option", "code"), [("--wait", 5), ("--follow", 7)])
+def test_who_waits_gets_the_commands_exit_code(calls: list[Call], option: str, code: int) -> None:
+    assert cli.main(["exec", option, "--", "x"]) == code
+    assert cli.main(["exec", "a=1", option, "b=2", "--", "x"]) == code
+    assert calls[-1][2] == ["a=1", "b=2"]
+
+
+def test_inside_a_job_it_runs_right_here(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert cli.main(["exec", "retry.max_failures=0", "--name", "n", "--", "x", "-v"]) == EXIT_DONE
+    assert calls == [("here", ["x", "-v"], ["retry.max_failures=0"], {"name": "n"})]
+
+
+def test_inside_a_job_an_executor_that_is_named_submits_another(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert cli.main(["exec", "--executor", "slurm", "--", "x"]) == EXIT_DONE
+    assert calls == [("submit", ["x"], [], {"name": None, "executor": "slurm"})]
+
+
+@pytest.mark.parametrize("argv", [[], ["--"], ["cluster.nodes=2"], ["python", "train.py"]])
+def test_without_a_command_it_says_where_the_command_goes(
+    calls: list[Call], argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["exec", *argv]) == EXIT_REQUEST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py" in line
+    assert calls == []
+
+
+def test_an_option_of_the_commands_before_the_dashes_is_named(
+    calls: list[Call], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["exec", "--nproc=2", "a=1", "--", "python", "--lr=1"])
+    assert caught.value.code == EXIT_REQUEST
+    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --nproc=2")
+    assert calls == []
+
+
+def test_two_dashes_after_another_command_are_not_taken_for_exec(calls: list[Call]) -> None:
+    args = cli._parse(cli._parser(), ["submit", "exec", "--", "a=1"])
+    assert (args.config, args.overrides, args.words) == ("exec", ["a=1"], [])

@@ -1,0 +1,227 @@
+"""`toolkit why`: one page from a run's own files, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.ranks import alone, weights
+from toolkit import fsio, rundir
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.cli import main as cli
+from toolkit.errors import EXIT_DONE
+from toolkit.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    made = rundir.create("digits")
+    made.config.write_text("")
+    return made
+
+
+def attempt(number: int, cause: str, decision: str, **more: Any) -> dict[str, Any]:
+    """A line of attempts.jsonl."""
+    return {
+        "attempt": number,
+        "job_id": "41",
+        "restart_count": 0,
+        "nodes": ["node1", "node2"],
+        "world_size": 4,
+        "started": "2026-11-20T15:00:00.000+00:00",
+        "ended": "2026-11-20T15:01:00.000+00:00",
+        "cause": cause,
+        "decision": decision,
+        "step_start": 0,
+        "step_end": None,
+        "first_failure": None,
+        "line": f"{cause}, so {decision}",
+        **more,
+    }
+
+
+def saved(run: RunDir, step: int) -> None:
+    alone(CheckpointStore(run.checkpoints), step, weights(1.0))
+
+
+def told_by_rank(run: RunDir, number: int, rank: int, words: str, at: float) -> None:
+    """The error file of a rank that raised ValueError(words)."""
+    path = run.error_file(number, rank)
+    fsio.make_dir(path.parent)
+    try:
+        raise ValueError(words)
+    except ValueError as error:
+        said = {"type": "ValueError", "message": words, "traceback": "".join(traceback.format_exception(error))}
+    fsio.write_json(path, {"rank": rank, "host": f"node{rank}", "time": at, **said})
+
+
+def page(run: RunDir, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert cli.main(["why", run.id]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert err == ""
+    return str(out).splitlines()
+
+
+def document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert cli.main(["why", run.id, "--json"]) == EXIT_DONE
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    told: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    return told
+
+
+def crashed(run: RunDir) -> None:
+    """Rank 2 raised at step 170, ranks 0 (on a node whose clock is behind) and 3 because of it; step 100 is saved."""
+    saved(run, 100)
+    run.add_attempt(attempt(1, "preempted", "requeue", step_end=120))
+    failure = {"rank": 2, "host": "node2", "how": "ValueError: boom 2"}
+    more = {"step_start": 100, "step_end": 170, "first_failure": failure, "line": "rank 2 on node2: ValueError: boom 2"}
+    run.add_attempt(attempt(2, "crashed", "give_up", **more))
+    for rank, at in ((0, 10.0), (2, 11.0), (3, 13.0)):
+        told_by_rank(run, 2, rank, f"boom {rank}", at)
+    run.write_result({"state": "failed", "attempts": 2, "metrics": {}, "why": "rank 2 on node2: ValueError: boom 2"})
+
+
+def test_a_crash_is_told_with_its_first_rank_its_traceback_and_what_it_cost(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crashed(run)
+    lines = page(run, capsys)
+    assert lines[:2] == [f"digits/{run.id}: failed", "  rank 2 on node2: ValueError: boom 2"]
+    assert "first failure: rank 2 on node2, attempt 2: ValueError: boom 2" in lines
+    begun = lines.index("  Traceback (most recent call last):")
+    assert "  ValueError: boom 2" in lines[begun:]
+    assert not [line for line in lines if "boom 0" in line or "boom 3" in line]  # the consequences, not the cause
+    assert "  2 other ranks failed after it, most likely because of it" in lines
+    assert f"  log: {run.path}/logs/attempt-002/rank-2.log" in lines
+    assert "last checkpoint: step 100" in lines
+    assert "steps lost: 70 (reached step 170)" in lines
+    assert lines[-1] == f"next: mend the cause, then `toolkit resume {run.id}` goes on from the last checkpoint"
+
+
+def test_every_attempt_has_its_line_in_the_table(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    crashed(run)
+    table = [line.split() for line in page(run, capsys)]
+    assert ["ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION"] in table
+    assert ["1", "41", "2", "4", "0", "to", "120", "preempted", "requeue"] in table
+    assert ["2", "41", "2", "4", "100", "to", "170", "crashed", "give_up"] in table
+
+
+def test_of_a_long_traceback_the_end_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = {"rank": 0, "host": "node1", "how": "ValueError: deep"}
+    run.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
+    fsio.make_dir(run.attempt_logs(1))
+    frames = "".join(f"frame {i}\n" for i in range(100))
+    fsio.write_json(run.error_file(1, 0), {"message": "deep", "traceback": f"{frames}ValueError: deep\n"})
+    lines = page(run, capsys)
+    assert "  ValueError: deep" in lines
+    assert "  frame 99" in lines
+    assert "  frame 0" not in lines
+
+
+def test_a_completed_run_needs_nothing_and_lost_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(run, 400)
+    run.add_attempt(attempt(1, "completed", "finish", step_end=450))
+    run.write_result({"state": "completed", "attempts": 1, "metrics": {}, "why": "completed"})
+    lines = page(run, capsys)
+    assert lines[0] == f"digits/{run.id}: completed"
+    assert not [line for line in lines if line.startswith("first failure")]
+    assert "steps lost: 0 (reached step 450)" in lines
+    assert lines[-1] == f"next: nothing to do; `toolkit tensorboard {run.id}` shows the curves"
+
+
+def test_a_run_that_was_killed_without_a_checkpoint_lost_every_step(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add_attempt(attempt(1, "cancelled", "give_up", step_end=33))
+    run.write_result({"state": "cancelled", "attempts": 1, "metrics": {}, "why": "cancelled at step 33"})
+    lines = page(run, capsys)
+    assert "last checkpoint: none" in lines
+    assert "steps lost: 33 (reached step 33)" in lines
+
+
+def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
+    run.add_attempt(attempt(1, "crashed", "restart", first_failure=failure))
+    run.add_attempt(attempt(2, "preempted", "requeue", step_end=5))
+    run.write_status({"state": "requeued", "attempt": 2})
+    lines = page(run, capsys)
+    assert lines[0] == f"digits/{run.id}: requeued"
+    assert lines[1] == "  preempted, so requeue"
+    assert "first failure: rank 1 on node1, attempt 1: killed by SIGKILL" in lines
+    assert lines[-1] == "next: nothing to do; it goes on when Slurm starts the job again"
+
+
+@pytest.mark.parametrize("status", [{}, {"state": "queued", "progress": {}}])
+def test_a_run_that_never_started_says_so(
+    run: RunDir, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if status:
+        run.write_status(status)
+    assert page(run, capsys) == [
+        f"digits/{run.id}: {status.get('state', 'unknown')}",
+        "  not started yet",
+        "",
+        "last checkpoint: none",
+        "",
+        f"next: `toolkit status {run.id}` says how it stands",
+    ]
+
+
+def test_a_foreign_script_is_told_by_torchs_own_error_files_and_without_steps(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = {"rank": 1, "host": "node2", "how": "RuntimeError: theirs"}
+    more = {"step_start": None, "job_id": None, "first_failure": failure}
+    run.add_attempt(attempt(1, "crashed", "give_up", **more))
+    fsio.make_dir(run.attempt_logs(1))
+    info = {"py_callstack": "Traceback (most recent call last):\nRuntimeError: theirs\n", "timestamp": "1700000000"}
+    fsio.write_json(run.error_file(1, 1), {"message": {"message": "RuntimeError: theirs", "extraInfo": info}})
+    (run.error_file(1, 0)).write_text('{"message": {"mess')  # killed while it wrote
+    lines = page(run, capsys)
+    assert "first failure: rank 1 on node2, attempt 1: RuntimeError: theirs" in lines
+    assert "  RuntimeError: theirs" in lines
+    assert "  1 other ranks failed after it, most likely because of it" in lines
+    assert not [line for line in lines if line.startswith("steps lost")]
+    assert ["1", "local", "2", "4", "crashed", "give_up"] in [line.split() for line in lines]
+
+
+def test_a_store_host_that_failed_is_named_as_such(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = {"rank": None, "host": "node1", "how": "the store host ended with exit code 1; see store.log"}
+    run.add_attempt(attempt(1, "crashed", "give_up", first_failure=failure))
+    lines = page(run, capsys)
+    assert f"first failure: the store host on node1, attempt 1: {failure['how']}" in lines
+    assert f"  log: {run.path}/logs/attempt-001/store.log" in lines
+
+
+def test_as_json_it_is_one_document_with_the_same_facts(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    crashed(run)
+    told = document(run, capsys)
+    assert (told["run"], told["state"], told["cause"]) == (f"digits/{run.id}", "failed", "crashed")
+    assert (told["last_checkpoint"], told["step_reached"], told["steps_lost"]) == (100, 170, 70)
+    failure = told["first_failure"]
+    assert (failure["rank"], failure["host"], failure["attempt"], failure["others"]) == (2, "node2", 2, 2)
+    assert failure["traceback"].endswith("ValueError: boom 2\n")
+    assert [line["attempt"] for line in told["attempts"]] == [1, 2]
+
+
+def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    told = document(run, capsys)
+    assert (told["state"], told["attempts"], told["first_failure"], told["steps_lost"]) == ("unknown", [], None, 0)
+
+
+def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps(attempt(1, "crashed", "give_up", loss=float("nan")))  # NaN, as Python writes it
+    (run.path / "attempts.jsonl").write_text(line + "\n")
+    assert document(run, capsys)["attempts"][0]["loss"] is None

@@ -1,0 +1,325 @@
+"""The follow-up job where Slurm does not requeue: what is asked of sbatch, what its script does, when it goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit import rundir
+from toolkit.cluster.commands import JobRow
+from toolkit.cluster.fake import FakeSlurm, Sent
+from toolkit.config import JobConfig, dump_config
+from toolkit.launch import heir, intent
+from toolkit.launch.ending import Slurm
+from toolkit.launch.heir import _OPTIONS, PREDECESSOR_VARIABLE, RUN_VARIABLE, Heir, fate_of, takes_over
+from toolkit.launch.intent import Intent
+from toolkit.rundir import RunDir
+
+#: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --gpus-per-node=a100:4 --mem=2G`.
+OURS = {
+    "SLURM_JOB_NAME": "train it's",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_ACCOUNT": "phys",
+    "SLURM_JOB_QOS": "high",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "7",
+    "SLURM_CPUS_PER_TASK": "6",
+    "SLURM_GPUS_PER_NODE": "a100:4",
+    "SLURM_MEM_PER_NODE": "2048",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run below a folder that a careless shell script would take apart, in a job with the variables of ``OURS``."""
+    for name in (*_OPTIONS.values(), "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in OURS.items():
+        monkeypatch.setenv(name, value)
+    return rundir.create("digits", tmp_path / """it's "my" $HOME `runs`; \\""")
+
+
+def running(slurm: FakeSlurm, *options: str) -> JobRow:
+    """Our own job."""
+    job = slurm.sbatch(["--no-requeue", *options, "job.sh"])
+    slurm.start(job)
+    row = slurm.show_job(job)
+    assert row is not None
+    return row
+
+
+def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow) -> list[str]:
+    """What sbatch was given for the heir."""
+    heir = Heir.submit(run, row, slurm)
+    assert heir is not None
+    return slurm.submitted[heir.job_id]
+
+
+def test_the_heir_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    *options, script = submitted(run, slurm, running(slurm, "--time=90"))
+    assert sorted(options) == sorted(
+        [
+            "--job-name=train it's",
+            "--partition=gpu",
+            "--account=phys",
+            "--qos=high",
+            "--nodes=2",
+            "--ntasks=7",
+            "--cpus-per-task=6",
+            "--gpus-per-node=a100:4",
+            "--mem=2048",
+            "--time=90",
+            "--no-requeue",
+            "--dependency=afterany:1",
+            f"--output={run.logs}/heir-%j.out",
+            "--open-mode=append",
+        ]
+    )
+    assert Path(script).parent == run.submitit
+
+
+def test_what_our_job_does_not_know_is_left_to_the_site(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_JOB_QOS", "")
+    slurm = FakeSlurm()
+    names = {option.partition("=")[0] for option in submitted(run, slurm, running(slurm))[:-1]}
+    assert names == {"--no-requeue", "--dependency", "--output", "--open-mode"}
+
+
+@pytest.mark.parametrize("limit", ["1", "10", "2-00:00:00"])
+def test_the_time_limit_is_the_one_that_the_job_has_now(run: RunDir, limit: str) -> None:
+    slurm = FakeSlurm()
+    row = running(slurm, f"--time={limit}")
+    submitted(run, slurm, row)
+    heir = slurm.show_job("2")
+    assert heir is not None
+    assert heir.time_limit_s == row.time_limit_s
+    assert not heir.can_requeue
+
+
+def test_a_limit_below_a_minute_is_not_none_at_all(run: RunDir) -> None:
+    """sbatch takes `--time=0` for no limit."""
+    slurm = FakeSlurm()
+    assert "--time=1" in submitted(run, slurm, running(slurm, "--time=00:00:20"))
+
+
+def test_the_heir_of_an_array_element_waits_for_that_element_only(run: RunDir, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.sbatch(["--array=0-2", "--no-requeue", "job.sh"])
+    slurm.start("1_1")
+    row = slurm.show_job("1_1")
+    assert row is not None
+    arguments = submitted(run, slurm, row)
+    assert f"--dependency=afterany:{row.job_id}" in arguments
+    assert environment_of(arguments[-1], tmp_path)[PREDECESSOR_VARIABLE] == "1_1"
+
+
+def environment_of(script: str, folder: Path) -> dict[str, str]:
+    """What the Python sees that the script becomes, by a run of it with an `env` for a Python."""
+    subprocess.run(["bash", script], check=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/inherited"}, cwd=folder)
+    return dict(entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if entry)
+
+
+@pytest.fixture(autouse=True)
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for Python, in a folder with a space: notes its process id, its arguments and its environment."""
+    python = tmp_path / "my venv/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho $$ > pid\nprintf "%s\\0" "$@" > arguments\nenv -0 > environ\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return python
+
+
+def test_the_script_is_bash_and_becomes_the_supervisor_of_this_run(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/their own/lib")
+    slurm = FakeSlurm()
+    script = submitted(run, slurm, running(slurm))[-1]
+    assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
+    environ = environment_of(script, tmp_path)
+    assert (tmp_path / "arguments").read_text().split("\0")[:-1] == ["-m", "toolkit", "supervise", str(run.config)]
+    assert {name: environ[name] for name in (RUN_VARIABLE, PREDECESSOR_VARIABLE, "TOOLKIT_RUNS")} == {
+        RUN_VARIABLE: str(run.path),
+        PREDECESSOR_VARIABLE: "1",
+        "TOOLKIT_RUNS": str(run.path.parent.parent),
+    }
+    assert environ["PYTHONPATH"].split(":") == [str(run.code), "/their own/lib"]
+    assert environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_no_bash_stays_between_slurm_and_the_supervisor(run: RunDir, tmp_path: Path) -> None:
+    """It would die at the first SIGTERM and take the supervisor along."""
+    slurm = FakeSlurm()
+    script = submitted(run, slurm, running(slurm))[-1]
+    with subprocess.Popen(["bash", script], cwd=tmp_path) as process:
+        pass
+    assert int((tmp_path / "pid").read_text()) == process.pid
+
+
+def test_a_node_that_may_not_submit_has_no_heir_and_says_so(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    slurm = FakeSlurm()
+    row = running(slurm)
+    slurm.is_up = False
+    assert Heir.submit(run, row, slurm) is None
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "no follow-up could be submitted: Unable to contact slurm controller" in said.getMessage()
+
+
+def test_a_full_disk_costs_the_heir_and_not_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    slurm = FakeSlurm()
+    row = running(slurm)
+    monkeypatch.setattr(os, "fsync", full)
+    assert Heir.submit(run, row, slurm) is None
+    assert list(slurm.submitted) == [row.job_id]
+    assert "No space left on device" in caplog.records[-1].getMessage()
+
+
+def test_an_heir_that_is_not_needed_is_cancelled(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    heir = Heir.submit(run, running(slurm), slurm)
+    assert heir is not None
+    heir.dismiss()
+    assert slurm.sent == [Sent(heir.job_id)]
+    assert slurm.show_jobs([heir.job_id])[heir.job_id].state == "CANCELLED"  # type: ignore[union-attr]
+
+
+def test_a_run_ends_well_also_when_its_heir_cannot_be_cancelled(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    slurm = FakeSlurm()
+    heir = Heir.submit(run, running(slurm), slurm)
+    assert heir is not None
+    slurm.is_up = False
+    heir.dismiss()
+    assert f"the follow-up job {heir.job_id} could not be cancelled: Unable" in caplog.records[-1].getMessage()
+
+
+# -------------------------------------------------------------------------------------------------- who takes over
+
+
+def preempted(slurm: FakeSlurm) -> None:
+    slurm.preempt("1", grace_s=30)
+    slurm.advance(31)
+
+
+def ending(slurm: FakeSlurm) -> None:
+    preempted(slurm)
+    slurm.advance(1)
+
+
+def out_of_time(slurm: FakeSlurm) -> None:
+    slurm.advance(601)
+
+
+def cancelled(slurm: FakeSlurm) -> None:
+    slurm.advance(5)
+    slurm.cancel("1")
+
+
+def forgotten(slurm: FakeSlurm) -> None:
+    slurm.fail_node("1")
+    slurm.forget("1")
+
+
+def cancelled_and_forgotten(slurm: FakeSlurm) -> None:
+    cancelled(slurm)
+    slurm.advance(60)
+    slurm.forget("1")
+
+
+#: What became of job 1, seen at its end and a while after it.
+ENDS: dict[str, tuple[Callable[[FakeSlurm], None], bool]] = {
+    "preempted, still completing": (preempted, True),
+    "preempted": (ending, True),
+    "out of time": (out_of_time, True),
+    "lost a node": (lambda slurm: slurm.fail_node("1"), True),
+    "cancelled by somebody": (cancelled, False),
+    "crashed": (lambda slurm: slurm.finish("1", exit_code=1), False),
+    "killed": (lambda slurm: slurm.finish("1", signal=9), False),
+    "completed": (lambda slurm: slurm.finish("1"), False),
+    "forgotten by the controller": (forgotten, True),
+    "cancelled, and forgotten by the controller": (cancelled_and_forgotten, False),
+}
+
+
+def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool = True) -> Slurm:
+    slurm = FakeSlurm(preempt_mode="CANCEL", accounting=accounting)
+    running(slurm, "--time=10")
+    what_became_of_it(slurm)
+    return fate_of("1", slurm)
+
+
+def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDir) -> None:
+    run.write_status({"state": "running"})
+    fate = predecessor(forgotten, accounting=False)
+    assert fate is Slurm.UNKNOWN
+    assert takes_over(run, fate)
+
+
+def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heir, "RETRY_EVERY_S", 0.01)
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    running(slurm)
+    preempted(slurm)
+    slurm.is_up = False
+    threading.Timer(0.05, setattr, (slurm, "is_up", True)).start()
+    assert fate_of("1", slurm) is Slurm.PREEMPTED
+
+
+def test_the_heir_inherits_what_the_config_says_of_the_nodes(run: RunDir) -> None:
+    config = JobConfig()
+    config.cluster.constraint, config.cluster.exclude, config.cluster.exclusive = "a100&ib", "node7", True
+    config.cluster.extra = {"no_requeue": True, "hold": True, "licenses": "matlab:1", "mail_type": "FAIL"}
+    run.config.write_text(dump_config(config))
+    slurm = FakeSlurm()
+    given = submitted(run, slurm, running(slurm))
+    for option in ("--constraint=a100&ib", "--exclude=node7", "--exclusive", "--licenses=matlab:1", "--mail-type=FAIL"):
+        assert option in given
+    assert "--hold" not in given
+    assert given.count("--no-requeue") == 1
+
+
+@pytest.mark.parametrize(("end", "wanted"), ENDS.values(), ids=ENDS.keys())
+def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
+    run: RunDir, end: Callable[[FakeSlurm], None], wanted: bool
+) -> None:
+    run.write_status({"state": "running"})
+    assert takes_over(run, predecessor(end)) is wanted
+
+
+@pytest.mark.parametrize("end", [forgotten, lambda slurm: slurm.finish("1", exit_code=75)])
+def test_a_run_whose_supervisor_has_left_it_to_be_continued_goes_on(
+    run: RunDir, end: Callable[[FakeSlurm], None]
+) -> None:
+    run.write_status({"state": "requeued"})
+    assert takes_over(run, predecessor(end))
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "stopped", "cancelled"])
+def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None:
+    run.write_status({"state": "requeued"})
+    run.write_result({"state": state})
+    assert not takes_over(run, predecessor(preempted))
+
+
+@pytest.mark.parametrize("wish", Intent)
+def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
+    run.write_status({"state": "requeued"})
+    intent.ask(run, wish)
+    assert not takes_over(run, predecessor(preempted))
+    intent.clear(run)
+    assert takes_over(run, predecessor(preempted))
