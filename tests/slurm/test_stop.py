@@ -103,15 +103,22 @@ def test_preempted_ten_times_in_a_row_at_random_moments(site: Site) -> None:
     preempt_at_random_moments(site, 10, random.randrange(10**6))
 
 
+def came_back(run: RunDir) -> None:
+    """Preempted once (or again by the same job, if Slurm was quicker to restart the victim), with nothing lost."""
+    *before, last = run.attempts()
+    assert before
+    assert {(a["cause"], a["decision"]) for a in before} == {("preempted", "requeue")}
+    assert last["cause"] == "completed"
+    nothing_lost(run)
+
+
 def test_where_preemption_cancels_it_requeues_itself(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300", "cluster.partition=cancel")
     reached(run, 50)
     site.preempt()
     completed(site, run)
-    first, second = run.attempts()
-    assert (first["cause"], first["decision"], second["cause"]) == ("preempted", "requeue", "completed")
-    assert first["job_id"] == second["job_id"]
-    nothing_lost(run)
+    came_back(run)
+    assert len({a["job_id"] for a in run.attempts()}) == 1
 
 
 def test_where_requeue_is_forbidden_an_heir_takes_over(site: Site) -> None:
@@ -119,10 +126,8 @@ def test_where_requeue_is_forbidden_an_heir_takes_over(site: Site) -> None:
     reached(run, 50)
     site.preempt()
     completed(site, run)
-    first, second = run.attempts()
-    assert (first["cause"], first["decision"], second["cause"]) == ("preempted", "requeue", "completed")
-    assert first["job_id"] != second["job_id"]
-    nothing_lost(run)
+    came_back(run)
+    assert len({a["job_id"] for a in run.attempts()}) == len(run.attempts())
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
 
 
@@ -148,8 +153,7 @@ def test_preempted_without_grace_it_comes_back(ungraceful: Site) -> None:
     reached(run, 50)
     site.preempt()
     completed(site, run)
-    assert [a["cause"] for a in run.attempts()] == ["preempted", "completed"]
-    nothing_lost(run)
+    came_back(run)
 
 
 # ---------------------------------------------------------------------------------------------------------- signals
@@ -399,8 +403,7 @@ def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None
         time.sleep(max(0.0, back - time.monotonic()))  # the outage itself is the story's length
     finally:
         site.box.start_slurmdbd()
-    assert [a["cause"] for a in run.attempts()] == ["preempted", "completed"]
-    nothing_lost(run)
+    came_back(run)
 
 
 def test_a_full_disk_is_waited_out(site: Site) -> None:

@@ -18,7 +18,7 @@ from toolkit.rundir import RunDir
 
 #: A supervisor rewrites its status each second; one that is silent for this long may be dead: Slurm is asked.
 SILENT_S = 30.0
-ACTIVE = ("queued", "starting", "running", "restarting", "requeued")
+ACTIVE = ("queued", "starting", "running", "stopping", "restarting", "requeued")
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from toolkit import logs
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch.steps import Events, open_log, tethered
 
-LAST_WORDS_S = 10.0
+LAST_WORDS_S = 3.0
 
 log = logs.get(__name__)
 
@@ -58,6 +58,7 @@ class StoreHost:
             )
         self._events = events
         self._closing = False
+        self._is_ready = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -65,7 +66,9 @@ class StoreHost:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
-                self._events.put(Report(json.loads(line)))
+                content = json.loads(line)
+                self._is_ready = self._is_ready or "ready" in content
+                self._events.put(Report(content))
             except ValueError:  # a library that prints: the next line is ours again
                 log.warning("the store host says: %s", line.rstrip())
         code = self._process.wait()
@@ -80,12 +83,17 @@ class StoreHost:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Let it say its last words, which are in the queue when this returns, and end it."""
+        """Let it say its last words, which are in the queue when this returns, and end it.
+
+        While it still imports torch no rank can have told it anything, and a job that is being cancelled has but
+        KillWait to write down how it ended.
+        """
         self._closing = True
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._thread.join(timeout=LAST_WORDS_S)
+        if self._is_ready:
+            self._thread.join(timeout=LAST_WORDS_S)
         self._process.kill()
         self._process.wait()
 

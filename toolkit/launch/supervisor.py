@@ -55,6 +55,8 @@ FOREIGN_STOP_LIMIT_S = 30.0
 #: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 2.0
+#: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
+SIGNAL_EARLY_S = 75.0
 #: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
 CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -200,7 +202,7 @@ class Supervisor:
                 attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
                 step.kill()
             if now >= next_status:
-                self._set_status("running" if attempt.progress else "starting", attempt)
+                self._set_status(_phase(attempt), attempt)
                 self._watch_the_clock(attempt, step, store)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
@@ -265,11 +267,20 @@ class Supervisor:
             stop = Stop.CANCEL
         elif wanted is Intent.STOP or number is signal.SIGINT or self._allocation.job_id is None:
             stop = Stop.USER
+        elif number in (signal.SIGUSR1, signal.SIGUSR2) and self._may_be_the_clocks():
+            stop = Stop.CLOCK
         else:
             stop = Stop.SIGNAL
         log.warning("%s: asking the ranks to stop", number.name)
         self._stop = stop
         self._ask_to_stop(attempt, step, store, stop)
+
+    def _may_be_the_clocks(self) -> bool:
+        """Whether it is the time for the signal that ``cluster.signal_delay_s`` asks Slurm for."""
+        row = self._row
+        if row is None or row.end_time is None or row.time_limit_s is None:
+            return False
+        return time.time() > row.end_time - self._config.cluster.signal_delay_s - SIGNAL_EARLY_S
 
     def _ask_to_stop(self, attempt: _Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
         """Asking twice changes nothing, but a cancellation overrides what was asked before."""
@@ -279,6 +290,7 @@ class Supervisor:
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
+        self._set_status("stopping", attempt)  # now: if we are killed before we can say more, this tells why
         if attempt.exit_code is not None:  # they have ended, and the store with them; the verdict still needs to know
             return
         limit_s = STOP_LIMIT_S
@@ -458,10 +470,13 @@ class Supervisor:
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        why = "its supervisor ended without a word: a node failure, a power cut, or SIGKILL"
+        if status.get("stop"):
+            cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
+        else:
+            cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
         left = _Attempt(number, status["started"], reports={0: status.get("progress") or {}}, ended=status["updated"])
-        self._add_attempt_line(left, Ending(Cause.NODE_FAILURE, Decision.REQUEUE, why))
+        self._add_attempt_line(left, Ending(cause, Decision.REQUEUE, why))
 
     def _next_number(self) -> int:
         return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
@@ -496,6 +511,12 @@ class Supervisor:
     def _hosts_text(self) -> str:
         pairs = zip(self._allocation.hosts, self._allocation.tasks, strict=True)
         return ", ".join(f"{host} x{count}" for host, count in pairs)
+
+
+def _phase(attempt: _Attempt) -> str:
+    if attempt.stop is not None:
+        return "stopping"
+    return "running" if attempt.progress else "starting"
 
 
 def read_error_file(path: Path) -> RankFailure:

@@ -199,12 +199,14 @@ def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> N
     assert [line["decision"] for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
 
 
-def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir) -> None:
+@pytest.mark.parametrize(("stop", "cause"), [(None, "node_failure"), ("signal", "preempted")])
+def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | None, cause: str) -> None:
     progress = {"step": 30, "step_start": 10}
-    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "progress": progress})
+    status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": stop, "progress": progress}
+    run.write_status(status)
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["step_end"], second["attempt"]) == ("node_failure", 30, 2)
+    assert (first["cause"], first["step_end"], second["attempt"]) == (cause, 30, 2)
 
 
 def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
