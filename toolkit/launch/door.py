@@ -59,11 +59,11 @@ def _is_wanted(run: RunDir) -> bool:
 
 
 def _open_run_of(allocation: Allocation) -> RunDir | None:
-    """The run that this job served before it was restarted by Slurm, unless that run is completed."""
+    """The run that this job served before it was restarted by Slurm."""
     if allocation.restart_count == 0 or allocation.job_key is None:
         return None
     run = rundir.run_of_job(allocation.job_key)
-    if run is None or (run.result() or {}).get("state") == "completed":
+    if run is None:
         return None
     log.info("restart %d of job %s: run %s goes on", allocation.restart_count, allocation.job_id, run.id)
     return run

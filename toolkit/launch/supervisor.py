@@ -120,6 +120,8 @@ class Supervisor:
     def run(self) -> int:
         """Attempts until one finishes or no more may be made; returns the exit code of the job."""
         self._install_handlers()
+        if self._has_ended():
+            return EXIT_DONE
         self._run.clear_result()
         self._close_left_over_attempt()
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
@@ -132,6 +134,20 @@ class Supervisor:
         if self._heir is not None and verdict.decision is not Decision.REQUEUE:
             self._heir.dismiss()
         return _exit_code(verdict)
+
+    def _has_ended(self) -> bool:
+        """Whether Slurm has restarted the job of a run that is done or was given up.
+
+        Slurm 24.11 does so after a preemption with grace time: it remembers that the job is to be requeued when it
+        ends, our own requeue does not make it forget, and the next end, days later, is taken for that one. A person
+        who wants the run to go on says `toolkit resume`, which takes the result away first.
+        """
+        result = self._run.result()
+        if self._allocation.restart_count == 0 or result is None or result["state"] not in ("completed", "failed"):
+            return False
+        log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
+        self._run.write_status({**self._run.status(), "state": result["state"]})
+        return True
 
     def _install_handlers(self) -> None:
         """Replaces submitit's, which requeue from inside the handler. SimpleQueue.put may interrupt itself safely."""

@@ -109,10 +109,10 @@ def test_a_restarted_job_goes_on_with_its_run(state: str | None) -> None:
     assert len(rundir.all_runs()) == 1
 
 
-def test_a_job_that_is_requeued_by_hand_after_its_run_was_completed_makes_a_new_one() -> None:
+def test_a_job_that_is_restarted_after_its_run_was_completed_makes_no_second_one() -> None:
     run = earlier_run("box-41")
     run.write_result({"state": "completed"})
-    assert served(enter(SLURM_RESTART_COUNT=1)).path != run.path
+    assert served(enter(SLURM_RESTART_COUNT=1)).path == run.path
     assert len(rundir.all_runs()) == 2
     assert run.result() == {"state": "completed"}
 

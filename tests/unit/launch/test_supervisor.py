@@ -199,6 +199,17 @@ def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> N
     assert [line["decision"] for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
 
 
+@pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
+def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state: str, again: bool) -> None:
+    """Cancelled without a word of the user's may have been a preemption while nobody could say so."""
+    run.write_result({"state": state})
+    allocation = Allocation(("here",), (4,), 1, restart_count=1)
+    ranks = Ranks(*[completes] * again)
+    assert Supervisor(run, JobConfig(), allocation, ranks, None).run() == 0
+    assert (run.result() or {})["state"] == ("completed" if again else state)
+    assert len(run.attempts()) == again
+
+
 @pytest.mark.parametrize(("stop", "cause"), [(None, "node_failure"), ("signal", "preempted")])
 def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | None, cause: str) -> None:
     progress = {"step": 30, "step_start": 10}
