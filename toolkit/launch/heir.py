@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from toolkit import fsio, logs
 from toolkit.cluster.commands import JobRow, SlurmCommands
 from toolkit.config import ClusterConfig, load_config
 from toolkit.errors import SlurmError
-from toolkit.launch import ending, intent, snapshot
+from toolkit.launch import ending, intent, patience, snapshot
 from toolkit.rundir import RunDir
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
@@ -41,9 +40,6 @@ _OPTIONS: Mapping[str, str] = {
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
     "clusters": "SLURM_CLUSTERS",
 }
-
-PATIENCE_S = 300.0
-RETRY_EVERY_S = 2.0
 
 log = logs.get(__name__)
 
@@ -124,19 +120,13 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
 
     Waits for a controller that does not answer: the heir is the run's only way on, and has its nodes already.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            row = slurm.show_job(predecessor)
-            status = None if row else slurm.show_jobs([predecessor])[predecessor]
-            break
-        except SlurmError as error:
-            log.warning("Slurm does not say what became of job %s: %s", predecessor, error)
-            if time.monotonic() >= deadline:
-                return ending.Slurm.UNKNOWN
-        time.sleep(RETRY_EVERY_S)
-    if row is None and status is not None:
-        row = JobRow(predecessor, status.state)
+
+    def look() -> JobRow | None:
+        row = slurm.show_job(predecessor)
+        status = None if row else slurm.show_jobs([predecessor])[predecessor]
+        return JobRow(predecessor, status.state) if status else row
+
+    row = patience.ask(look, f"Slurm does not say what became of job {predecessor}")
     return ending.how_slurm_sees_it(row, restart_count=0)
 
 

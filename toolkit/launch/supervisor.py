@@ -15,12 +15,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
@@ -31,11 +31,9 @@ from toolkit.errors import (
     EXIT_FAILED,
     EXIT_REQUEST,
     EXIT_STOPPED,
-    SlurmError,
-    SlurmRefusedError,
     ToolkitError,
 )
-from toolkit.launch import ending, intent
+from toolkit.launch import ending, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
 from toolkit.launch.heir import Heir
@@ -52,9 +50,6 @@ KILL_AGAIN_S = 10.0
 STOP_LIMIT_S = 150.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
-#: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
-PATIENCE_S = 300.0
-RETRY_EVERY_S = 2.0
 #: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
 SIGNAL_EARLY_S = 75.0
 #: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
@@ -62,7 +57,6 @@ CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logs.get(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -378,32 +372,20 @@ class Supervisor:
             return ending.Slurm.CANCELLED
         if self._slurm is None:
             return ending.Slurm.ABSENT
-        return ending.how_slurm_sees_it(self._show_job(PATIENCE_S), self._allocation.restart_count)
+        return ending.how_slurm_sees_it(self._show_job(patience.PATIENCE_S), self._allocation.restart_count)
 
     def _show_job(self, patience_s: float) -> JobRow | None:
         """Our job's row; None without Slurm, or when the controller has not answered for ``patience_s``."""
         slurm, job_id = self._slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
-        return self._patiently(lambda: slurm.show_job(job_id), patience_s, "Slurm does not say how the job stands")
-
-    def _patiently(self, call: Callable[[], T], patience_s: float, what: str) -> T | None:
-        """``call()``, again while Slurm does not answer; None when it refuses, or patience has run out."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                return call()
-            except SlurmError as error:
-                log.warning("%s: %s", what, error)
-                if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:
-                    return None
-            time.sleep(RETRY_EVERY_S)
+        return patience.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", patience_s)
 
     # ---------------------------------------------------------------------------------------------------- recording
 
     def _record(self, attempt: _Attempt, verdict: Ending) -> None:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
-        self._persist(lambda: self._add_attempt_line(attempt, verdict))
+        patience.persist(lambda: self._add_attempt_line(attempt, verdict), self._run.path)
         if verdict.decision is Decision.RESTART:
             self._set_status("restarting", attempt, why=verdict.line)
             return
@@ -414,7 +396,7 @@ class Supervisor:
                 return
             state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
             self._set_status(state, attempt, why=why, ended=time.time())
-        self._persist(lambda: self._write_result(attempt, state, why))
+        patience.persist(lambda: self._write_result(attempt, state, why), self._run.path)
 
     def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
         first = verdict.first_failure
@@ -466,19 +448,7 @@ class Supervisor:
             slurm.requeue(job_id)
             return True
 
-        return bool(self._patiently(requeue, PATIENCE_S, "the job cannot be requeued"))
-
-    def _persist(self, write: Callable[[], None]) -> None:
-        """What must not be lost is written when the disk has room again; the job waits for that."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return write()
-            except OSError as error:
-                log.error("%s: cannot be written: %s", self._run.path, error)
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(RETRY_EVERY_S)
+        return bool(patience.ask(requeue, "the job cannot be requeued"))
 
     def _close_left_over_attempt(self) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""

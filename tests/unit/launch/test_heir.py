@@ -15,7 +15,7 @@ from toolkit import rundir
 from toolkit.cluster.commands import JobRow
 from toolkit.cluster.fake import FakeSlurm, Sent
 from toolkit.config import JobConfig, dump_config
-from toolkit.launch import heir, intent
+from toolkit.launch import intent, patience
 from toolkit.launch.ending import Slurm
 from toolkit.launch.heir import _OPTIONS, PREDECESSOR_VARIABLE, RUN_VARIABLE, Heir, fate_of, takes_over
 from toolkit.launch.intent import Intent
@@ -271,7 +271,7 @@ def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDi
 
 
 def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heir, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
     slurm = FakeSlurm(preempt_mode="CANCEL")
     running(slurm)
     preempted(slurm)

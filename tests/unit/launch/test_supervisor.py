@@ -14,7 +14,7 @@ import pytest
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.launch import intent, supervisor
+from toolkit.launch import intent, patience, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.intent import Intent
 from toolkit.launch.steps import Events, RankEnded, StepEnded
@@ -221,7 +221,7 @@ def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | No
 
 
 def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
     failures = iter([OSError(28, "No space left on device")] * 3)
     add = RunDir.add_attempt
 

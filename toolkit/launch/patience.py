@@ -1,0 +1,44 @@
+"""Waiting for a controller that does not answer and for a disk that is full: both pass, and a run must outlive them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from toolkit import logs
+from toolkit.errors import SlurmError, SlurmRefusedError
+
+#: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
+PATIENCE_S = 300.0
+RETRY_EVERY_S = 2.0
+
+log = logs.get(__name__)
+T = TypeVar("T")
+
+
+def ask(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T | None:
+    """``call()``, again while Slurm does not answer; None when it refuses, or patience has run out."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            log.warning("%s: %s", what, error)
+            if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:
+                return None
+        time.sleep(RETRY_EVERY_S)
+
+
+def persist(write: Callable[[], None], path: Path) -> None:
+    """``write()``, again until the disk under ``path`` takes it. Raises its OSError when patience has run out."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            log.error("%s: cannot be written: %s", path, error)
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_EVERY_S)
