@@ -166,6 +166,7 @@ def enter_command(
         "--",
         "env",
         "-i",
+        "--default-signal",  # started by `nohup make test &`, a program would ignore SIGINT for good
         f"--chdir={cwd}",
         *variables,
         *session,
