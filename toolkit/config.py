@@ -350,6 +350,7 @@ _LEAST: Mapping[str, float] = {
     "cluster.tasks_per_node": 1,
     "cluster.cpus_per_task": 1,
     "cluster.gpus_per_node": 0,
+    "cluster.spare_nodes": 0,
     "cluster.mem_gb": 0.001,
     "cluster.time_min": 1,
     "cluster.signal_delay_s": 0,
@@ -422,6 +423,7 @@ _OWN_FLAGS: Mapping[str, str] = {
     "job_name": "name",
     "output": "`toolkit logs` (the run folder holds every log)",
     "error": "`toolkit logs` (the run folder holds every log)",
+    "no_kill": "cluster.spare_nodes or retry.allow_fewer_nodes (without them nobody would requeue the job)",
     "open_mode": "nothing: logs are always appended to",
     "array": "one submit for each run",
     "wrap": "`job`",
@@ -440,9 +442,7 @@ def _check_not_built(config: JobConfig) -> None:
 
 
 _RESERVED = (
-    "cluster.spare_nodes",
     "cluster.container",
-    "retry.allow_fewer_nodes",
     "strategy.compression",
     "model.init_from",
     "checkpoint.every_min",

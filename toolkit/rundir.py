@@ -18,6 +18,8 @@ from toolkit import fsio
 from toolkit.errors import RunNotFoundError, nearest
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
+#: The attempt that a process belongs to, as `RunDir.claim` was told.
+OWNER_VARIABLE = "TOOLKIT_OWNER"
 
 
 def runs_root() -> Path:
@@ -121,6 +123,21 @@ class RunDir:
     def add_attempt(self, line: dict[str, Any]) -> None:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line)
+
+    def claim(self, owner: str) -> None:
+        """From now on ``owner``, one attempt of one job, is the only one that may write here (see :meth:`belongs_to`).
+
+        A node that is cut off goes on working for a while after Slurm has started the job again elsewhere. When the
+        network is back, it finds that it has been overtaken, and leaves everything as it is.
+        """
+        fsio.write_atomic(self.path / "owner", owner)
+
+    def belongs_to(self, owner: str) -> bool:
+        """Whether nobody has claimed the run after ``owner`` did."""
+        try:
+            return (self.path / "owner").read_text() == owner
+        except OSError:  # a file server that hiccups says nothing about who owns the run
+            return True
 
     def submission(self) -> dict[str, Any]:
         """How the run was last submitted: executor, job id, argv for the log; empty for the sbatch door."""

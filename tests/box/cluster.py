@@ -295,6 +295,8 @@ class Box:
     def _connect(self, node: str) -> None:
         """A cable from the node to the bridge on the login side: both ends live in the box's namespaces."""
         pid = self._machine(node).pid
+        # sockets that a dead node never closed keep its network namespace, and the cable in it, for minutes
+        self.run(["ip", "link", "delete", node], check=False)
         # the host's ip, in the login side's network but among the host's pids, can name the node's namespace
         cable = ["ip", "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid)]
         command = ["nsenter", f"--target={self._machine(LOGIN).pid}", "--net", *cable]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,7 +71,8 @@ def newest_step(folder: Path) -> int | None:
 class CheckpointStore:
     """The checkpoints of one run. One rank (0) changes the folder; the others write inside what it began."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, is_ours: Callable[[], bool] = lambda: True) -> None:
+        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.claim``."""
         if keep < 2:
             raise ConfigError(
                 f"checkpoint.keep: {keep} is too few: with one checkpoint, damage to it loses the run; "
@@ -79,6 +80,7 @@ class CheckpointStore:
             )
         self.folder = folder
         self.keep = keep
+        self._is_ours = is_ours
         self._begun: set[Path] = set()
         self._conversations = 0
 
@@ -101,6 +103,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """A fresh folder for the files of `step`, beside its final place."""
+        self._refuse_if_overtaken()
         temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
         with file_errors("creating", temporary):
             if self.path(step).exists():  # without a manifest: nothing can be committed over it
@@ -120,9 +123,14 @@ class CheckpointStore:
         manifests.check_sizes(temporary, manifest)
         with file_errors("committing", final):
             fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
+            self._refuse_if_overtaken()  # as late as can be
             fsio.rename_dir(temporary, final)
         self._begun.discard(temporary)
         return final
+
+    def _refuse_if_overtaken(self) -> None:
+        if not self._is_ours():
+            raise CheckpointError(f"{self.folder} belongs to a later attempt of the run: this one must not write there")
 
     def abandon(self, temporary: Path) -> None:
         """Remove what a failed save wrote. What cannot be removed now is left to the next attempt's `sweep`."""

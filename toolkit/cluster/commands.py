@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from toolkit.cluster import states
+from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT
 from toolkit.errors import SlurmError, SlurmRefusedError
 
 #: Long enough for a busy controller, short enough for a reader who waits. Without a readable SLURM_CONF Slurm's
@@ -43,6 +44,7 @@ class JobRow:
     preempt_time: float | None = None
     time_limit_s: float | None = None  #: None: unlimited, or the partition's
     node_list: str = ""
+    excluded: str = ""  #: node list, as asked for
     batch_host: str | None = None
     exit_code: int | None = None  #: 0 until the job ends
     exit_signal: int | None = None
@@ -114,6 +116,14 @@ class SlurmCommands(Protocol):
         """Submit with these arguments (options, then the script's path) and return the job id."""
         ...
 
+    def could_run(self, arguments: Sequence[str]) -> bool:
+        """Whether a job with these options could ever start. One that could not is held for ever, without a word."""
+        ...
+
+    def slurmd_port(self) -> int:
+        """The port on which every node's slurmd listens."""
+        ...
+
 
 class Slurm:
     """The real one. ``environ`` stands for ``os.environ`` and also says, by its PATH, where the programs are."""
@@ -174,6 +184,17 @@ class Slurm:
         if not lines or not re.fullmatch(r"[0-9]+(;.*)?", lines[-1]):
             raise SlurmError(f"sbatch printed no job id but {answer.strip()!r}; look for the job with `squeue --me`")
         return lines[-1].partition(";")[0]
+
+    def could_run(self, arguments: Sequence[str]) -> bool:
+        try:
+            self._run(["sbatch", "--test-only", *arguments, "--wrap=true"], environ=submit_environment(self._environ))
+        except _ProgramFailed:
+            return False
+        return True
+
+    def slurmd_port(self) -> int:
+        found = re.search(r"^SlurmdPort\s*=\s*(\d+)", self._run(["scontrol", "show", "config"]), re.MULTILINE)
+        return int(found[1]) if found else DEFAULT_SLURMD_PORT
 
     # ------------------------------------------------------------------------------------------------- asking
 
@@ -319,6 +340,7 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
     "MASTER_PORT",
     "TOOLKIT_RUN_DIR",
     "TOOLKIT_ATTEMPT",
+    "TOOLKIT_OWNER",
     "TOOLKIT_SUPERVISED",
     "TOOLKIT_LAUNCH_KEY",
     "TOOLKIT_SUPERVISE_RUN",
@@ -482,6 +504,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         preempt_time=parse_time(fields.get("PreemptTime")),
         time_limit_s=parse_duration(fields.get("TimeLimit")),
         node_list=fields.get("NodeList", ""),
+        excluded=fields.get("ExcNodeList", ""),
         batch_host=fields.get("BatchHost"),
         exit_code=code,
         exit_signal=signal,

@@ -20,6 +20,7 @@ from typing import Any
 
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, JobStatus, parse_duration
+from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT
 from toolkit.cluster.states import Phase, phase
 from toolkit.errors import SlurmError
 
@@ -45,6 +46,7 @@ class FakeSlurm:
         self.is_up = True  #: False: no controller answers
         self.accounting = accounting
         self.preempt_mode = preempt_mode  #: "REQUEUE" or "CANCEL"
+        self.has_nodes_to_spare = True  #: False: a job that excludes a node could never start
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
@@ -95,6 +97,15 @@ class FakeSlurm:
             if phase(row.state) is not Phase.PENDING:
                 raise SlurmError(f"Job is no longer pending execution: {job_id}")
             self.excluded[row.requeue_id] = node_list
+            self._set(row, excluded=node_list)
+
+    def could_run(self, arguments: Sequence[str]) -> bool:
+        self._contact()
+        return self.has_nodes_to_spare
+
+    def slurmd_port(self) -> int:
+        self._contact()
+        return DEFAULT_SLURMD_PORT
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()

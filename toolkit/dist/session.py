@@ -52,6 +52,11 @@ class Session:
         """Say where this rank is (phase, step, loss, ...); cheap, and never blocks on I/O."""
         self.reporter.progress(**fields)
 
+    def owns_run(self) -> bool:
+        """Whether no later attempt has taken the run over while this rank's node was cut off."""
+        owner = os.environ.get(rundir.OWNER_VARIABLE)
+        return owner is None or rundir.RunDir(self.run_dir).belongs_to(owner)
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand over the run's result: step, epoch, samples, metrics. Rank 0's counts; any rank may call."""
         self.reporter.finish(result)

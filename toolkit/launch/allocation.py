@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from toolkit.cluster import hostlist
 from toolkit.config import ClusterConfig
@@ -36,6 +36,25 @@ class Allocation:
     def rank_hosts(self) -> list[str]:
         """The node of each rank: ranks fill one node after the other."""
         return [host for host, count in zip(self.hosts, self.tasks, strict=True) for _ in range(count)]
+
+    def on(self, hosts: Sequence[str]) -> Allocation:
+        """The part of it that these of its nodes make."""
+        tasks = dict(zip(self.hosts, self.tasks, strict=True))
+        return replace(self, hosts=tuple(hosts), tasks=tuple(tasks[host] for host in hosts))
+
+    def without(self, spare: int) -> Allocation:
+        """What is left when ``spare`` nodes are kept for others' place. Raises RequestError where that is nothing."""
+        if spare >= len(self.hosts):
+            raise RequestError(
+                f"cluster.spare_nodes: {spare} of the job's {len(self.hosts)} nodes leave none to run on; "
+                "ask Slurm for cluster.nodes + cluster.spare_nodes nodes (in an sbatch script: #SBATCH --nodes)"
+            )
+        if spare and len(set(self.tasks)) > 1:
+            raise RequestError(
+                "cluster.spare_nodes: a spare can stand in for any node only where all have the same number of tasks, "
+                f"and this job has {','.join(map(str, self.tasks))}; use #SBATCH --ntasks-per-node"
+            )
+        return self.on(self.hosts[: len(self.hosts) - spare])
 
     @property
     def job_key(self) -> str | None:

@@ -37,6 +37,8 @@ class Decision(StrEnum):
     GIVE_UP = "give_up"
 
 
+#: So many attempts that a node ended, by a signal from nowhere or a hang, make it a bad one.
+SUSPICIONS_TO_CONDEMN = 2
 #: Causes that are the run's own fault and count against ``retry``.
 OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
@@ -137,6 +139,7 @@ class Past:
     cause: str
     decision: str
     step_end: int | None
+    suspect: str | None = None  #: the node that may have been to blame
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class Facts:
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
     slurm: Slurm = Slurm.ABSENT
-    node_failed: bool = False  #: srun said so
+    lost_nodes: tuple[str, ...] = ()  #: srun, or nobody on them answering, said so
+    can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
     step_start: int | None = None
     step_end: int | None = None
     tells_steps: bool = True  #: a foreign script does not: nobody can say whether it gets anywhere
@@ -184,12 +188,15 @@ def judge(facts: Facts) -> Ending:
         return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
         return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
-    if facts.slurm in (Slurm.REQUEUED, Slurm.NODE_FAILED) or facts.node_failed:
+    if facts.slurm in (Slurm.REQUEUED, Slurm.NODE_FAILED) or (facts.lost_nodes and not _is_mendable(facts)):
         return _judge_taken_away(facts)
     if facts.slurm is Slurm.PREEMPTED:
         return _requeue(facts, Cause.PREEMPTED, f"preempted{_at(facts)}; {_kept(facts)}")
     if facts.slurm is Slurm.TIMEOUT or facts.stop is Stop.CLOCK:
         return _judge_timeout(facts)
+    if facts.lost_nodes:
+        line = f"lost {', '.join(facts.lost_nodes)}{_at(facts)}; {_kept(facts)}, on other nodes of the job"
+        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line)
     if facts.stopped_cleanly:
         return _judge_stopped(facts)
     if facts.stop is Stop.SIGNAL:
@@ -197,9 +204,15 @@ def judge(facts: Facts) -> Ending:
     return _judge_fault(facts)
 
 
+def _is_mendable(facts: Facts) -> bool:
+    """Whether a lost node can be replaced right here. A job that is about to be taken away is not worth it."""
+    return facts.can_go_on and facts.stop is None and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
+
+
 def _judge_taken_away(facts: Facts) -> Ending:
-    if facts.node_failed or facts.slurm is Slurm.NODE_FAILED:
-        return _requeue(facts, Cause.NODE_FAILURE, f"a node failed{_at(facts)}; {_kept(facts)}")
+    if facts.lost_nodes or facts.slurm is Slurm.NODE_FAILED:
+        who = f"lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else "a node failed"
+        return _requeue(facts, Cause.NODE_FAILURE, f"{who}{_at(facts)}; {_kept(facts)}")
     return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
 
 

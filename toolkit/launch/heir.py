@@ -72,13 +72,18 @@ class Heir:
             log.warning("the follow-up job %s could not be cancelled: %s", self.job_id, error)
 
 
-def _options(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
+def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
+    """sbatch's options for another job like our own."""
     for option, name in _OPTIONS.items():
         if environ.get(name):
             yield f"--{option}={environ[name]}"
     yield from _options_of_config(run)
     if row.time_limit_s is not None:
         yield f"--time={max(1, round(row.time_limit_s / 60))}"
+
+
+def _options(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
+    yield from options_of_job(environ, row, run)
     yield "--no-requeue"
     yield f"--dependency=afterany:{row.job_id}"
     yield f"--output={run.logs}/heir-%j.out"

@@ -66,14 +66,19 @@ class Step(Protocol):
     """The running ranks of one attempt."""
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send every rank a signal; SIGKILL ends all at once."""
+        """Send every rank a signal; SIGKILL ends all at once. Does not wait for anything."""
+
+    def abandon(self) -> None:
+        """Every rank that can be reached has ended: stop waiting for those on lost nodes."""
 
 
 class Launcher(Protocol):
     """Starts the ranks of an attempt."""
 
-    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
-        """Start ``command`` on every rank of the allocation; what happens to them goes into ``events``."""
+    def start(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> Step:
+        """Start ``command`` on every rank of ``allocation``; what happens to them goes into ``events``."""
 
 
 def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:
@@ -92,21 +97,23 @@ def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool
 class LocalLauncher:
     """Ranks as processes of this machine."""
 
-    def __init__(self, run: RunDir, allocation: Allocation) -> None:
+    def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._allocation = allocation
 
-    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
+    def start(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> Step:
         """See :class:`Launcher`. ``MASTER_ADDR`` is loopback: nobody from outside takes part."""
-        step = _LocalStep(self._allocation.hosts[0], events)
-        for rank in range(self._allocation.world_size):
+        step = _LocalStep(allocation.hosts[0], events)
+        for rank in range(allocation.world_size):
             with open_log(self._run.rank_log(attempt, rank)) as output:
-                step.add(_start_local(command, {**environ, **self._rank_environ(rank)}, output))
+                step.add(_start_local(command, {**environ, **self._rank_environ(allocation, rank)}, output))
         threading.Thread(target=step.wait, daemon=True).start()
         return step
 
-    def _rank_environ(self, rank: int) -> dict[str, str]:
-        size = self._allocation.world_size
+    @staticmethod
+    def _rank_environ(allocation: Allocation, rank: int) -> dict[str, str]:
+        size = allocation.world_size
         placement = Placement(
             rank=rank,
             world_size=size,
@@ -114,7 +121,7 @@ class LocalLauncher:
             local_world_size=size,
             node_rank=0,
             nodes=1,
-            host=self._allocation.hosts[0],
+            host=allocation.hosts[0],
             launcher="supervisor",
         )
         return {**rank_environment(placement), "MASTER_ADDR": "127.0.0.1"}
@@ -167,6 +174,9 @@ class _LocalStep:
             if process.poll() is None:
                 _signal_session(process.pid, number)
 
+    def abandon(self) -> None:
+        """This machine is never lost."""
+
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -184,25 +194,28 @@ def _signal_name(number: int) -> str:
 
 
 class SrunLauncher:
-    """Ranks as one srun step of our allocation, each on the node that the allocation planned it for."""
+    """Ranks as one srun step of our job, each on the node that the allocation planned it for."""
 
-    def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands) -> None:
+    def __init__(self, run: RunDir, slurm: SlurmCommands) -> None:
         self._run = run
-        self._allocation = allocation
         self._slurm = slurm
 
-    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Step:
+    def start(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> Step:
         """See :class:`Launcher`. The ranks read their numbers and ``MASTER_ADDR`` from the step's own variables."""
+        assert allocation.job_id is not None
         folder = fsio.make_dir(self._run.attempt_logs(attempt))
         host_file = folder / "hostfile"
-        hosts = self._allocation.rank_hosts
+        hosts = allocation.rank_hosts
         fsio.write_atomic(host_file, "".join(f"{host}\n" for host in hosts), durable=False)
         plan = SrunPlan(
             command=command,
             hosts=hosts,
-            cpus_per_task=self._allocation.cpus_per_task,
+            cpus_per_task=allocation.cpus_per_task,
             output=str(self._run.rank_log(attempt, "%t")),
             name=f"{self._run.id}.{attempt}",
+            overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         process = subprocess.Popen(
             tethered(srun_argv(plan), signal.SIGTERM),  # srun ends its step at SIGTERM; SIGKILL would leave it running
@@ -213,18 +226,18 @@ class SrunLauncher:
             text=True,
             start_new_session=True,
         )
-        step = _SrunStep(process, plan.name or "", self._allocation, self._slurm, events)
+        step = _SrunStep(process, plan.name or "", allocation.job_id, self._slurm, events)
         threading.Thread(target=step.wait, daemon=True).start()
         return step
 
 
 class _SrunStep:
     def __init__(
-        self, process: subprocess.Popen[str], name: str, allocation: Allocation, slurm: SlurmCommands, events: Events
+        self, process: subprocess.Popen[str], name: str, job_id: str, slurm: SlurmCommands, events: Events
     ) -> None:
         self._process = process
         self._name = name
-        self._allocation = allocation
+        self._job_id = job_id
         self._slurm = slurm
         self._events = events
 
@@ -238,12 +251,19 @@ class _SrunStep:
         self._events.put(StepEnded(self._process.wait()))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """``scancel -s KILL`` of the step takes 75 ms; srun's own way sends SIGTERM first and waits KillWait."""
-        assert self._allocation.job_id is not None
+        """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""
+        threading.Thread(target=self._kill, args=[number], daemon=True).start()
+
+    def abandon(self) -> None:
+        """srun itself would wait until Slurm gives the node up: SlurmdTimeout, 300 s by default, and longer."""
+        self._process.kill()
+
+    def _kill(self, number: signal.Signals) -> None:
+        """srun's own way would be to send SIGTERM first and to wait KillWait."""
         try:
-            step = self._slurm.find_step(self._allocation.job_id, self._name)
+            step = self._slurm.find_step(self._job_id, self._name)
             if step is not None:
-                self._slurm.cancel(self._allocation.job_id, signal=number.name.removeprefix("SIG"), step=step)
+                self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=step)
                 return
         except SlurmError as error:
             log.warning("the step cannot be signalled (%s); ending srun instead", error)

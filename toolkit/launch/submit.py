@@ -25,7 +25,7 @@ from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import Slurm, submit_environment
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
-from toolkit.launch import door, intent, snapshot
+from toolkit.launch import door, intent, nodes, snapshot
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
@@ -241,6 +241,7 @@ def resume(run: RunDir, *, executor: str = "auto") -> Run:
     config = configs.load_config(run.config, site=False)
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     intent.clear(run)
+    nodes.forget(run)
     run.clear_result()
     try:
         return _send(run, config, chosen)
@@ -345,7 +346,7 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
     cluster = config.cluster
     values: dict[str, Any] = {
         "job_name": config.name,
-        "nodes": cluster.nodes,
+        "nodes": cluster.nodes + cluster.spare_nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
         "gpus_per_node": _gpus(cluster),
@@ -357,6 +358,7 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
         "setup": [*cluster.setup, *_environment_lines(run)],  # ours last: `module load` may set PYTHONPATH
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
+            **({"no-kill": True} if _outlives_nodes(config) else {}),
             **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
             **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
         },
@@ -364,6 +366,13 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
     for name in ("partition", "account", "qos", "constraint", "exclude"):
         values[name] = _text(getattr(cluster, name))
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
+
+
+def _outlives_nodes(config: JobConfig) -> bool:
+    """Whether Slurm is to leave the job alone when a node dies. Never for a single node: nobody would be left to
+    requeue it, see `toolkit.launch.sentinel`."""
+    cluster = config.cluster
+    return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
 def _text(value: Any) -> Any:

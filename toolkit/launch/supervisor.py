@@ -18,13 +18,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
+from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
+from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT, unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
@@ -36,8 +39,11 @@ from toolkit.errors import (
 from toolkit.launch import ending, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
-from toolkit.launch.heir import Heir
+from toolkit.launch.guard import guarded
+from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.intent import Intent
+from toolkit.launch.nodes import Nodes
+from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
 from toolkit.rundir import RunDir
@@ -66,12 +72,14 @@ class _Signalled:
 
 @dataclass
 class _Attempt:
-    """What is known of the attempt that runs now."""
+    """What is known of the attempt that runs now, on ``plan``'s nodes."""
 
     number: int
     started: float
+    plan: Allocation
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
     lost_nodes: set[str] = field(default_factory=set)
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
@@ -79,6 +87,7 @@ class _Attempt:
     stop_asked: float | None = None
     kill_at: float | None = None
     killed: bool = False
+    slurm: ending.Slurm = ending.Slurm.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
 
@@ -110,17 +119,26 @@ class Supervisor:
         self._row: JobRow | None = None
         self._heir: Heir | None = None
         self._unwritten: OSError | None = None
+        self._owner = ""
+        self._slurmd_port = DEFAULT_SLURMD_PORT
+        retry = config.retry
+        spare = config.cluster.spare_nodes
+        self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
 
-    def run(self) -> int:
-        """Attempts until one finishes or no more may be made; returns the exit code of the job."""
+    def run(self, last_words: str | None = None) -> int:
+        """Attempts until one finishes or no more may be made; returns the exit code of the job.
+
+        ``last_words`` says what became of the supervisor before this one, if it is known.
+        """
         self._install_handlers()
-        if self._has_ended():
+        if self._has_ended(last_words):
             return EXIT_DONE
         self._run.clear_result()
-        self._close_left_over_attempt()
+        self._close_left_over_attempt(last_words)
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
         self._look_at_the_job()
+        self._post_sentinel()
         while True:
             verdict = self._run_attempt()
             if verdict.decision is not Decision.RESTART:
@@ -129,7 +147,7 @@ class Supervisor:
             self._heir.dismiss()
         return _exit_code(verdict)
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
 
         Slurm 24.11 does so after a preemption with grace time: it remembers that the job is to be requeued when it
@@ -137,7 +155,8 @@ class Supervisor:
         who wants the run to go on says `toolkit resume`, which takes the result away first.
         """
         result = self._run.result()
-        if self._allocation.restart_count == 0 or result is None or result["state"] not in ("completed", "failed"):
+        restarted = self._allocation.restart_count > 0 or last_words is not None
+        if not restarted or result is None or result["state"] not in ("completed", "failed"):
             return False
         log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
         self._run.write_status({**self._run.status(), "state": result["state"]})
@@ -152,23 +171,36 @@ class Supervisor:
     def _look_at_the_job(self) -> None:
         """Once at the start: the time limit, and whether Slurm lets us requeue; if not, an heir waits from now on."""
         self._row = self._show_job(patience_s=0.0)
+        if self._slurm is not None:
+            port = patience.ask(self._slurm.slurmd_port, "Slurm does not say its nodes' port", patience_s=0.0)
+            self._slurmd_port = port or self._slurmd_port
         if self._row is not None and not self._row.can_requeue:
             assert self._slurm is not None
             self._heir = Heir.submit(self._run, self._row, self._slurm)
 
+    def _post_sentinel(self) -> None:
+        """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""
+        may_lose_nodes = self._config.cluster.spare_nodes or self._config.retry.allow_fewer_nodes
+        if self._slurm is not None and may_lose_nodes and len(self._allocation.hosts) > 1:
+            Sentinel(self._run, self._allocation, os.environ, self._slurmd_port).post()
+
     # -------------------------------------------------------------------------------------------------- one attempt
 
     def _run_attempt(self) -> Ending:
-        attempt = _Attempt(self._next_number(), time.time())
+        plan = self._nodes.plan()
+        assert plan is not None, "the verdict before was to restart"
+        attempt = _Attempt(self._next_number(), time.time(), plan)
+        self._owner = f"{self._allocation.job_id}.{self._allocation.restart_count}.{attempt.number}"
+        patience.persist(lambda: self._run.claim(self._owner), self._run.path)
         self._set_status("starting", attempt)
-        log.info("attempt %d: %d ranks on %s", attempt.number, self._allocation.world_size, self._hosts_text())
+        log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
         host = "127.0.0.1" if self._allocation.job_id is None else _wildcard()
         store_log = self._run.attempt_logs(attempt.number) / "store.log"
-        store = StoreHost(self._allocation.world_size, host, environ, self._events, store_log)
+        store = StoreHost(plan.world_size, host, environ, self._events, store_log)
         try:
             environ["MASTER_PORT"] = str(store.port)
-            step = self._launcher.start(attempt.number, self._rank_command(), environ, self._events)
+            step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
             if self._stop is not None:  # it came between two attempts
                 self._ask_to_stop(attempt, step, store, self._stop)
             self._watch(attempt, step, store)
@@ -177,9 +209,26 @@ class Supervisor:
         attempt.ended = time.time()
         self._drain(attempt, step, store)
         self._read_error_files(attempt)
+        self._look_after_nodes(attempt)
         verdict = judge(self._facts(attempt))
+        self._suspect(verdict)
         self._record(attempt, verdict)
         return verdict
+
+    def _look_after_nodes(self, attempt: _Attempt) -> None:
+        """Which are lost; a job that Slurm has put back into the queue may have been so for a dead node."""
+        well = attempt.exit_code == 0 and not attempt.failures
+        attempt.slurm = ending.Slurm.RUNNING if well else self._ask_slurm()
+        if attempt.slurm is ending.Slurm.REQUEUED:
+            attempt.lost_nodes |= unreachable(attempt.plan.hosts, self._slurmd_port)
+        for host in attempt.lost_nodes:
+            self._nodes.condemn(host, f"lost in attempt {attempt.number}")
+
+    def _suspect(self, verdict: Ending) -> None:
+        """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
+        host = _suspected(verdict)
+        if host is not None:
+            self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._history()))
 
     def _rank_command(self) -> list[str]:
         module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
@@ -194,6 +243,7 @@ class Supervisor:
                 rundir.RUN_DIR_VARIABLE: str(self._run.path),
                 "TOOLKIT_RUNS": str(self._run.path.parent.parent),
                 "TOOLKIT_ATTEMPT": str(attempt.number),
+                rundir.OWNER_VARIABLE: self._owner,
                 "TOOLKIT_SUPERVISED": "1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt.number - 1),
@@ -211,7 +261,10 @@ class Supervisor:
             if attempt.kill_at is not None and now >= attempt.kill_at:
                 attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
                 step.kill()
+            if attempt.killed and self._all_reachable_have_ended(attempt):
+                step.abandon()
             if now >= next_status:
+                self._leave_if_overtaken(step)
                 self._set_status(_phase(attempt), attempt)
                 self._watch_the_clock(attempt, step, store)
                 next_status = now + STATUS_EVERY_S
@@ -220,6 +273,22 @@ class Supervisor:
                 self._handle(attempt, self._events.get(timeout=max(0.0, wake - time.monotonic())), step, store)
             except Empty:
                 continue
+
+    @staticmethod
+    def _all_reachable_have_ended(attempt: _Attempt) -> bool:
+        """Ranks on lost nodes cannot be waited for; each of the others must be gone before the next attempt."""
+        if not attempt.lost_nodes:
+            return False
+        hosts = enumerate(attempt.plan.rank_hosts)
+        return all(rank in attempt.gone for rank, host in hosts if host not in attempt.lost_nodes)
+
+    def _leave_if_overtaken(self, step: Step) -> None:
+        """Our node was cut off and Slurm has started the job again elsewhere: nothing here is ours to write now."""
+        if self._run.belongs_to(self._owner):
+            return
+        log.error("a later attempt has taken the run over: ending the ranks and leaving")
+        step.kill()
+        raise SystemExit(EXIT_FAILED)
 
     def _drain(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
         while not self._events.empty():
@@ -250,6 +319,7 @@ class Supervisor:
             attempt.reports[content["rank"]] = content["report"]
 
     def _take_rank_ended(self, attempt: _Attempt, ended: RankEnded) -> None:
+        attempt.gone |= set(ended.ranks)
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
@@ -336,20 +406,20 @@ class Supervisor:
             failure = read_error_file(path)
             assert failure.rank is not None
             if failure.host == "?":  # torch's format has none
-                failure = replace(failure, host=self._allocation.rank_hosts[failure.rank])
+                failure = replace(failure, host=attempt.plan.rank_hosts[failure.rank])
             attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
 
     def _facts(self, attempt: _Attempt) -> Facts:
         assert attempt.exit_code is not None
-        well = attempt.exit_code == 0 and not attempt.failures
         retry = self._config.retry
         return Facts(
             exit_code=attempt.exit_code,
             failures=tuple(attempt.failures),
             stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
             stop=attempt.stop,
-            slurm=ending.Slurm.RUNNING if well else self._ask_slurm(),
-            node_failed=bool(attempt.lost_nodes),
+            slurm=attempt.slurm,
+            lost_nodes=tuple(sorted(attempt.lost_nodes)),
+            can_go_on=self._nodes.plan() is not None,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
             tells_steps=not self._foreign,
@@ -361,7 +431,7 @@ class Supervisor:
         """The attempts since the run was last started by a person: whoever resumes it has mended something."""
         history: list[Past] = []
         for line in self._run.attempts():
-            history.append(Past(line["cause"], line["decision"], line["step_end"]))
+            history.append(Past(line["cause"], line["decision"], line["step_end"], line.get("suspect")))
             if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
                 history.clear()
         return history
@@ -405,8 +475,8 @@ class Supervisor:
                 "attempt": attempt.number,
                 "job_id": self._allocation.job_id,
                 "restart_count": self._allocation.restart_count,
-                "nodes": list(self._allocation.hosts),
-                "world_size": self._allocation.world_size,
+                "nodes": list(attempt.plan.hosts),
+                "world_size": attempt.plan.world_size,
                 "started": _iso(attempt.started),
                 "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
                 "ended": _iso(attempt.ended),
@@ -414,6 +484,8 @@ class Supervisor:
                 "decision": verdict.decision,
                 "step_start": attempt.progress.get("step_start"),
                 "step_end": attempt.progress.get("step"),
+                "lost_nodes": sorted(attempt.lost_nodes),
+                "suspect": _suspected(verdict),
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
                 "line": verdict.line,
             }
@@ -438,31 +510,52 @@ class Supervisor:
 
     def _requeue(self) -> bool:
         """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
-        if self._heir is not None:  # it waits for our end, and finds the run waiting to be continued
-            return True
         slurm, job_id = self._slurm, self._allocation.job_id
         assert slurm is not None
         assert job_id is not None
+        excluded = self._to_exclude(slurm)
+        if self._heir is None:  # else it waits for our end, and finds the run waiting to be continued
 
-        def requeue() -> bool:
-            slurm.requeue(job_id)
-            return True
+            def requeue() -> bool:
+                slurm.requeue(job_id)
+                return True
 
-        return bool(patience.ask(requeue, "the job cannot be requeued"))
+            if not patience.ask(requeue, "the job cannot be requeued"):
+                return False
+        if excluded:
+            heir_or_we = job_id if self._heir is None else self._heir.job_id
+            patience.ask(lambda: slurm.exclude_nodes(heir_or_we, excluded), "the bad nodes cannot be excluded", 0.0)
+        return True
 
-    def _close_left_over_attempt(self) -> None:
+    def _to_exclude(self, slurm: SlurmCommands) -> str | None:
+        """The node list to keep the next start off, with what the user excluded. None where the job could then never
+        start: Slurm would not refuse it, but hold it for ever (BadConstraints)."""
+        bad, row = self._nodes.bad, self._row
+        if not bad or row is None:
+            return None
+        names = hostlist.compress({*bad, *hostlist.expand(row.excluded)})
+        options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
+        could_run = patience.ask(lambda: slurm.could_run([*options, f"--exclude={names}"]), "sbatch --test-only", 0.0)
+        log.info("bad nodes %s %s", names, "are excluded" if could_run else "cannot be excluded: no others are enough")
+        return names if could_run else None
+
+    def _close_left_over_attempt(self, last_words: str | None) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""
         status = self._run.status()
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        if status.get("stop"):
+        decision = Decision.REQUEUE
+        if last_words is not None:
+            cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
+        elif status.get("stop"):
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
-        left = _Attempt(number, status["started"], reports={0: status.get("progress") or {}}, ended=status["updated"])
-        self._add_attempt_line(left, Ending(cause, Decision.REQUEUE, why))
+        reports = {0: status.get("progress") or {}}
+        left = _Attempt(number, status["started"], self._allocation, reports=reports, ended=status["updated"])
+        self._add_attempt_line(left, Ending(cause, decision, why))
 
     def _next_number(self) -> int:
         return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
@@ -475,8 +568,9 @@ class Supervisor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "attempt": attempt.number,
-            "nodes": list(self._allocation.hosts),
-            "world_size": self._allocation.world_size,
+            "nodes": list(attempt.plan.hosts),
+            "world_size": attempt.plan.world_size,
+            "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
             "started": attempt.started,
             "updated": time.time(),
             "stop": attempt.stop,
@@ -494,9 +588,17 @@ class Supervisor:
             log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
             self._unwritten = None
 
-    def _hosts_text(self) -> str:
-        pairs = zip(self._allocation.hosts, self._allocation.tasks, strict=True)
-        return ", ".join(f"{host} x{count}" for host, count in pairs)
+
+def _hosts_text(plan: Allocation) -> str:
+    return ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
+
+
+def _suspected(verdict: Ending) -> str | None:
+    """The node that may be to blame for the end: nobody knows who sent the signal, or why the rank hung."""
+    first = verdict.first_failure
+    if first is None or first.rank is None or verdict.cause not in (Cause.CRASHED, Cause.HANG):
+        return None
+    return first.host if first.by_signal or verdict.cause is Cause.HANG else None
 
 
 def _phase(attempt: _Attempt) -> str:
@@ -574,34 +676,43 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        logs.add_file(run.logs / "supervisor.log")
-        code = _build(run, where).run()
-    except Exception as error:
+        code = _supervise(run, where, None) if where == "local" else guarded(partial(_supervise, run, where))
+    except ToolkitError as error:
         _write_own_failure(run, error)
-        raise SystemExit(EXIT_FAILED) from error
+        code = EXIT_FAILED
     if code != EXIT_DONE:
         raise SystemExit(code)
+
+
+def _supervise(run: RunDir, where: str, last_words: str | None) -> int:
+    try:
+        logs.add_file(run.logs / "supervisor.log")
+        return _build(run, where).run(last_words)
+    except Exception as error:
+        _write_own_failure(run, error)
+        return EXIT_FAILED
 
 
 def _build(run: RunDir, where: str) -> Supervisor:
     config = configs.load_config(run.config, site=False)
     if where == "local":
         allocation = Allocation.local(config.cluster)
-        return Supervisor(run, config, allocation, LocalLauncher(run, allocation), None)
+        return Supervisor(run, config, allocation, LocalLauncher(run), None)
     allocation = Allocation.slurm(os.environ)
     _record_size(run, config, allocation)
     if allocation.job_key:
         rundir.remember_job(run, allocation.job_key)
     slurm = Slurm()
-    return Supervisor(run, config, allocation, SrunLauncher(run, allocation, slurm), slurm)
+    return Supervisor(run, config, allocation, SrunLauncher(run, slurm), slurm)
 
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
     """Write the allocation's size into the run's config."""
-    if config.job != FOREIGN_JOB:
-        configs.check_batch(config, allocation.world_size)
     cluster = config.cluster
-    cluster.nodes = len(allocation.hosts)
+    used = allocation.without(cluster.spare_nodes)
+    if config.job != FOREIGN_JOB:
+        configs.check_batch(config, used.world_size)
+    cluster.nodes = len(used.hosts)
     cluster.tasks_per_node = max(allocation.tasks)
     cluster.cpus_per_task = allocation.cpus_per_task
     cluster.gpus_per_node = allocation.gpus_per_node

@@ -15,11 +15,16 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by children
 
 
-def main() -> None:
-    parent, signal_name, deaf, command = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf", sys.argv[4:]
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.Signals[signal_name]))
+def die_with(parent: int, number: signal.Signals) -> None:
+    """From now on this process gets ``number`` when ``parent``, which started it, dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before the line above: no signal will come
         sys.exit(1)
+
+
+def main() -> None:
+    parent, signal_name, deaf, command = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf", sys.argv[4:]
+    die_with(parent, signal.Signals[signal_name])
     for number in SIGNALS:  # a submitting shell may have had some ignored
         signal.signal(number, signal.SIG_IGN if deaf else signal.SIG_DFL)
     try:

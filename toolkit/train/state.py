@@ -70,7 +70,7 @@ class Checkpoints:
         self, config: CheckpointConfig, session: Session, strategy: Strategy, identity: Mapping[str, Json]
     ) -> None:
         self._every_steps = config.every_steps
-        self._store = CheckpointStore(session.run_dir / "checkpoints", config.keep)
+        self._store = CheckpointStore(session.run_dir / "checkpoints", config.keep, session.owns_run)
         self._session = session
         self._strategy = strategy
         self.newest: int | None = None  #: the step of the newest checkpoint

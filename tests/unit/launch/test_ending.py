@@ -103,7 +103,7 @@ VERDICTS = {
         Decision.REQUEUE,
     ),
     "node lost, requeued by Slurm": (
-        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED, node_failed=True),
+        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED, lost_nodes=("node2",)),
         Cause.NODE_FAILURE,
         Decision.REQUEUE,
     ),
@@ -145,7 +145,7 @@ VERDICTS = {
     "cgroup killed it": (Facts(137, (OOM, PEER), slurm=Slurm.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
     "CUDA ran out": (Facts(1, (CUDA_OOM, PEER)), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
     "srun lost a node, Slurm has not noticed": (
-        replace(DEAD, slurm=Slurm.RUNNING, node_failed=True),
+        replace(DEAD, slurm=Slurm.RUNNING, lost_nodes=("node2",)),
         Cause.NODE_FAILURE,
         Decision.REQUEUE,
     ),

@@ -109,8 +109,8 @@ def test_a_command_that_is_not_there_is_named() -> None:
 def start_local(tmp_path: Path, script: str, ranks: int) -> tuple[Any, SimpleQueue[Any], rundir.RunDir]:
     run = rundir.create("test", tmp_path)
     events: SimpleQueue[Any] = SimpleQueue()
-    launcher = LocalLauncher(run, Allocation(("here",), (ranks,), 1))
-    return launcher.start(1, ["sh", "-c", script], dict(os.environ), events), events, run
+    allocation = Allocation(("here",), (ranks,), 1)
+    return LocalLauncher(run).start(1, allocation, ["sh", "-c", script], dict(os.environ), events), events, run
 
 
 def test_local_ranks_know_their_numbers_and_log_apart(tmp_path: Path) -> None:

@@ -53,8 +53,10 @@ class Ranks:
         self.signals: list[signal.Signals] = []
         self.answers_kill = True
 
-    def start(self, attempt: int, command: Sequence[str], environ: Mapping[str, str], events: Events) -> Ranks:
-        self.events, self.environ = events, environ
+    def start(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> Ranks:
+        self.events, self.environ, self.hosts = events, environ, allocation.hosts
         self._acts.pop(0)(self)
         return self
 
@@ -63,6 +65,9 @@ class Ranks:
         if self.answers_kill:
             self.events.put(StepEnded(137))
         self.answers_kill = True
+
+    def abandon(self) -> None:
+        self.events.put(StepEnded(-9))
 
     def report(self, **fields: Any) -> None:
         self.events.put(Report({"rank": 0, "report": fields}))

@@ -67,7 +67,14 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> Votes:
 def checkpoints(tmp_path: Path) -> Checkpoints:
     """Of a run with one rank, whose weights are all 7."""
     session: Any = SimpleNamespace(
-        rank=0, world_size=1, attempt=1, store=None, is_main=True, device=torch.device("cpu"), run_dir=tmp_path
+        rank=0,
+        world_size=1,
+        attempt=1,
+        store=None,
+        is_main=True,
+        device=torch.device("cpu"),
+        run_dir=tmp_path,
+        owns_run=lambda: True,
     )
     strategy: Any = SimpleNamespace(state=lambda: weights(7.0))
     return Checkpoints(CheckpointConfig(every_steps=10), session, strategy, {"model.name": "mlp"})

@@ -1,0 +1,175 @@
+"""Nodes that die or are cut off, with spares, with fewer nodes allowed, with neither; and a killed supervisor."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.site import END_S, START_S, Site, attempts_of, reached
+from tests.slurm.test_stop import completed, slow_project, submit
+from tests.waiting import wait_for
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 400
+SPARE = ("cluster.nodes=2", "cluster.spare_nodes=1")
+FEWER = ("cluster.nodes=2", "retry.allow_fewer_nodes=true")
+NEITHER = ("cluster.nodes=2",)
+
+
+def start(site: Site, *overrides: str) -> RunDir:
+    """A run that has saved step 20 at the least and will take a while."""
+    run = submit(site, slow_project(site, 0.02), f"train.max_steps={STEPS}", "checkpoint.every_steps=20", *overrides)
+    reached(run, 50)
+    return run
+
+
+@contextmanager
+def killed(site: Site, node: str) -> Iterator[float]:
+    """``node`` is dead within, since the moment that is given; afterwards it is back and idle."""
+    site.box.kill_node(node)
+    try:
+        yield time.time()
+    finally:
+        site.box.start_node(node)
+        site.box.wait_idle(120)
+
+
+def ended_as_undisturbed(site: Site, run: RunDir) -> list[dict[str, Any]]:
+    """The attempts of a run that completed, each going on from a checkpoint of the one before."""
+    result = completed(site, run)
+    assert result["step"] == STEPS
+    assert run.status()["progress"]["step"] == STEPS
+    attempts = run.attempts()
+    for before, after in itertools.pairwise(attempts):
+        assert (before["step_end"] or 0) - 40 <= (after["step_start"] or 0) <= (before["step_end"] or 0) + 40
+    print(json.dumps([(a["cause"], a["decision"], a["nodes"], a["step_start"], a["step_end"]) for a in attempts]))
+    return attempts
+
+
+def first_new_step(run: RunDir, since: float) -> float:
+    """Seconds from ``since`` until the run gains steps in its second attempt."""
+
+    def training() -> bool:
+        status = run.status()
+        progress = status.get("progress") or {}
+        return status.get("attempt") == 2 and progress.get("step", 0) > progress.get("step_start", 10**9)
+
+    wait_for(training, END_S, "a step of the second attempt")
+    return time.time() - since
+
+
+def jobs_of(run: RunDir) -> set[tuple[str, int]]:
+    return {(a["job_id"], a["restart_count"]) for a in run.attempts()}
+
+
+# -------------------------------------------------------------------------------------------------------- a dead node
+
+
+def test_a_spare_stands_in_for_a_dead_node(site: Site) -> None:
+    run = start(site, *SPARE)
+    with killed(site, "node2") as since:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+        first, last = ended_as_undisturbed(site, run)
+    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
+    assert last["nodes"] == ["node1", "node3"]
+    assert len(jobs_of(run)) == 1
+    assert "node2" in site.run("toolkit", "why", run.id)
+
+
+def test_with_fewer_nodes_allowed_the_run_goes_on_with_those_that_are_left(site: Site) -> None:
+    run = start(site, *FEWER)
+    with killed(site, "node2") as since:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+        first, last = ended_as_undisturbed(site, run)
+    assert (first["cause"], first["decision"]) == ("node_failure", "restart")
+    assert (last["nodes"], last["world_size"]) == (["node1"], 1)
+    assert len(jobs_of(run)) == 1
+
+
+def test_with_neither_slurm_requeues_the_job_and_the_run_goes_on(site: Site) -> None:
+    run = start(site, *NEITHER)
+    with killed(site, "node2") as since:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+        first, last = ended_as_undisturbed(site, run)
+    assert (first["cause"], first["decision"]) == ("node_failure", "requeue")
+    assert "node2" not in last["nodes"]
+    assert last["restart_count"] == 1
+
+
+@pytest.mark.parametrize("how", [SPARE, FEWER, NEITHER], ids=["spare", "fewer", "neither"])
+def test_the_batch_host_dies(site: Site, how: tuple[str, ...]) -> None:
+    run = start(site, *how)
+    with killed(site, "node1") as since:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+        first, last = ended_as_undisturbed(site, run)
+    assert (first["cause"], first["decision"]) == ("node_failure", "requeue")
+    assert "node1" not in last["nodes"]
+    assert last["restart_count"] == 1
+
+
+def test_a_dead_spare_is_no_matter(site: Site) -> None:
+    run = start(site, *SPARE)
+    with killed(site, "node3"):
+        (only,) = ended_as_undisturbed(site, run)
+    assert only["nodes"] == ["node1", "node2"]
+
+
+# ----------------------------------------------------------------------------------------------------- a cut-off node
+
+
+@pytest.mark.parametrize("node", ["node2", "node1"], ids=["a rank's", "the batch host"])
+def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: str) -> None:
+    run = start(site, *SPARE)
+    site.box.cut_node(node)
+    since = time.time()
+    try:
+        print(f"first new step after {first_new_step(run, since):.1f} s")
+    finally:
+        site.box.join_node(node)
+    attempts = ended_as_undisturbed(site, run)
+    assert node not in attempts[-1]["nodes"]
+    assert [a["attempt"] for a in attempts] == list(range(1, len(attempts) + 1))
+    wait_for(lambda: not site.processes(), 60, "no process of ours on any node")
+    site.box.wait_idle(120)
+
+
+# ------------------------------------------------------------------------------------------------- a dead supervisor
+
+
+def test_a_killed_supervisor_is_replaced_and_the_requeued_job_goes_on(site: Site) -> None:
+    run = start(site)
+    ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
+    since = time.time()
+    os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 10, "the end of the ranks")
+    (line,) = attempts_of(run, 1, 10)
+    print(f"ranks gone and known after {time.time() - since:.1f} s; first new step {first_new_step(run, since):.1f} s")
+    assert (line["cause"], line["decision"]) == ("crashed", "restart")
+    assert "supervisor" in line["line"]
+    assert "SIGKILL" in line["line"]
+    assert "SIGKILL" in site.run("toolkit", "why", run.id)
+    site.run("scontrol", "requeue", site.job_of(run))
+    last = ended_as_undisturbed(site, run)[-1]
+    assert last["restart_count"] == 1
+
+
+def pid_of_supervisor(site: Site, run: RunDir) -> int:
+    """As we see it: status.json has the pid of the node's own namespace."""
+    inner = run.status()["pid"]
+
+    def is_it(pid: int) -> bool:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(inner)
+
+    return wait_for(lambda: next((p for p, _ in site.box.processes("node1") if is_it(p)), None), START_S, "it")

@@ -1,0 +1,74 @@
+"""When silent nodes are asked, and when they count as dead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from toolkit.launch.lookout import ASK_EVERY_S, Lookout
+
+
+class Network:
+    """Answers for all nodes but ``dead``."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+        self.asked: list[set[str]] = []
+        self.now = 100.0
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.lookout = Lookout(self.events, 6818, self.ask, lambda: self.now)
+
+    def ask(self, hosts: Iterable[str], port: int) -> set[str]:
+        self.asked.append(set(hosts))
+        return set(hosts) & self.dead
+
+    def look(self, *silent: str) -> None:
+        self.now += ASK_EVERY_S
+        self.lookout.look(silent)
+        if self.lookout._thread is not None:
+            self.lookout._thread.join()
+
+    def failed(self) -> list[str]:
+        return [self.events.get().host for _ in range(self.events.qsize())]
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+def test_nobody_is_asked_while_all_speak(network: Network) -> None:
+    network.look()
+    assert network.asked == []
+
+
+def test_a_silent_node_that_answers_is_left_alone(network: Network) -> None:
+    for _ in range(5):
+        network.look("a")
+    assert network.failed() == []
+
+
+def test_a_node_that_does_not_answer_twice_is_dead_and_said_so_once(network: Network) -> None:
+    network.dead = {"b"}
+    network.look("a", "b")
+    assert network.failed() == []
+    for _ in range(3):
+        network.look("a", "b")
+    assert network.failed() == ["b"]
+
+
+def test_an_answer_in_between_starts_again(network: Network) -> None:
+    for dead in ({"a"}, set(), {"a"}):
+        network.dead = dead
+        network.look("a")
+    assert network.failed() == []
+
+
+def test_questions_are_not_asked_more_often_than_that(network: Network) -> None:
+    network.look("a")
+    network.now -= 1
+    network.lookout.look(["a"])
+    assert len(network.asked) == 1

@@ -1,0 +1,99 @@
+"""When the sentinel calls the batch host dead, and when not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit import rundir
+from toolkit.cluster.fake import FakeSlurm
+from toolkit.launch.sentinel import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
+from toolkit.rundir import RunDir
+
+
+class World:
+    """A job on node1 (the batch host) and node2, seen from node2 every ``LOOK_EVERY_S``."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.now = 0.0
+        self.answers = True
+        self.slurm = FakeSlurm()
+        self.job = self.slurm.sbatch(["job.sh"])
+        self.slurm.start(self.job, "node[1-2]")
+        self.updated = 0.0
+        self.speak()
+        watched = Watched(run, self.job, 0, "node1", 6818)
+        self.watch = Watch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
+
+    def speak(self, state: str = "running") -> None:
+        self.updated += 0.5
+        self.run.write_status({"state": state, "updated": self.updated})
+
+    def looks(self, seconds: float, *, speaking: bool) -> str | None:
+        """What the sentinel says within ``seconds``."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += LOOK_EVERY_S
+            if speaking:
+                self.speak()
+            if why := self.watch.look():
+                return why
+        return None
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(rundir.create("test", tmp_path))
+
+
+def test_a_supervisor_that_speaks_is_left_alone(world: World) -> None:
+    world.answers = False
+    assert world.looks(600, speaking=True) is None
+
+
+def test_a_silent_batch_host_that_does_not_answer_is_dead(world: World) -> None:
+    world.answers = False
+    why = world.looks(SILENT_S + 3 * LOOK_EVERY_S, speaking=False)
+    assert why is not None
+    assert "node1" in why
+
+
+def test_a_slow_file_server_is_not_taken_for_a_dead_host(world: World) -> None:
+    assert world.looks(600, speaking=False) is None
+
+
+def test_one_lost_connection_is_not_enough(world: World) -> None:
+    assert world.looks(SILENT_S, speaking=False) is None
+    world.answers = False
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+    world.answers = True
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+    world.answers = False
+    assert world.looks(LOOK_EVERY_S, speaking=False) is None
+
+
+def test_a_batch_host_that_left_the_nodes_of_the_job_is_dead(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    why = world.looks(ASK_SLURM_EVERY_S + LOOK_EVERY_S, speaking=True)
+    assert why is not None
+    assert "node list" in why
+
+
+@pytest.mark.parametrize("state", ["completed", "stopped", "failed", "cancelled"])
+def test_the_watch_ends_with_the_run(world: World, state: str) -> None:
+    world.speak(state)
+    with pytest.raises(Over):
+        world.watch.look()
+
+
+def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
+    world.slurm.requeue(world.job)
+    with pytest.raises(Over):
+        world.looks(ASK_SLURM_EVERY_S + LOOK_EVERY_S, speaking=True)
+
+
+def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None:
+    world.slurm.is_up = False
+    assert world.looks(600, speaking=True) is None

@@ -1,0 +1,136 @@
+"""The supervisor when nodes are lost, with a launcher and a Slurm that tell it what they like."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.test_supervisor import Ranks, completes, quick  # noqa: F401
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.cluster.fake import FakeSlurm
+from toolkit.config import JobConfig
+from toolkit.launch import nodes, supervisor
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import NodeFailed, RankEnded
+from toolkit.launch.supervisor import Supervisor
+from toolkit.rundir import RunDir
+
+HOSTS = ("node1", "node2", "node3")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = rundir.create("test", tmp_path)
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig()))
+    return run
+
+
+@pytest.fixture
+def slurm() -> FakeSlurm:
+    slurm = FakeSlurm()
+    slurm.start(slurm.sbatch(["job.sh"]), "node[1-3]")
+    return slurm
+
+
+@pytest.fixture(autouse=True)
+def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Counts the sentinels that would be sent."""
+    sent: list[str] = []
+    monkeypatch.setattr(supervisor.Sentinel, "post", lambda self: sent.append("sentinel"))
+    return sent
+
+
+def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fewer: bool = False) -> int:
+    config = JobConfig()
+    config.cluster.spare_nodes = spare
+    config.retry.allow_fewer_nodes = fewer
+    return Supervisor(run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), ranks, slurm).run()
+
+
+def loses_node2(ranks: Ranks) -> None:
+    """Nobody hears from node2; the ranks elsewhere are killed, and srun waits for ever."""
+    ranks.answers_kill = False
+    ranks.report(step=10, step_start=0)
+    ranks.events.put(NodeFailed("node2"))
+    elsewhere = [rank for rank, host in enumerate(ranks.hosts) if host != "node2"]
+    ranks.events.put(RankEnded(tuple(elsewhere), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+
+def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(
+    run: RunDir, slurm: FakeSlurm, no_sentinels: list[str]
+) -> None:
+    ranks = Ranks(loses_node2, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
+    assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
+    assert ranks.signals == [signal.SIGKILL]
+    assert no_sentinels == ["sentinel"]
+
+
+def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) -> None:
+    assert supervise(run, slurm, Ranks(loses_node2, completes), fewer=True) == 0
+    assert [line["world_size"] for line in run.attempts()] == [3, 2]
+
+
+def test_with_neither_the_job_is_requeued_without_the_node(
+    run: RunDir, slurm: FakeSlurm, no_sentinels: list[str]
+) -> None:
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    (line,) = run.attempts()
+    assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
+    assert slurm.excluded == {"1": "node2"}
+    assert no_sentinels == []
+
+
+def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
+    slurm.has_nodes_to_spare = False
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    assert slurm.excluded == {}
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == 1
+
+
+def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
+    def dies_on_node1(ranks: Ranks) -> None:
+        ranks.report(step=10 * (1 + len(run.attempts())), step_start=0)
+        ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
+    assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node2"]
+    assert list(nodes.remembered(run)) == ["node1"]
+    assert run.status()["bad_nodes"] == {"node1": "ended 2 attempts"}
+
+
+def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
+    def overtaken(ranks: Ranks) -> None:
+        run.claim("another job")
+
+    ranks = Ranks(overtaken)
+    with pytest.raises(SystemExit) as left:
+        supervise(run, slurm, ranks)
+    assert left.value.code == 1
+    assert ranks.signals == [signal.SIGKILL]
+    assert run.attempts() == []
+    assert run.result() is None
+
+
+def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
+    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}})
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    last_words = "the supervisor was killed by SIGKILL"
+    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(last_words) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", last_words)
+    assert second["cause"] == "completed"
+
+
+def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir, slurm: FakeSlurm) -> None:
+    run.write_result({"state": "completed"})
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, JobConfig(), allocation, Ranks(), slurm).run("killed") == 0

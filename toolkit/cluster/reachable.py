@@ -1,0 +1,32 @@
+"""Whether a node is there at all, asked of its slurmd: long before Slurm itself gives it up (SlurmdTimeout, 300 s)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+#: A node under load accepts a connection all the same: the kernel does that.
+TIMEOUT_S = 3.0
+DEFAULT_SLURMD_PORT = 6818
+#: Threads that wait for silent nodes.
+AT_ONCE = 32
+
+
+def unreachable(hosts: Iterable[str], port: int = DEFAULT_SLURMD_PORT, timeout_s: float = TIMEOUT_S) -> set[str]:
+    """Those of ``hosts`` on which nothing accepts a connection on ``port``.
+
+    Slurm's own daemons talk to each other on slurmd's port, so no site's firewall closes it. Blocks for ``timeout_s``
+    at the most, or a multiple of it for more than ``AT_ONCE`` hosts.
+    """
+    names = list(hosts)
+
+    def answers(host: str) -> bool:
+        try:
+            with socket.create_connection((host, port), timeout=timeout_s):
+                return True
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        return {host for host, there in zip(names, pool.map(answers, names), strict=True) if not there}

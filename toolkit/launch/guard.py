@@ -1,0 +1,83 @@
+"""The guard: the batch script's own process, which starts the supervisor again when something kills it.
+
+For Slurm the job is over when the process that it started ends, whatever still runs. So that process does nothing but
+wait: a supervisor that gets SIGKILL (by the kernel for want of memory, by somebody's mistake) is replaced within the
+allocation, and a new attempt goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from toolkit import logs
+from toolkit.errors import ToolkitError
+from toolkit.launch import tether
+
+#: Whatever kills a supervisor so often will kill the next one, too.
+MAX_DEATHS = 3
+
+log = logs.get(__name__)
+
+
+def guarded(supervise: Callable[[str | None], int]) -> int:
+    """``supervise(None)`` in a child process; its exit code.
+
+    When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are handed on; when
+    it is killed after one, the job is over and the code is 128 + the signal. Raises ToolkitError after three deaths.
+    """
+    last_words: str | None = None
+    for death in range(1, MAX_DEATHS + 1):
+        ending = _run_child(supervise, last_words)
+        if ending.code >= 0:
+            return ending.code
+        name = signal.Signals(-ending.code).name
+        if ending.was_told_to_end:
+            return 128 - ending.code
+        last_words = f"the supervisor on {os.uname().nodename} was killed by {name}"
+        log.error("%s, %d times now", last_words, death)
+    raise ToolkitError(f"{last_words}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
+
+
+class _Ending:
+    def __init__(self, code: int, was_told_to_end: bool) -> None:
+        self.code = code
+        self.was_told_to_end = was_told_to_end
+
+
+def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -> _Ending:
+    told: list[int] = []
+    guard = os.getpid()
+    # Blocked while there is no child to hand them to: one that comes now is delivered a moment later.
+    signal.pthread_sigmask(signal.SIG_BLOCK, tether.SIGNALS)
+    child = os.fork()
+    if child == 0:
+        _be_child(supervise, last_words, guard)
+
+    def hand_on(number: int, frame: object) -> None:
+        told.append(number)
+        os.kill(child, number)  # not reaped before the handlers are gone, so never somebody else's pid
+
+    for number in tether.SIGNALS:
+        signal.signal(number, hand_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, tether.SIGNALS)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    for number in tether.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return _Ending(status, signal.SIGTERM in told)
+
+
+def _be_child(supervise: Callable[[str | None], int], last_words: str | None, guard: int) -> None:
+    """Never returns: what stands above us on the stack is the guard's to finish."""
+    code = 1
+    try:
+        tether.die_with(guard, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, tether.SIGNALS)
+        code = supervise(last_words)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,101 @@
+"""Which of the job's nodes an attempt runs on: spares stand in for nodes that died, fail again and again, or are sick.
+
+Bad nodes are remembered in the run's ``nodes.json``, so that a requeued job is kept off them and, where Slurm gives
+them back all the same, uses them last. `toolkit resume` forgets them: whoever says it has had the time to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio, logs
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.ending import SUSPICIONS_TO_CONDEMN
+from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """Why, and since when (seconds since the epoch), a node is not to be used."""
+
+    why: str
+    since: float
+
+
+class Nodes:
+    """The job's nodes, in the order in which attempts fill them."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
+        """``spare`` of the allocation's nodes are kept for others' place. Raises RequestError where none is left."""
+        self._run = run
+        self._allocation = allocation
+        self._wanted = len(allocation.without(spare).hosts)
+        self._allow_fewer = allow_fewer
+        self._out: dict[str, str] = {}
+        self._bad = remembered(run)
+
+    @property
+    def bad(self) -> Mapping[str, BadNode]:
+        """Every node of this run that was found bad, also by earlier jobs."""
+        return self._bad
+
+    def plan(self) -> Allocation | None:
+        """What the next attempt runs on; None where too few nodes are left."""
+        usable = [host for host in self._allocation.hosts if host not in self._out]
+        usable.sort(key=lambda host: host in self._bad)  # stable: the last choice, but better than none
+        if not usable or (len(usable) < self._wanted and not self._allow_fewer):
+            return None
+        return self._allocation.on(usable[: self._wanted])
+
+    def condemn(self, host: str, why: str) -> None:
+        """This job does not use ``host`` any more, and the run remembers it."""
+        if host not in self._out:
+            log.warning("node %s is not used any more: %s", host, why)
+        self._out[host] = why
+        self._remember(host, why)
+
+    def suspect(self, host: str, count: int) -> None:
+        """``count`` attempts of this run were ended by ``host``. The second time it is out, if there is another."""
+        if count < SUSPICIONS_TO_CONDEMN or host in self._out:
+            return
+        why = f"ended {count} attempts"
+        self._out[host] = why
+        if self.plan() is None:  # better than no node at all, until the job is requeued without it
+            del self._out[host]
+            self._remember(host, why)
+        else:
+            self.condemn(host, why)
+
+    def _remember(self, host: str, why: str) -> None:
+        self._bad = {**self._bad, host: BadNode(why, time.time())}
+        try:
+            remember(self._run, host, why)
+        except OSError as error:  # a full disk: this job knows it all the same
+            log.error("%s: cannot be written: %s", _path(self._run), error)
+
+
+def remember(run: RunDir, host: str, why: str) -> None:
+    """Add ``host`` to the run's bad nodes."""
+    known = {name: asdict(bad) for name, bad in remembered(run).items()}
+    fsio.write_json(_path(run), {**known, host: asdict(BadNode(why, time.time()))})
+
+
+def remembered(run: RunDir) -> dict[str, BadNode]:
+    """The run's bad nodes by name."""
+    noted: dict[str, Any] = fsio.read_json(_path(run)) or {}
+    return {host: BadNode(note["why"], note["since"]) for host, note in noted.items()}
+
+
+def forget(run: RunDir) -> None:
+    """All nodes are good again."""
+    _path(run).unlink(missing_ok=True)
+
+
+def _path(run: RunDir) -> Path:
+    return run.path / "nodes.json"

@@ -1,0 +1,182 @@
+"""The sentinel: it waits on a second node and requeues the job when the batch host is gone.
+
+Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
+host dies stays RUNNING for ever with nobody in it. The supervisor starts it as an srun step of its own, which outlives
+the srun that started it. It goes by three things: the supervisor's status file, which changes twice a second; whether
+the batch host's slurmd accepts a connection; and the job's node list, which a dead node leaves when Slurm has noticed.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import fsio, logs
+from toolkit.cluster import hostlist, reachable
+from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step_environment
+from toolkit.errors import SlurmError
+from toolkit.launch import nodes, patience
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import tethered
+from toolkit.rundir import RunDir
+
+LOOK_EVERY_S = 5.0
+#: A supervisor that has said nothing for so long is asked after.
+SILENT_S = 20.0
+#: So many looks in a row at a batch host that does not answer mean that it is gone.
+LOOKS = 2
+ASK_SLURM_EVERY_S = 30.0
+#: The run has ended: nothing is left to watch.
+OVER = ("completed", "stopped", "failed", "cancelled")
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The job start that the sentinel belongs to."""
+
+    run: RunDir
+    job_id: str
+    restart_count: int
+    batch_host: str
+    slurmd_port: int
+
+
+class Watch:
+    """One look after the other; the clock and the network come from outside."""
+
+    def __init__(
+        self,
+        watched: Watched,
+        slurm: SlurmCommands,
+        clock: Callable[[], float] = time.monotonic,
+        answers: Callable[[str, int], bool] = lambda host, port: not reachable.unreachable([host], port),
+    ) -> None:
+        self._watched = watched
+        self._slurm = slurm
+        self._clock = clock
+        self._answers = answers
+        self._updated: float | None = None
+        self._changed = clock()
+        self._unanswered = 0
+        self._asked_slurm = clock()
+
+    def look(self) -> str | None:
+        """Why the job must be requeued, if it must. Raises Over when there is nothing to watch any more."""
+        status = self._watched.run.status()
+        if status.get("state") in OVER:
+            raise Over(status["state"])
+        if status.get("updated") != self._updated:
+            self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
+        return self._silence() or self._slurms_word()
+
+    def _silence(self) -> str | None:
+        if self._clock() - self._changed < SILENT_S:
+            return None
+        host = self._watched.batch_host
+        self._unanswered = 0 if self._answers(host, self._watched.slurmd_port) else self._unanswered + 1
+        if self._unanswered < LOOKS:
+            return None
+        return f"the batch host {host} has been silent for {self._clock() - self._changed:.0f} s and does not answer"
+
+    def _slurms_word(self) -> str | None:
+        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S:
+            return None
+        self._asked_slurm = self._clock()
+        try:
+            row = self._slurm.show_job(self._watched.job_id)
+        except SlurmError as error:
+            log.warning("Slurm does not say how the job stands: %s", error)
+            return None
+        if row is None or row.is_over or row.restarts > self._watched.restart_count:
+            raise Over("the job is over")
+        host = self._watched.batch_host
+        if row.state != "RUNNING" or host in hostlist.expand(row.node_list):
+            return None
+        return f"the batch host {host} has left the job's node list"
+
+
+class Over(Exception):  # noqa: N818: not an error
+    """There is nothing to watch any more."""
+
+
+def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
+    """Look until the job is over or has been requeued, which ends this process as well."""
+    watch = Watch(watched, slurm)
+    while True:
+        try:
+            why = watch.look()
+        except Over as over:
+            log.info("%s", over)
+            return
+        if why is not None:
+            log.error("%s: requeueing job %s", why, watched.job_id)
+            nodes.remember(watched.run, watched.batch_host, why)
+            patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+class Sentinel:
+    """The supervisor's side: a sentinel on some node that is not the batch host, for as long as there is one."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str], slurmd_port: int) -> None:
+        self._run = run
+        self._allocation = allocation
+        self._environ = environ
+        self._port = slurmd_port
+
+    def post(self) -> None:
+        """Send it there; returns at once."""
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def _keep(self) -> None:
+        """Spares first, for they have nothing else to do. When the node where it stands is lost, srun ends."""
+        for host in reversed(self._allocation.hosts[1:]):
+            log.info("the sentinel stands on %s", host)
+            done = subprocess.run(
+                self._argv(host),
+                env=self._step_environ(host),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            log.info("the sentinel on %s has ended (%s)", host, done.stderr.strip() or done.returncode)
+
+    def _argv(self, host: str) -> list[str]:
+        job = self._allocation
+        command = [sys.executable, "-P", "-m", "toolkit.launch.sentinel", str(self._run.path), str(job.job_id)]
+        command += [str(job.restart_count), job.hosts[0], str(self._port)]
+        step = Step(
+            command=command,
+            hosts=[host],
+            cpus_per_task=1,
+            output=str(self._run.logs / "sentinel.log"),
+            name=f"{self._run.id}.sentinel",
+            overlap=True,
+        )
+        return tethered(srun_argv(step), signal.SIGTERM)  # the thread that starts it waits for it, as a tether must
+
+    def _step_environ(self, host: str) -> dict[str, str]:
+        path = self._run.logs / "sentinel.hostfile"
+        fsio.write_atomic(path, f"{host}\n", durable=False)
+        return {**step_environment(self._environ), "SLURM_HOSTFILE": str(path)}
+
+
+def main() -> None:
+    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST SLURMD_PORT``"""
+    run_dir, job_id, restart_count, batch_host, port = sys.argv[1:]
+    logs.setup("sentinel")
+    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port)), Slurm())
+
+
+if __name__ == "__main__":
+    main()
