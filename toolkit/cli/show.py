@@ -54,6 +54,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "loss": progress.get("loss"),
         "metrics": result.get("metrics") or progress.get("metrics") or {},
         "nodes": status.get("nodes", []),
+        "bad_nodes": status.get("bad_nodes", {}),
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
@@ -111,7 +112,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _why_lines(rows: list[dict[str, Any]]) -> str:
-    return "".join(f"\n{row['run']}: {row['why']}" for row in rows if row["why"] and row["state"] != "completed")
+    lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
+    bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

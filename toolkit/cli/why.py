@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli.show import table
-from toolkit.launch import ending
+from toolkit.launch import ending, nodes
 from toolkit.launch.supervisor import read_error_file
 from toolkit.rundir import RunDir
 
@@ -40,6 +40,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
+        "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
         "next": _ADVICE.get(state, "`toolkit status {run}` says how it stands").format(run=run.id),
     }
 
@@ -73,6 +74,7 @@ def page(told: dict[str, Any]) -> str:
     lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:
         lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+    lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     if told["attempts"]:
         lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]
     return "\n".join([*lines, "", f"next: {told['next']}"])
