@@ -51,7 +51,8 @@ def test_an_uneven_arbitrary_step_tells_every_rank_its_place(box: Box, shared: P
     (shared / "hosts").write_text("\n".join(order) + "\n")
     arguments = [f"--mpi={mpi}", "--ntasks=5", "--distribution=arbitrary"]
     command = ["python3", str(shared / "dump.py"), str(shared)]
-    box.run(["srun", *arguments, *command], env={"SLURM_HOSTFILE": str(shared / "hosts")})
+    step = ["env", f"SLURM_HOSTFILE={shared}/hosts", "srun", *arguments, *command]
+    box.run(["salloc", "--nodes=3", "--nodelist=node[1-3]", "--exclusive", *step])
     ranks = environments(shared)
     places = [derive(environ, "?") for environ in ranks]
     assert [place.launcher for place in places] == ["srun"] * 5
