@@ -47,15 +47,15 @@ def ask(box: Box, code: str) -> Any:
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
 def test_an_uneven_arbitrary_step_tells_every_rank_its_place(box: Box, shared: Path, mpi: str) -> None:
-    order = ["node1", "node3", "node1", "node2", "node1"]
+    order = ["node1", "node3", "node1", "node2"]  # two CPUs a node on a strict site
     (shared / "hosts").write_text("\n".join(order) + "\n")
-    arguments = [f"--mpi={mpi}", "--ntasks=5", "--distribution=arbitrary"]
+    arguments = [f"--mpi={mpi}", f"--ntasks={len(order)}", "--distribution=arbitrary"]
     command = ["python3", str(shared / "dump.py"), str(shared)]
     step = ["env", f"SLURM_HOSTFILE={shared}/hosts", "srun", *arguments, *command]
     box.run(["salloc", "--nodes=3", "--nodelist=node[1-3]", "--exclusive", *step])
     ranks = environments(shared)
     places = [derive(environ, "?") for environ in ranks]
-    assert [place.launcher for place in places] == ["srun"] * 5
+    assert [place.launcher for place in places] == ["srun"] * len(order)
     assert [place.host for place in places] == order
     assert [place.hosts[place.node_rank] for place in places] == order
     assert [place.local_world_size for place in places] == [order.count(host) for host in order]
