@@ -33,13 +33,14 @@ from toolkit.errors import (
     EXIT_STOPPED,
     ToolkitError,
 )
-from toolkit.launch import ending, intent, patience
+from toolkit.launch import ending, hang, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
 from toolkit.launch.heir import Heir
 from toolkit.launch.intent import Intent
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
+from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
@@ -70,6 +71,8 @@ class _Attempt:
 
     number: int
     started: float
+    watchdog: Watchdog | None = None  #: None for foreign scripts, which report nothing
+    hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     lost_nodes: set[str] = field(default_factory=set)
@@ -160,6 +163,8 @@ class Supervisor:
 
     def _run_attempt(self) -> Ending:
         attempt = _Attempt(self._next_number(), time.time())
+        if not self._foreign:
+            attempt.watchdog = Watchdog(self._allocation.world_size, self._config.dist.timeout_s)
         self._set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, self._allocation.world_size, self._hosts_text())
         environ = self._rank_environ(attempt)
@@ -177,6 +182,7 @@ class Supervisor:
         attempt.ended = time.time()
         self._drain(attempt, step, store)
         self._read_error_files(attempt)
+        hang.remove_unused(self._run.attempt_logs(attempt.number))
         verdict = judge(self._facts(attempt))
         self._record(attempt, verdict)
         return verdict
@@ -201,6 +207,7 @@ class Supervisor:
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self._allocation.cpus_per_task))
+        environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
         return environ
 
     def _watch(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
@@ -214,6 +221,7 @@ class Supervisor:
             if now >= next_status:
                 self._set_status(_phase(attempt), attempt)
                 self._watch_the_clock(attempt, step, store)
+                self._watch_for_hangs(attempt, step)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
             try:
@@ -246,8 +254,10 @@ class Supervisor:
     def _take_report(self, attempt: _Attempt, content: Mapping[str, Any]) -> None:
         if "result" in content:
             attempt.result = content["result"]
-        elif "rank" in content:
-            attempt.reports[content["rank"]] = content["report"]
+        for rank, report in content.get("reports", {}).items():
+            attempt.reports[int(rank)] = report
+            if attempt.watchdog is not None:
+                attempt.watchdog.hear(int(rank), report)
 
     def _take_rank_ended(self, attempt: _Attempt, ended: RankEnded) -> None:
         if ended.exit_code == EXIT_STOPPED:
@@ -268,6 +278,20 @@ class Supervisor:
         if not attempt.killed:
             soon = time.monotonic() + LAST_WORDS_S
             attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+    def _watch_for_hangs(self, attempt: _Attempt, step: Step) -> None:
+        """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
+        dog = attempt.watchdog
+        if dog is None or attempt.stop is not None or attempt.kill_at is not None or not dog.is_stuck():
+            return
+        log.error(
+            "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks",
+            dog.still_s,
+            self._config.dist.timeout_s,
+        )
+        hosts = self._allocation.rank_hosts
+        attempt.hang = hang.investigate(step, dog.standings(), hosts, self._run, attempt.number)
+        attempt.kill_at = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the stop path
 
@@ -350,6 +374,7 @@ class Supervisor:
             stop=attempt.stop,
             slurm=ending.Slurm.RUNNING if well else self._ask_slurm(),
             node_failed=bool(attempt.lost_nodes),
+            hang=attempt.hang,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
             tells_steps=not self._foreign,

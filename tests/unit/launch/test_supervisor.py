@@ -65,7 +65,8 @@ class Ranks:
         self.answers_kill = True
 
     def report(self, **fields: Any) -> None:
-        self.events.put(Report({"rank": 0, "report": fields}))
+        doing = {"doing": "in a step", "done": fields.get("step"), "count": 0}
+        self.events.put(Report({"reports": {"0": {**fields, **doing}}}))
 
 
 def ended(*ranks: int, code: int | None = None) -> RankEnded:
