@@ -42,6 +42,11 @@ class OneByOne:
         return inputs[0], targets[0]
 
 
+def one_by_one(data):
+    found = plain_datasets(data)
+    return dataclasses.replace(found, train=OneByOne(found.train))
+
+
 def loss(outputs, targets):
     global calls
     calls += 1
@@ -60,7 +65,7 @@ def slow_accuracy(eval_set, workers, strategy, is_cut):
 
 
 def main(config):
-    classify.build_datasets = lambda data: dataclasses.replace(found := plain_datasets(data), train=OneByOne(found.train))
+    classify.build_datasets = one_by_one
     classify.cross_entropy = loss
     if KIND == "slow":
         classify.accuracy = slow_accuracy
@@ -79,12 +84,15 @@ checkpoint: {every_steps: 20}
 """
 
 
-def job_files(kind: str, pause_s: float = 0.0) -> dict[str, str]:
-    """The modules of the ``jobs`` package of a project that hangs in this way: ``none``, ``sample`` (in the loader, or
+def write_project(folder: Path, kind: str, pause_s: float = 0.0) -> None:
+    """A project with the config ``hangs.yaml`` and a job that hangs in this way: ``none``, ``sample`` (in the loader, or
     in its worker if there is one), ``collective``; or that is ``slow``, with pauses in each evaluation and save."""
     source = Path(__file__).parents[1] / "jobs"
     plain = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
-    return {**plain, "hangs": JOB.format(kind=kind, pause_s=pause_s)}
+    (folder / "jobs").mkdir(parents=True)
+    for name, text in {**plain, "__init__": "", "hangs": JOB.format(kind=kind, pause_s=pause_s)}.items():
+        (folder / f"jobs/{name}.py").write_text(text)
+    (folder / "hangs.yaml").write_text(CONFIG)
 
 
 def hung_rank(run_dir: Path) -> int:
