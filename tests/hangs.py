@@ -85,7 +85,7 @@ checkpoint: {every_steps: 20}
 
 
 def write_project(folder: Path, kind: str, pause_s: float = 0.0) -> None:
-    """A project with the config ``hangs.yaml`` and a job that hangs in this way: ``none``, ``sample`` (in the loader, or
+    """A project with the config ``hangs.yaml`` and a job that hangs this way: ``none``, ``sample`` (in the loader, or
     in its worker if there is one), ``collective``; or that is ``slow``, with pauses in each evaluation and save."""
     source = Path(__file__).parents[1] / "jobs"
     plain = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
