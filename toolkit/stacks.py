@@ -81,6 +81,7 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
         with contextlib.suppress(OSError):
             _dump_flight_recorder(flight_path(folder, rank))
         with contextlib.suppress(OSError):
+            _sync_workers(folder, rank)
             os.write(fd, ANSWERED.encode())
             os.fsync(fd)  # over NFS the supervisor's node would not see it before this process has ended
 
@@ -89,6 +90,12 @@ def _children() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has ended
             yield from map(int, (task / "children").read_text().split())
+
+
+def _sync_workers(folder: Path, rank: int) -> None:
+    for path in folder.glob(stack_path(Path(), rank, "*").name):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _dump_flight_recorder(path: Path) -> None:
