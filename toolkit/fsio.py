@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +131,36 @@ def rename_dir(source: Path, target: Path) -> None:
     sync_dir(target.parent)
 
 
-def write_stream(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+#: A long file is brought to the disk in pieces of this size: one flush at its end would show no sign of life for as
+#: long as the kernel has memory to hide it in.
+PIECE_BYTES = 256 * 1024**2
+
+
+def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Callable[[], None] = lambda: None) -> None:
     """Write the new file ``path`` from ``chunks`` and flush it to disk; FileExistsError if it is there already.
 
-    For files inside a folder that is renamed when it is complete: a half-written one has no reader.
+    ``flushed`` is called each time that a piece of it is on the disk. For files inside a folder that is renamed when it
+    is complete: a half-written one has no reader.
     """
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
+        on_disk = 0
+        for piece in _pieces(chunks):
+            file.write(piece)
+            if file.tell() - on_disk >= PIECE_BYTES:
+                file.flush()
+                os.fdatasync(file.fileno())
+                on_disk = file.tell()
+                flushed()
         file.flush()
         os.fsync(file.fileno())
+    flushed()
+
+
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        whole = memoryview(chunk)
+        for start in range(0, len(whole), PIECE_BYTES):
+            yield whole[start : start + PIECE_BYTES]
 
 
 def remove_tree(path: Path) -> None:

@@ -154,7 +154,7 @@ def unsupervised(session: Session) -> Round:
 
 def supervised(session: Session) -> Round:
     """Ours as it runs in a job: with the gate, and a thread that reports to the supervisor's store."""
-    return ours(replace(session, reporter=StoreReporter(session.store.clone(), session.rank)))
+    return ours(replace(session, reporter=StoreReporter(session.store.clone(), session.rank, session.activity)))
 
 
 def with_accelerate(session: Session) -> Round:

@@ -221,3 +221,20 @@ def test_the_file_is_at_every_moment_a_beginning_of_what_a_bytearray_would_hold(
         disk.room = None
         file.close()
         assert path.read_bytes() == model
+
+
+def test_a_long_file_is_brought_to_the_disk_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is a sign of life, and none is given before the kernel has it on the disk."""
+    monkeypatch.setattr(fsio, "PIECE_BYTES", 100)
+    said: list[str] = []
+    sync = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        sync(fd)
+        said.append("on the disk")
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    content = [bytes(range(250)), b"x" * 30, memoryview(b"y" * 40)]
+    fsio.write_stream(tmp_path / "file", content, lambda: said.append("moved"))
+    assert (tmp_path / "file").read_bytes() == b"".join(content)
+    assert said == ["on the disk", "moved"] * 3 + ["moved"]

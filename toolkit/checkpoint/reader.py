@@ -88,6 +88,7 @@ class _Reader:
         for key, entry in self.state.items():
             if isinstance(entry.value, torch.Tensor):
                 tensors.fill(key, entry.value, path, _part_for(entry, manifest.tensors[key]))
+                self.store.moved()
         values = {key: record.value for key, record in manifest.values.items() if key in self.state}
         return Loaded(manifest.step, manifest.meta, values, path)
 

@@ -71,8 +71,18 @@ def newest_step(folder: Path) -> int | None:
 class CheckpointStore:
     """The checkpoints of one run. One rank (0) changes the folder; the others write inside what it began."""
 
-    def __init__(self, folder: Path, keep: int = 2, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.claim``."""
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 2,
+        *,
+        is_ours: Callable[[], bool] = lambda: True,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.claim``.
+
+        ``moved`` is called for each piece of a file that is on disk, or read: a sign of life.
+        """
         if keep < 2:
             raise ConfigError(
                 f"checkpoint.keep: {keep} is too few: with one checkpoint, damage to it loses the run; "
@@ -81,6 +91,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self._is_ours = is_ours
+        self.moved = moved
         self._begun: set[Path] = set()
         self._conversations = 0
 
@@ -115,7 +126,7 @@ class CheckpointStore:
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
         """Write one rank's file and flush it to disk."""
         with file_errors("writing", path):
-            fsio.write_stream(path, chunks)
+            fsio.write_stream(path, chunks, self.moved)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Make what was written in `temporary` the checkpoint of its step: all of it or, on an error, nothing."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from toolkit import stacks
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import Part, Sampler
 from toolkit.dist.batch import Batch
@@ -233,6 +234,7 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         self._end_with_parent()
         _ignore_group_signals()
+        stacks.answer_in_worker(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
         reader: Any = info.dataset

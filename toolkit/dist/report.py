@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from toolkit import logs
+from toolkit.activity import Activity
 from toolkit.errors import EXIT_FAILED
 from toolkit.rundir import RunDir
 
@@ -67,18 +68,25 @@ class _Latest:
 class StoreReporter(_Latest):
     """Reports to the supervisor's store, on a client of its own (a client serialises its calls).
 
+    Each report says what the rank is doing, and differs from the one before it also where nothing else does: that is
+    the sign of life by which the supervisor tells a rank that waits from one that is stopped, cut off or dead.
+
     The connection is the rank's lifeline too: without a supervisor nobody would end this rank, so it ends itself.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, activity: Activity) -> None:
         super().__init__()
         self._store = store
         self._rank = rank
+        self._activity = activity
+        self._beat = 0
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any]) -> None:
+        now, self._beat = self._activity, self._beat + 1
+        doing = {"doing": now.phase, "done": now.step, "count": now.count, "beat": self._beat}
         try:
-            self._store.set(rank_key(self._rank), json.dumps(fields))
+            self._store.set(rank_key(self._rank), json.dumps({**fields, **doing}))
         except RuntimeError:  # torch's DistNetworkError and kin
             if self._closed.is_set():  # the attempt is over on both sides
                 return

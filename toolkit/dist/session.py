@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit import logs, rundir, signals
+from toolkit.activity import Activity
 from toolkit.config import DistConfig
 from toolkit.dist import rendezvous
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
@@ -42,6 +43,8 @@ class Session:
     store: dist.Store
     reporter: Reporter
     gate: Gate
+    #: What this rank is doing, for the supervisor: a run in which no rank's changes for long is ended as a hang.
+    activity: Activity = field(default_factory=Activity)
 
     @property
     def is_main(self) -> bool:
@@ -86,12 +89,13 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         )
         stack.callback(_close_process_group)
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
-        reporter = _build_reporter(run, rank, world_size, timeout)
+        activity = Activity()
+        reporter = _build_reporter(run, rank, world_size, timeout, activity)
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, rank, world_size))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter, gate)
+        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter, gate, activity)
 
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -132,9 +136,9 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
     return Path(store.get("toolkit/run_dir").decode())
 
 
-def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: timedelta) -> Reporter:
+def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: timedelta, activity: Activity) -> Reporter:
     if os.environ.get("TOOLKIT_SUPERVISED") == "1":
-        return StoreReporter(rendezvous.store_of_environment(rank, world_size, timeout), rank)
+        return StoreReporter(rendezvous.store_of_environment(rank, world_size, timeout), rank, activity)
     if rank == 0:
         return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
     return NullReporter()

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,25 +27,59 @@ from toolkit.dist.stop import propose
 from toolkit.dist.stop_store import StoreTransport
 
 POLL_S = 0.25
+#: Rank 0's reports and the result are looked for at every poll; the other ranks', of which there may be thousands, this
+#: often, and passed on in one line.
+OTHERS_EVERY_S = 1.0
+NOTHING = "null"
 
 
 def serve(store: TCPStore, world_size: int, requests: int) -> None:
-    """Print the ranks' reports, ``{"rank": r, "report": {...}}`` and ``{"result": {...}}``, until stdin closes.
+    """Print the ranks' reports, ``{"reports": {rank: report}}`` and ``{"result": {...}}``, until stdin closes.
 
     ``requests`` is the file descriptor from which ``{"propose": kind, "by": who}`` is read.
     """
-    keys = {rank_key(rank): rank for rank in range(world_size)}
-    seen: dict[str, bytes] = {}
+    relay = _Relay(store, world_size)
     for wanted in _requests(requests):
         if wanted:
             propose(StoreTransport(store), world_size, wanted["propose"], by=wanted["by"])
-        for key in (*keys, RESULT_KEY):
-            _relay(store, key, keys.get(key), seen)
+        relay.pass_on(everything=False)
+    relay.pass_on(everything=True)
+
+
+class _Relay:
+    """Passes on what has changed in the store, with one call for any number of ranks."""
+
+    def __init__(self, store: TCPStore, world_size: int) -> None:
+        self._store = store
+        self._first = [rank_key(0), RESULT_KEY]
+        self._others = [rank_key(rank) for rank in range(1, world_size)]
+        self._ranks = {rank_key(rank): rank for rank in range(world_size)}
+        self._seen: dict[str, bytes] = {}
+        self._next_others = 0.0
+        for key in (*self._first, *self._others):
+            store.compare_set(key, "", NOTHING)  # to get several keys at once would wait for a missing one
+
+    def pass_on(self, everything: bool) -> None:
+        """Say what is new of rank 0 and, when it is their time or ``everything`` is wanted, of the others."""
+        keys, now = self._first, time.monotonic()
+        if everything or now >= self._next_others:
+            keys, self._next_others = self._first + self._others, now + OTHERS_EVERY_S
+        new = {key: value for key, value in self._values(keys) if self._seen.get(key) != value}
+        self._seen |= new
+        told = {key: json.loads(value) for key, value in new.items() if value != NOTHING.encode()}
+        reports = {self._ranks[key]: report for key, report in told.items() if key != RESULT_KEY}
+        if reports:
+            _say({"reports": reports})
+        if RESULT_KEY in told:
+            _say({"result": told[RESULT_KEY]})
+
+    def _values(self, keys: list[str]) -> Iterator[tuple[str, bytes]]:
+        return zip(keys, self._store.multi_get(keys), strict=True)
 
 
 def _requests(fd: int) -> Iterator[dict[str, str]]:
-    """Each request as it comes, an empty one every ``POLL_S`` between them, and a last empty one after the end: the
-    ranks' last words arrive just before it. Read without Python's buffer, which would hide lines from select."""
+    """Each request as it comes, and an empty one every ``POLL_S`` between them. Read without Python's buffer, which
+    would hide lines from select."""
     text = b""
     while True:
         if not select.select([fd], [], [], POLL_S)[0]:
@@ -54,18 +89,7 @@ def _requests(fd: int) -> Iterator[dict[str, str]]:
         *lines, text = (text + chunk).split(b"\n")
         yield from map(json.loads, lines)
         if not chunk:
-            yield {}
             return
-
-
-def _relay(store: TCPStore, key: str, rank: int | None, seen: dict[str, bytes]) -> None:
-    if not store.check([key]):  # a get would wait for the key
-        return
-    value = store.get(key)
-    if seen.get(key) != value:
-        seen[key] = value
-        content = json.loads(value)
-        _say({"result": content} if rank is None else {"rank": rank, "report": content})
 
 
 def _say(message: dict[str, Any]) -> None:

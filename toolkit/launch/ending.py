@@ -153,6 +153,7 @@ class Facts:
     slurm: Slurm = Slurm.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: srun, or nobody on them answering, said so
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
+    hang: RankFailure | None = None  #: the rank that all waited for when the attempt was ended for lack of progress
     step_start: int | None = None
     step_end: int | None = None
     tells_steps: bool = True  #: a foreign script does not: nobody can say whether it gets anywhere
@@ -242,7 +243,8 @@ def _judge_told_to_end(facts: Facts) -> Ending:
 
 
 def _judge_fault(facts: Facts) -> Ending:
-    first = first_failure(facts.failures)
+    first = facts.hang or first_failure(facts.failures)
+    cause = Cause.HANG if facts.hang else Cause.CRASHED
     what = _describe(first) if first else f"the ranks ended with exit code {facts.exit_code}"
     if any(failure.out_of_memory for failure in facts.failures):
         line = f"{what}: out of memory; would fail again unchanged: give it more (cluster.mem_gb) or less to hold"
@@ -253,11 +255,11 @@ def _judge_fault(facts: Facts) -> Ending:
     budgets = facts.budgets
     if faults > budgets.max_failures:
         line = f"{what}; given up after {faults} failures (retry.max_failures: {budgets.max_failures})"
-        return Ending(Cause.CRASHED, Decision.GIVE_UP, line, first)
+        return Ending(cause, Decision.GIVE_UP, line, first)
     if _stuck(facts) >= budgets.no_progress_attempts:
         line = f"{what}; given up: {_stuck(facts)} attempts in a row got no further than step {_best(facts.history)}"
-        return Ending(Cause.CRASHED, Decision.GIVE_UP, line, first)
-    return Ending(Cause.CRASHED, Decision.RESTART, f"{what}; restart {faults} of {budgets.max_failures}", first)
+        return Ending(cause, Decision.GIVE_UP, line, first)
+    return Ending(cause, Decision.RESTART, f"{what}; restart {faults} of {budgets.max_failures}", first)
 
 
 def _requeue(facts: Facts, cause: Cause, line: str) -> Ending:

@@ -45,13 +45,21 @@ class Nodes:
         """Every node of this run that was found bad, also by earlier jobs."""
         return self._bad
 
+    @property
+    def can_lose_one(self) -> bool:
+        """Whether the run could go on here with a node less."""
+        return self._is_enough(len(self._usable()) - 1)
+
     def plan(self) -> Allocation | None:
         """What the next attempt runs on; None where too few nodes are left."""
-        usable = [host for host in self._allocation.hosts if host not in self._out]
-        usable.sort(key=lambda host: host in self._bad)  # stable: the last choice, but better than none
-        if not usable or (len(usable) < self._wanted and not self._allow_fewer):
-            return None
-        return self._allocation.on(usable[: self._wanted])
+        usable = sorted(self._usable(), key=lambda host: host in self._bad)  # the last choice, but better than none
+        return self._allocation.on(usable[: self._wanted]) if self._is_enough(len(usable)) else None
+
+    def _usable(self) -> list[str]:
+        return [host for host in self._allocation.hosts if host not in self._out]
+
+    def _is_enough(self, count: int) -> bool:
+        return count >= (1 if self._allow_fewer else self._wanted)
 
     def condemn(self, host: str, why: str) -> None:
         """This job does not use ``host`` any more, and the run remembers it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir, signals
+from toolkit import fsio, logs, rundir, signals, stacks
 from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
@@ -39,6 +39,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
     place: Placement | None = None
     try:
         place = placement.derive(os.environ, socket.gethostname())
+        stacks.answer(place.rank)
         _be(place, config_path, overrides)
     except StoppedError as stopped:
         log.info("%s", stopped)

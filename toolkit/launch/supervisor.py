@@ -36,21 +36,25 @@ from toolkit.errors import (
     EXIT_STOPPED,
     ToolkitError,
 )
-from toolkit.launch import ending, intent, patience
+from toolkit.launch import ending, hang, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
 from toolkit.launch.guard import guarded
 from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.intent import Intent
+from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
+from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
 STATUS_EVERY_S = 0.5
+#: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
+SLOW_START_S = 60.0
 KILL_AGAIN_S = 10.0
 #: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
 STOP_LIMIT_S = 150.0
@@ -77,6 +81,9 @@ class _Attempt:
     number: int
     started: float
     plan: Allocation
+    watchdog: Watchdog | None = None  #: None for foreign scripts, which report nothing
+    lookout: Lookout | None = None  #: so here
+    hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
@@ -190,6 +197,9 @@ class Supervisor:
         plan = self._nodes.plan()
         assert plan is not None, "the verdict before was to restart"
         attempt = _Attempt(self._next_number(), time.time(), plan)
+        if not self._foreign:
+            attempt.lookout = Lookout(self._events, self._slurmd_port)
+            attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
         self._owner = f"{self._allocation.job_id}.{self._allocation.restart_count}.{attempt.number}"
         patience.persist(lambda: self._run.claim(self._owner), self._run.path)
         self._set_status("starting", attempt)
@@ -209,6 +219,7 @@ class Supervisor:
         attempt.ended = time.time()
         self._drain(attempt, step, store)
         self._read_error_files(attempt)
+        hang.remove_unused(self._run.attempt_logs(attempt.number))
         self._look_after_nodes(attempt)
         verdict = judge(self._facts(attempt))
         self._suspect(verdict)
@@ -251,6 +262,7 @@ class Supervisor:
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self._allocation.cpus_per_task))
+        environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
         return environ
 
     def _watch(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
@@ -267,6 +279,8 @@ class Supervisor:
                 self._leave_if_overtaken(step)
                 self._set_status(_phase(attempt), attempt)
                 self._watch_the_clock(attempt, step, store)
+                self._watch_for_hangs(attempt, step)
+                self._look_for_dead_nodes(attempt)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
             try:
@@ -315,8 +329,10 @@ class Supervisor:
     def _take_report(self, attempt: _Attempt, content: Mapping[str, Any]) -> None:
         if "result" in content:
             attempt.result = content["result"]
-        elif "rank" in content:
-            attempt.reports[content["rank"]] = content["report"]
+        for rank, report in content.get("reports", {}).items():
+            attempt.reports[int(rank)] = report
+            if attempt.watchdog is not None:
+                attempt.watchdog.hear(int(rank), report)
 
     def _take_rank_ended(self, attempt: _Attempt, ended: RankEnded) -> None:
         attempt.gone |= set(ended.ranks)
@@ -338,6 +354,29 @@ class Supervisor:
         if not attempt.killed:
             soon = time.monotonic() + LAST_WORDS_S
             attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+    def _look_for_dead_nodes(self, attempt: _Attempt) -> None:
+        """Where another node could take over; else Slurm requeues the job, and a network that is away comes back."""
+        dog, lookout = attempt.watchdog, attempt.lookout
+        if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
+            return
+        hosts, late = attempt.plan.rank_hosts, time.time() - attempt.started > SLOW_START_S
+        alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
+        lookout.look(set(hosts) - alive - {self._allocation.hosts[0]})  # there we are ourselves
+
+    def _watch_for_hangs(self, attempt: _Attempt, step: Step) -> None:
+        """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
+        dog = attempt.watchdog
+        if dog is None or attempt.stop is not None or attempt.kill_at is not None or not dog.is_stuck():
+            return
+        log.error(
+            "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks",
+            dog.still_s,
+            self._config.dist.timeout_s,
+        )
+        hosts = self._allocation.rank_hosts
+        attempt.hang = hang.investigate(step, dog.standings(), hosts, self._run, attempt.number)
+        attempt.kill_at = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the stop path
 
@@ -420,6 +459,7 @@ class Supervisor:
             slurm=attempt.slurm,
             lost_nodes=tuple(sorted(attempt.lost_nodes)),
             can_go_on=self._nodes.plan() is not None,
+            hang=attempt.hang,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
             tells_steps=not self._foreign,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from toolkit.activity import PRIMING
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
@@ -54,6 +55,7 @@ class Spmd:
     def __init__(self, session: Session, *, precision: str, accumulate: int, compile: bool) -> None:
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
+        self._activity = session.activity
         self._bf16 = precision == "bf16"
         self._accumulate = accumulate
         self._compile = compile
@@ -174,6 +176,7 @@ class Spmd:
 
     def _prime(self, batch: Batch) -> None:
         """One pass that leaves its mark on DDP's buckets (and the compiler's cache) only."""
+        self._activity.phase = PRIMING
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from toolkit import logs
+from toolkit import activity, logs
 from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import sum_across_ranks
@@ -26,7 +26,8 @@ from toolkit.train.state import Checkpoints
 log = logs.get(__name__)
 
 #: The figures of one evaluation by name (``accuracy``), or None when it was cut short because the second argument said
-#: so; called on every rank, equal on every rank.
+#: so; called on every rank, equal on every rank. The second argument is to be asked after each batch: an evaluation
+#: that asks nothing for half of ``dist.timeout_s`` is taken for a hang.
 Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
@@ -74,6 +75,7 @@ class Trainer:
         """``schedule(total_steps)`` gives the learning rate as a function of the step."""
         self._config = config
         self._session = session
+        self._doing = session.activity
         self._strategy = strategy
         self._loader = loader
         self._checkpoints = checkpoints
@@ -119,7 +121,10 @@ class Trainer:
         while self._goes_on():
             n = self._step
             reseed(self._config.seed, n, share)
-            output = self._strategy.step(self._loader.at(n), self._lr(n))
+            self._doing.phase = activity.WAITING_FOR_DATA
+            batch = self._loader.at(n)
+            self._doing.phase = activity.IN_STEP
+            output = self._strategy.step(batch, self._lr(n))
             self._step_done(output.loss)
             if self._due(self._config.log_every):
                 self._log()
@@ -130,6 +135,7 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
+        self._doing.phase = activity.AT_BOUNDARY
         if self._session.gate.boundary(self._step) == STOP:
             self._stop()
         return self._step < self._total
@@ -142,11 +148,16 @@ class Trainer:
         raise StoppedError(f"stopped at step {self._step} of {self._total}; committed")
 
     def _is_cut(self) -> bool:
-        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume."""
+        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume.
+
+        It asks after each batch, which shows as well that it gets on.
+        """
+        self._doing.move()
         return self._session.gate.pending == STOP
 
     def _step_done(self, loss: Tensor) -> None:
         self._step += 1
+        self._doing.step = self._step
         self._loss.add(loss)
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
         self._session.progress(step=self._step)
@@ -170,6 +181,7 @@ class Trainer:
 
     def _log(self) -> None:
         """The only place where the host waits for the device."""
+        self._doing.phase = activity.LOGGING
         loss = self._loss.take()
         values = {
             "train/loss": loss,
@@ -183,6 +195,7 @@ class Trainer:
 
     def _evaluate(self, evaluate: Evaluate) -> None:
         self._report("evaluate")
+        self._doing.phase = activity.EVALUATING
         found = evaluate(self._strategy, self._is_cut)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
@@ -197,6 +210,7 @@ class Trainer:
 
     def _save(self, *, must: bool) -> None:
         self._report("checkpoint")
+        self._doing.phase = activity.SAVING
         self._sink.flush()  # first: what was logged up to a committed step must survive with it
         self._checkpoints.save(self._step, {"evaluated": self._evaluated, "metrics": dict(self._metrics)}, must=must)
         self._report("train")
@@ -222,6 +236,7 @@ class Trainer:
         samples = self._step * self._loader.global_batch_size
         result = Result(self._step, self._epochs(self._step), samples, dict(self._metrics))
         self._report("done")
+        self._doing.phase = activity.FINISHING
         self._session.finish(asdict(result))
         return result
 

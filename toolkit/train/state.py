@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit import logs
+from toolkit import activity, logs
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
@@ -70,7 +70,9 @@ class Checkpoints:
         self, config: CheckpointConfig, session: Session, strategy: Strategy, identity: Mapping[str, Json]
     ) -> None:
         self._every_steps = config.every_steps
-        self._store = CheckpointStore(session.run_dir / "checkpoints", config.keep, session.owns_run)
+        self._store = CheckpointStore(
+            session.run_dir / "checkpoints", config.keep, is_ours=session.owns_run, moved=session.activity.move
+        )
         self._session = session
         self._strategy = strategy
         self.newest: int | None = None  #: the step of the newest checkpoint
@@ -102,6 +104,7 @@ class Checkpoints:
                 if not must:
                     return
                 time.sleep(RETRY_EVERY_S)
+                self._session.activity.move()  # a full disk is waited for and is no hang
             else:
                 return
 
@@ -138,6 +141,7 @@ class Checkpoints:
         """
         self._refuse_another_run()
         session = self._session
+        session.activity.phase = activity.LOADING
         loaded = load(
             self._store,
             self._strategy.state(),

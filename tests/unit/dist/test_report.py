@@ -20,7 +20,9 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 from tests.waiting import wait_for
+from toolkit import activity as activity_words
 from toolkit import rundir
+from toolkit.activity import Activity
 from toolkit.dist import report, store_host
 from toolkit.dist.report import RESULT_KEY, FileReporter, NullReporter, StoreReporter, rank_key
 from toolkit.errors import EXIT_FAILED
@@ -51,9 +53,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def store_reporter(store: Any, rank: int) -> StoreReporter:
+def store_reporter(store: Any, rank: int, activity: Activity | None = None) -> StoreReporter:
     """With a double, which mypy would not take for a store."""
-    return StoreReporter(store, rank)
+    return StoreReporter(store, rank, activity or Activity())
 
 
 def test_the_newest_of_every_field_arrives_with_its_time_and_the_training_waits_for_nobody() -> None:
@@ -66,7 +68,20 @@ def test_the_newest_of_every_field_arrives_with_its_time_and_the_training_waits_
     reporter.close()
     told = json.loads(store.values[rank_key(3)])
     assert begun <= told.pop("time") <= time.time()
-    assert told == {"step": 3, "loss": 2.5, "phase": "evaluate"}
+    assert {name: told[name] for name in ("step", "loss", "phase")} == {"step": 3, "loss": 2.5, "phase": "evaluate"}
+
+
+def test_a_report_says_what_the_rank_does_and_two_of_a_rank_that_stands_still_differ() -> None:
+    """By that the supervisor knows that somebody is there."""
+    store, activity = Store(), Activity()
+    reporter = store_reporter(store, 1, activity)
+    activity.phase, activity.step = activity_words.WAITING_FOR_DATA, 7
+    activity.move()
+    first = wait_for(lambda: (v := store.values.get(rank_key(1), "")) * ("for data" in v), TIMEOUT_S, "a report")
+    assert (told := json.loads(first)) | {"beat": 0} == {"doing": "waiting for data", "done": 7, "count": 1, "beat": 0}
+    second = wait_for(lambda: (v := store.values[rank_key(1)]) * (v != first), TIMEOUT_S, "another one")
+    assert json.loads(second) | {"beat": 0} == told | {"beat": 0}
+    reporter.close()
 
 
 def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heartbeat(
@@ -127,7 +142,7 @@ def test_a_rank_whose_tcp_store_is_gone_ends_itself(exits: list[int]) -> None:
     """torch's own store and client: what it raises is what is understood."""
     servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     client = TCPStore("127.0.0.1", servers[0].port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    with closing(StoreReporter(client, 2)) as reporter:
+    with closing(StoreReporter(client, 2, Activity())) as reporter:
         reporter.progress(step=1)
         wait_for(lambda: servers[0].check([rank_key(2)]), TIMEOUT_S, "a report")
         assert exits == []
@@ -142,6 +157,7 @@ import sys, threading, types
 sys.modules["torch"], sys.modules["torch.distributed"] = types.ModuleType("torch"), types.ModuleType("d")
 sys.modules["torch.distributed"].Store = object
 from toolkit import logs
+from toolkit.activity import Activity
 from toolkit.dist import report
 
 class Store:
@@ -149,7 +165,7 @@ class Store:
         raise RuntimeError("Connection reset by peer")
 
 logs.setup("rank 1/2 node2")
-report.StoreReporter(Store(), 1)
+report.StoreReporter(Store(), 1, Activity())
 threading.Event().wait()  # stands for a collective that nobody will end
 """
 
@@ -229,6 +245,7 @@ def test_the_other_ranks_of_an_unsupervised_run_write_nothing(run: RunDir) -> No
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, FileIO]]:
     """Read and write end, and a store host that looks often."""
     monkeypatch.setattr(store_host, "POLL_S", 0.01)
+    monkeypatch.setattr(store_host, "OTHERS_EVERY_S", 0.01)
     reader, writer = os.pipe()
     with FileIO(reader, "r"), FileIO(writer, "w") as requests:
         yield reader, requests
@@ -238,11 +255,11 @@ ASK = [{"propose": "stop", "by": f"user {i}"} for i in range(3)]
 LINES = [json.dumps(wanted).encode() + b"\n" for wanted in ASK]
 
 
-def test_several_requests_in_one_chunk_are_all_heard_and_the_end_is_a_last_empty_one(pipe: tuple[int, FileIO]) -> None:
+def test_several_requests_in_one_chunk_are_all_heard(pipe: tuple[int, FileIO]) -> None:
     reader, writer = pipe
     writer.write(b"".join(LINES))
     writer.close()
-    assert list(store_host._requests(reader)) == [*ASK, {}]
+    assert list(store_host._requests(reader)) == ASK
 
 
 @pytest.mark.parametrize("cut", [1, 20, len(LINES[0]) - 1])
@@ -263,7 +280,7 @@ def test_a_request_longer_than_a_read_is_one_request(pipe: tuple[int, FileIO]) -
     wanted = {"propose": "stop", "by": "x" * 10_000}
     writer.write(json.dumps(wanted).encode() + b"\n" + LINES[0])
     writer.close()
-    assert list(store_host._requests(reader)) == [wanted, ASK[0], {}]
+    assert list(store_host._requests(reader)) == [wanted, ASK[0]]
 
 
 def test_while_nobody_asks_for_anything_the_reports_are_looked_at(pipe: tuple[int, FileIO]) -> None:
@@ -275,7 +292,7 @@ def test_a_supervisor_that_dies_in_the_middle_of_a_word_has_asked_for_nothing(pi
     reader, writer = pipe
     writer.write(LINES[0][:7])
     writer.close()
-    assert list(store_host._requests(reader)) == [{}]
+    assert list(store_host._requests(reader)) == []
 
 
 def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_ends(
@@ -301,7 +318,7 @@ def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_end
     thread.join(TIMEOUT_S)
     heard("")
     assert [json.loads(line) for line in "".join(said).splitlines()] == [
-        {"rank": 1, "report": {"step": 1}},
-        {"rank": 1, "report": {"step": 2}},
+        {"reports": {"1": {"step": 1}}},
+        {"reports": {"1": {"step": 2}}},
         {"result": {"step": 2}},
     ]

@@ -141,6 +141,12 @@ VERDICTS = {
     ),
     "a rank raised": (Facts(1, (RAISED,)), Cause.CRASHED, Decision.RESTART),
     "a rank was killed": (replace(DEAD, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
+    "no progress": (Facts(137, (PEER, RAISED), hang=KILLED), Cause.HANG, Decision.RESTART),
+    "preempted while it was taken for hung": (
+        Facts(137, (PEER,), hang=KILLED, slurm=Slurm.PREEMPTED),
+        Cause.PREEMPTED,
+        Decision.REQUEUE,
+    ),
     "all exit codes 0 but one rank complained": (Facts(0, (RAISED,)), Cause.CRASHED, Decision.RESTART),
     "cgroup killed it": (Facts(137, (OOM, PEER), slurm=Slurm.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
     "CUDA ran out": (Facts(1, (CUDA_OOM, PEER)), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
@@ -229,3 +235,11 @@ def test_the_line_of_a_crash_names_rank_host_and_budget() -> None:
     line = judge(Facts(1, (PEER, RAISED), step_end=9, history=history)).line
     assert "rank 1 on node1: ValueError: boom" in line
     assert "given up after 5 failures" in line
+
+
+def test_the_rank_that_the_others_waited_for_is_the_first_failure_of_a_hang_whatever_the_others_said() -> None:
+    behind = RankFailure(13, "node07", "waiting for data, 212 s; 31 others in all_reduce", 9.0)
+    ending = judge(Facts(137, (KILLED, RAISED), hang=behind))
+    assert ending.first_failure is behind
+    assert ending.line == "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce; restart 1 of 4"
+    assert judge(Facts(137, (KILLED,), hang=behind, history=[crashed(None)] * 4)).cause is Cause.HANG

@@ -14,7 +14,7 @@ import pytest
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.launch import intent, patience, supervisor
+from toolkit.launch import hang, intent, patience, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.intent import Intent
 from toolkit.launch.steps import Events, RankEnded, StepEnded
@@ -70,7 +70,8 @@ class Ranks:
         self.events.put(StepEnded(-9))
 
     def report(self, **fields: Any) -> None:
-        self.events.put(Report({"rank": 0, "report": fields}))
+        doing = {"doing": "in a step", "done": fields.get("step"), "count": 0}
+        self.events.put(Report({"reports": {"0": {**fields, **doing}}}))
 
 
 def ended(*ranks: int, code: int | None = None) -> RankEnded:
@@ -267,3 +268,65 @@ def test_a_failure_in_torchs_format_is_told_with_the_host_of_its_rank(run: RunDi
     assert Supervisor(run, config, allocation, Ranks(foreign_failure(run, 3, text)), None).run() == 1
     (line,) = run.attempts()
     assert line["first_failure"] == {"rank": 3, "host": "node2", "how": how}
+
+
+# --------------------------------------------------------------------------------------------------------------- hangs
+
+
+def hangs(ranks: Ranks) -> None:
+    """Rank 0 is in its eighth step and the others in nothing that anybody would know of."""
+    ranks.report(step=7, step_start=0)
+    ranks.answers_kill = False  # by the question for the stacks
+
+
+def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job) -> int:
+    """With a process group that times out after 1 s."""
+    config = JobConfig(job=job)
+    config.dist.timeout_s = 1
+    return Supervisor(run, config, Allocation(("node1", "node2"), (1, 1), 1), ranks, None).run()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "ANSWER_S", 0.01)
+    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_that_was_behind(run: RunDir) -> None:
+    fsio.make_dir(run.attempt_logs(1))  # as the launcher does
+    ranks = Ranks(hangs, completes)
+    assert supervise_quickly(run, ranks) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    line, _ = run.attempts()
+    assert (line["cause"], line["decision"]) == ("hang", "restart")
+    behind = line["first_failure"]
+    assert (behind["rank"], behind["host"]) == (1, "node2")
+    assert behind["how"].startswith("has not started, ")
+    assert behind["how"].endswith("; 1 other in a step")
+    assert supervisor.read_error_file(run.error_file(1, 1)).how == behind["how"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_LIMIT_S", 2.0)
+
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    ranks = Ranks(told)
+    supervise_quickly(run, ranks)
+    assert ranks.signals == [signal.SIGKILL]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_reports_nothing_and_is_not_watched(run: RunDir) -> None:
+    def says_nothing(ranks: Ranks) -> None:
+        threading.Timer(2.0, ranks.events.put, (StepEnded(0),)).start()
+
+    ranks = Ranks(says_nothing)
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, weights
+from toolkit.activity import Activity
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError
@@ -75,6 +76,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
         device=torch.device("cpu"),
         run_dir=tmp_path,
         owns_run=lambda: True,
+        activity=Activity(),
     )
     strategy: Any = SimpleNamespace(state=lambda: weights(7.0))
     return Checkpoints(CheckpointConfig(every_steps=10), session, strategy, {"model.name": "mlp"})

@@ -1,0 +1,115 @@
+"""Ranks that hang, on this machine: the one that is behind is named, and the run completes as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import hangs
+from tests.dist.test_local_runs import END_S, TOOLKIT, nobody_left, ranks, reached, the_run
+from tests.waiting import processes_with, wait_for
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.dist
+
+#: Half of it is the bound, 0.8 of it until the first step has ended: three imports of torch on two busy cores.
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """As in test_local_runs, where the reason stands."""
+    yield {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    left = processes_with(f"TOOLKIT_RUNS={tmp_path}/runs")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def start(env: dict[str, str], folder: Path, kind: str, *overrides: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+    """Submit the job that hangs in this way."""
+    hangs.write_project(folder, kind, pause_s)
+    argv = [*TOOLKIT, "submit", "hangs.yaml", "--executor", "local", "--wait", f"dist.timeout_s={TIMEOUT_S}"]
+    return subprocess.Popen([*argv, *overrides], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the same run in which nothing hangs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    env = {**os.environ, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
+    with start(env, folder, "none") as process:
+        assert process.wait(END_S) == 0
+    return the_run(env).result() or {}
+
+
+def hangs_itself(env: dict[str, str], run: RunDir) -> int:
+    """The job does it; which rank it was."""
+    wait_for(lambda: list(run.path.glob("hung-*")), END_S, "a rank that hangs")
+    return hangs.hung_rank(run.path)
+
+
+def is_stopped(env: dict[str, str], run: RunDir) -> int:
+    reached(run, 20)
+    os.kill(ranks(env)[1], signal.SIGSTOP)
+    return 1
+
+
+#: What hangs, how, and what is said about it.
+STORIES: dict[str, tuple[str, list[str], Callable[[dict[str, str], RunDir], int], str]] = {
+    "endless loader": ("sample", [], hangs_itself, "waiting for data"),
+    "deadlocked worker": ("sample", ["data.workers=1"], hangs_itself, "waiting for data"),
+    "collective never entered": ("collective", [], hangs_itself, "in a step"),
+    "stopped": ("none", ["train.max_steps=3000"], is_stopped, "does not answer (stopped, or its node is gone)"),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_rank_that_is_behind_is_named_and_the_run_completes(
+    env: dict[str, str], tmp_path: Path, undisturbed: dict[str, Any], story: str
+) -> None:
+    kind, overrides, act, doing = STORIES[story]
+    with start(env, tmp_path, kind, *overrides) as process:
+        run = the_run(env)
+        rank = act(env, run)
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    hung, after = run.attempts()
+    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
+    named = hung["first_failure"]
+    assert (named["rank"], named["host"]) == (rank, hung["nodes"][0])
+    assert re.fullmatch(rf"{re.escape(doing)}, 3\d s; 2 others in all_reduce", named["how"]), named
+    why = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
+    assert f"rank {rank} on {named['host']}, attempt 1: {named['how']}" in why
+    assert ("in hang_for_ever" in why) == (story != "stopped")
+    assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
+    assert recorded(run, 0)["entries"]
+    if kind != "none":
+        assert (run.result() or {})["metrics"] == undisturbed["metrics"]
+    wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+def recorded(run: RunDir, rank: int) -> dict[str, Any]:
+    """What torch's flight recorder has seen on a rank."""
+    content: dict[str, Any] = pickle.loads((run.attempt_logs(1) / f"flight-{rank}").read_bytes())
+    return content
+
+
+def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp_path: Path) -> None:
+    """An evaluation and a save, each longer than the bound, on all ranks and on rank 0 alone."""
+    overrides = ["train.max_steps=10", "train.eval_every=10", "checkpoint.every_steps=10"]
+    with start(env, tmp_path, "slow", *overrides, pause_s=TIMEOUT_S / 2 / 6) as process:
+        out, _ = process.communicate(timeout=2 * END_S)
+    assert process.returncode == 0, out
+    run = the_run(env)
+    (attempt,) = run.attempts()
+    assert attempt["cause"] == "completed"
+    assert run.status()["progress"]["save_s"] > TIMEOUT_S / 2

@@ -1,0 +1,101 @@
+"""A job that hangs at a certain sample in its first attempt, in each of the ways that training jobs do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: The reference job, its data sample by sample, so that a loader (or its worker) reads them one after the other. A rank
+#: that is about to hang says so in a file: whom the report must name.
+JOB = """
+import dataclasses, os, threading, time
+from pathlib import Path
+import numpy as np
+from jobs import classify
+from toolkit import fsio
+from toolkit.data import datasets
+
+KIND = "{kind}"
+FIRST = os.environ["TOOLKIT_ATTEMPT"] == "1"
+SAMPLE, STEP, PAUSES = 700, 30, 8
+plain_datasets, plain_loss, plain_accuracy = datasets.build_datasets, classify.cross_entropy, classify.accuracy
+calls = 0
+
+
+def hang_for_ever():
+    Path(os.environ["TOOLKIT_RUN_DIR"], "hung-" + os.environ["RANK"]).touch()
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+class OneByOne:
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if KIND == "sample" and FIRST and index == SAMPLE:
+            hang_for_ever()
+        inputs, targets = self.data.batch(np.array([index]))
+        return inputs[0], targets[0]
+
+
+def one_by_one(data):
+    found = plain_datasets(data)
+    return dataclasses.replace(found, train=OneByOne(found.train))
+
+
+def loss(outputs, targets):
+    global calls
+    calls += 1
+    if KIND == "collective" and FIRST and os.environ["RANK"] == "1" and calls == STEP:
+        hang_for_ever()
+    return plain_loss(outputs, targets)
+
+
+def slow_accuracy(eval_set, workers, strategy, is_cut):
+    def slow():
+        for _ in range(PAUSES):
+            time.sleep({pause_s})
+            is_cut()
+        return is_cut()
+    return plain_accuracy(eval_set, workers, strategy, slow)
+
+
+def main(config):
+    classify.build_datasets = one_by_one
+    classify.cross_entropy = loss
+    if KIND == "slow":
+        classify.accuracy = slow_accuracy
+        fsio.PIECE_BYTES = 2048
+        os.fdatasync = lambda fd: time.sleep({pause_s})
+    return classify.main(config)
+"""
+
+CONFIG = """
+job: jobs.hangs
+cluster: {nodes: 1, tasks_per_node: 3, time_min: 10}
+data: {name: digits, global_batch_size: 64}
+optim: {lr: 0.05}
+train: {max_steps: 60, eval_every: 60, log_every: 10}
+checkpoint: {every_steps: 20}
+"""
+
+
+def write_project(folder: Path, kind: str, pause_s: float = 0.0) -> None:
+    """A project with the config ``hangs.yaml`` and a job that hangs this way: ``none``, ``sample`` (in the loader, or
+    in its worker if there is one), ``collective``; or that is ``slow``, with pauses in each evaluation and save."""
+    source = Path(__file__).parents[1] / "jobs"
+    plain = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
+    (folder / "jobs").mkdir(parents=True)
+    for name, text in {**plain, "__init__": "", "hangs": JOB.format(kind=kind, pause_s=pause_s)}.items():
+        (folder / f"jobs/{name}.py").write_text(text)
+    (folder / "hangs.yaml").write_text(CONFIG)
+
+
+def hung_rank(run_dir: Path) -> int:
+    """The rank that has said that it is about to hang."""
+    (path,) = run_dir.glob("hung-*")
+    return int(path.name.removeprefix("hung-"))

@@ -1,0 +1,77 @@
+"""Ranks that hang on a real Slurm: the one that is behind is named with its node, and the run completes in its job.
+
+That the result is an undisturbed run's is tested in ``tests/dist/test_local_hangs.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from datetime import datetime
+
+import pytest
+
+from tests import hangs
+from tests.slurm.site import END_S, START_S, Site, reached
+from tests.slurm.test_stop import completed, ranks_on
+from tests.waiting import wait_for
+from toolkit import stacks
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+#: Half of it is the bound, 0.8 of it until the first step has ended: imports of torch on busy cores.
+TIMEOUT_S = 60
+NODES = ("node1", "node2", "node3")
+
+
+def submit(site: Site, kind: str, *overrides: str) -> RunDir:
+    """One rank on each of three nodes."""
+    project = site.folder / "project"
+    hangs.write_project(project, kind)
+    size = [f"cluster.nodes={len(NODES)}", "cluster.tasks_per_node=1", f"dist.timeout_s={TIMEOUT_S}"]
+    site.run("toolkit", "submit", "hangs.yaml", *size, *overrides, cwd=project)
+    return site.only_run()
+
+
+def hangs_itself(site: Site, run: RunDir) -> int:
+    wait_for(lambda: list(run.path.glob("hung-*")), START_S, "a rank that hangs")
+    return hangs.hung_rank(run.path)
+
+
+def is_stopped(site: Site, run: RunDir) -> int:
+    reached(run, 20)
+    os.kill(ranks_on(site, "node2")[0], signal.SIGSTOP)
+    return NODES.index("node2")
+
+
+STORIES: dict[str, tuple[str, list[str], Callable[[Site, RunDir], int], str]] = {
+    "endless loader": ("sample", [], hangs_itself, "waiting for data"),
+    "deadlocked worker": ("sample", ["data.workers=1"], hangs_itself, "waiting for data"),
+    "collective never entered": ("collective", [], hangs_itself, "in a step"),
+    "stopped": ("none", ["train.max_steps=1000"], is_stopped, "does not answer (stopped, or its node is gone)"),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(site: Site, story: str) -> None:
+    kind, overrides, act, doing = STORIES[story]
+    run = submit(site, kind, *overrides)
+    rank = act(site, run)
+    completed(site, run, END_S)
+    hung, after = run.attempts()
+    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
+    named = hung["first_failure"]
+    assert (named["rank"], named["host"]) == (rank, NODES[rank])
+    assert re.fullmatch(rf"{re.escape(doing)}, 3\d s; 2 others in all_reduce", named["how"]), named
+    why = site.run("toolkit", "why", run.id)
+    assert f"rank {rank} on {NODES[rank]}, attempt 1: {named['how']}" in why
+    assert ("in hang_for_ever" in why) == (story != "stopped")
+    assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
+    answered = {r for r in range(3) if stacks.stack_path(run.attempt_logs(1), r).exists()}
+    assert answered == set(range(3)) - ({rank} if story == "stopped" else set())
+    between_s = (datetime.fromisoformat(after["started"]) - datetime.fromisoformat(hung["ended"])).total_seconds()
+    print(f"{story}: {named['how']}; next attempt after {between_s:.2f} s")
+    assert site.box.job(site.job_of(run))["Restarts"] == "0"

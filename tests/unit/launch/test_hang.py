@@ -1,0 +1,225 @@
+"""Who is behind, and what faulthandler's text says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from traceback import FrameSummary
+
+import pytest
+
+from tests.waiting import wait_for
+from toolkit import fsio, rundir, stacks
+from toolkit.launch import hang
+from toolkit.launch.hang import Seen, awaits, blame, collect, debug_environment, main_stack
+from toolkit.launch.watchdog import Standing
+
+TIMEOUT_S = 20
+
+
+def frames(*places: str) -> list[FrameSummary]:
+    """From ``file:function``, innermost first."""
+    return [FrameSummary(file, 1, name) for file, name in (place.split(":") for place in places)]
+
+
+LOOP = "/x/toolkit/train/loop.py:_train"
+ALL_REDUCE = frames("/x/torch/distributed/distributed_c10d.py:all_reduce", "/x/toolkit/dist/collectives.py:sum", LOOP)
+BROADCAST = frames("/x/torch/distributed/distributed_c10d.py:broadcast", "/x/jobs/mine.py:odd", LOOP)
+BACKWARD = frames("/x/torch/autograd/graph.py:_engine_run_backward", "/x/torch/_tensor.py:backward", LOOP)
+LOADER = frames("/x/jobs/mine.py:__getitem__", LOOP)
+GATHER = frames("/x/toolkit/checkpoint/exchange.py:_await", "/x/toolkit/checkpoint/exchange.py:gather", LOOP)
+WRITING = frames("/x/toolkit/fsio.py:write_stream", LOOP)
+C10D = "/x/torch/distributed/distributed_c10d.py"
+OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", "/x/toolkit/dist/session.py:open")
+IMPORTING = frames("<frozen importlib._bootstrap>:_find_and_load", "/x/jobs/mine.py:<module>")
+
+
+def rank(
+    number: int,
+    stack: list[FrameSummary] | None,
+    phase: str | None = "in a step",
+    step: int | None = 7,
+    silent: bool = False,
+) -> Seen:
+    return Seen(Standing(number, phase, step, 212.4 + number, silent), stack)
+
+
+def standing(number: int, *, silent: bool) -> Standing:
+    return Standing(number, "in a step", 7, 10.0, silent)
+
+
+@pytest.mark.parametrize(
+    ("seen", "culprits", "line"),
+    [
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, LOADER, "waiting for data"), rank(2, BACKWARD), rank(3, ALL_REDUCE)],
+            [1],
+            "waiting for data, 213 s; 3 others in all_reduce",
+            id="the loader of one",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), rank(1, []), rank(2, [], silent=True)],
+            [2],
+            "does not answer (stopped, or its node is gone), 214 s; 1 other in all_reduce, 1 in a step",
+            id="one is stopped, one is alive and too busy to write its stack",
+        ),
+        pytest.param(
+            [rank(0, LOADER), rank(1, BACKWARD)],
+            [0],
+            "in a step, 212 s; 1 other in all_reduce",
+            id="one never enters the collective",
+        ),
+        pytest.param(
+            [rank(0, ALL_REDUCE), rank(1, BROADCAST), rank(2, ALL_REDUCE)],
+            [1],
+            "in broadcast, 213 s; 2 others in all_reduce",
+            id="one is in another collective",
+        ),
+        pytest.param(
+            [rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)],
+            [0, 1],
+            "in all_reduce, 212 s (rank 1 as well)",
+            id="all in the same one: the network",
+        ),
+        pytest.param(
+            [rank(0, LOADER, step=9), rank(1, BACKWARD, step=8), rank(2, BACKWARD, step=9)],
+            [1],
+            "in all_reduce, 213 s; 1 other in a step, 1 in all_reduce",
+            id="fewer steps weigh more",
+        ),
+        pytest.param(
+            [rank(0, WRITING, "saving a checkpoint"), *(rank(n, GATHER, "saving a checkpoint") for n in (1, 2))],
+            [0],
+            "saving a checkpoint, 212 s; 2 others waiting for the others at a checkpoint",
+            id="rank 0's disk",
+        ),
+        pytest.param(
+            [rank(0, GATHER, "saving a checkpoint"), rank(1, WRITING, "saving a checkpoint")],
+            [1],
+            "saving a checkpoint, 213 s; 1 other waiting for the others at a checkpoint",
+            id="another rank's disk",
+        ),
+        pytest.param(
+            [rank(0, OPENING, None, None), rank(1, None, None, None), rank(2, OPENING, None, None)],
+            [1],
+            "has not started, 213 s; 2 others in init_process_group",
+            id="one was never started",
+        ),
+        pytest.param(
+            [rank(0, OPENING, None, None), rank(1, IMPORTING, None, None)],
+            [1],
+            "has not joined the others, 213 s; 1 other in init_process_group",
+            id="one is in its imports",
+        ),
+        pytest.param(
+            [rank(0, BACKWARD), *(rank(n, LOADER, "waiting for data") for n in (4, 5, 6, 9))],
+            [4, 5, 6, 9],
+            "waiting for data, 216 s (ranks 5-6,9 as well); 1 other in all_reduce",
+            id="several, of one file server",
+        ),
+        pytest.param(
+            [rank(0, [], silent=True), rank(1, [], silent=True)],
+            [0, 1],
+            "does not answer (stopped, or its node is gone), 212 s (rank 1 as well)",
+            id="nobody answers",
+        ),
+    ],
+)
+def test_the_rank_that_is_behind(seen: list[Seen], culprits: list[int], line: str) -> None:
+    assert blame(seen) == (culprits, line)
+
+
+def test_a_rank_at_work_waits_for_nobody() -> None:
+    assert awaits(LOADER) is None
+    assert awaits([]) is None
+
+
+# --------------------------------------------------------------------------------------------------- real processes
+
+#: A rank and a data worker of it, forked, that hang in two threads each; told of no supervisor but by the environment.
+RANK = """
+import os, threading
+from toolkit import stacks
+
+def forever():
+    threading.Event().wait()
+
+def main_forever():
+    print("ready", flush=True)
+    forever()
+
+stacks.answer(3)
+os.environ["RANK"] = "3"
+threading.Thread(target=forever, daemon=True).start()
+if os.fork() == 0:
+    stacks.answer_in_worker(1)
+    main_forever()
+main_forever()
+"""
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Log folder and pid of a rank 3 that hangs."""
+    run = rundir.create("test", tmp_path)
+    folder = fsio.make_dir(run.attempt_logs(1))
+    environ = {"TOOLKIT_SUPERVISED": "1", rundir.RUN_DIR_VARIABLE: str(run.path), "TOOLKIT_ATTEMPT": "1"}
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        yield folder, process.pid
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hung: tuple[Path, int]) -> None:
+    """As Slurm's cgroup plugin does. The stack that counts is the main thread's."""
+    folder, pid = hung
+    os.kill(pid, stacks.ASK)
+    told = collect(folder, [standing(3, silent=False)])
+    assert [frame.name for frame in told[3]][-2:] == ["main_forever", "<module>"]
+    worker = stacks.stack_path(folder, 3, 1)
+    wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
+    assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
+    quoted = hang._quote(folder, 3, told[3])
+    assert quoted.count("in main_forever") == 2
+    assert "data worker 1" in quoted
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started(hung: tuple[Path, int]) -> None:
+    folder, pid = hung
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, stacks.ASK)
+    begun = time.monotonic()
+    assert collect(folder, [standing(3, silent=True)]) == {3: []}
+    assert time.monotonic() - begun < hang.ANSWER_S / 2
+    assert collect(folder, [standing(3, silent=True), standing(4, silent=False)]) == {3: []}
+    assert time.monotonic() - begun > hang.ANSWER_S
+
+
+def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
+    for name, text in {"stack-0.txt": "", "stack-1.txt": "told", "stack-1-worker-0.txt": "", "rank-0.log": ""}.items():
+        (tmp_path / name).write_text(text)
+    hang.remove_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "stack-1.txt"]
+
+
+def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
+    code = "import os\nfrom toolkit import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\nprint('on')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
+
+
+def test_what_the_user_has_set_for_nccl_stays(tmp_path: Path) -> None:
+    assert "NCCL_DEBUG_FILE" not in debug_environment(tmp_path, {})
+    ours = debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"})
+    assert ours == {"NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.log", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert debug_environment(tmp_path, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/mine"}).keys() == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    }

@@ -1,0 +1,212 @@
+"""What to make of a hang: ask the ranks for their stacks, name the one that the others wait for, and say what it does.
+
+Nothing is asked of the ranks but what :mod:`toolkit.stacks` has prepared in each, so it works as well on one that never
+came as far as the process group, and on all but those that are stopped or whose node is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from typing import TypeAlias
+
+from toolkit import activity, fsio, logs, stacks
+from toolkit.cluster import hostlist
+from toolkit.launch.ending import RankFailure
+from toolkit.launch.steps import Step
+from toolkit.launch.watchdog import Standing
+from toolkit.rundir import RunDir
+
+#: So long the ranks have to write their stacks; those that can do it within milliseconds.
+ANSWER_S = 3.0
+LOOK_EVERY_S = 0.1
+#: Of a stack this many innermost frames are quoted.
+FRAMES = 6
+
+log = logs.get(__name__)
+
+
+def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which torch and NCCL leave their own dumps and logs in an attempt's log folder, by rank; none that
+    the user has set. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11."""
+    ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the next one's older name
+        ours["TORCH_FR_DUMP_TEMP_FILE"] = str(stacks.flight_path(folder, ""))
+    if "NCCL_DEBUG" in environ:
+        ours["NCCL_DEBUG_FILE"] = str(folder / "nccl-%h-%p.log")
+    return {name: value for name, value in ours.items() if name not in environ}
+
+
+def investigate(
+    step: Step, standings: Sequence[Standing], hosts: Sequence[str], run: RunDir, attempt: int
+) -> RankFailure:
+    """Find out which rank is behind, ``hosts`` by rank, and note it for `toolkit why`. Takes ``ANSWER_S`` at most."""
+    folder = run.attempt_logs(attempt)
+    step.kill(stacks.ASK)
+    told = collect(folder, standings)
+    culprits, how = blame([Seen(standing, told.get(standing.rank)) for standing in standings])
+    first = culprits[0]
+    failure = RankFailure(first, hosts[first], how, time.time(), traceback=_quote(folder, first, told.get(first)))
+    with contextlib.suppress(OSError):  # a full disk; the log has the same words
+        said = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
+        fsio.write_json(run.error_file(attempt, first), {**said, "traceback": failure.traceback})
+    log.error("the run hangs: rank %d on %s: %s", first, failure.host, how)
+    log.info("%d of %d ranks answered: %s", sum(map(bool, told.values())), len(hosts), folder / "stack-*.txt")
+    return failure
+
+
+def remove_unused(folder: Path) -> None:
+    """Of an attempt that has ended: the files that wait for stacks in vain."""
+    for path in folder.glob("stack-*.txt"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------- the stacks
+
+Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
+
+
+def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack]:
+    """The main thread's stack of each rank that has started, empty where it does not answer in time.
+
+    Those that have been silent before are not waited for.
+    """
+    told: dict[int, Stack] = {}
+    awaited = {standing.rank: standing.is_silent for standing in standings}
+    deadline = time.monotonic() + ANSWER_S
+    while True:
+        for rank in list(awaited):
+            with contextlib.suppress(OSError):  # no file: it has not started
+                text = stacks.stack_path(folder, rank).read_text(errors="replace")
+                told[rank] = main_stack(text)
+                if text.endswith(stacks.ANSWERED):
+                    del awaited[rank]
+            if time.monotonic() > deadline:  # also in the middle of thousands of files on a slow disk
+                return told
+        if all(awaited.values()):
+            return told
+        time.sleep(LOOK_EVERY_S)
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def main_stack(text: str) -> Stack:
+    """The main thread's stack in what faulthandler has written: the last one that ``threading`` has not started."""
+    parts = _THREAD.split(text)[1:]
+    found = [[FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(part)] for part in parts]
+    mains = [frames for frames in found if frames and frames[-1].name != "_bootstrap"]
+    return mains[-1] if mains else []
+
+
+def _quote(folder: Path, rank: int, stack: Stack | None) -> str:
+    """The innermost frames of the rank, and of its data workers, in Python's own format; empty without an answer."""
+    if not stack:
+        return ""
+    text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"
+    for path in sorted(folder.glob(stacks.stack_path(Path(), rank, "*").name)):
+        with contextlib.suppress(OSError):
+            of_worker = main_stack(path.read_text(errors="replace"))
+            text += f"the stack of its data worker {path.stem.rpartition('-')[2]}\n{_format(of_worker)}"
+    return text
+
+
+def _format(stack: Stack) -> str:
+    return "".join(StackSummary.from_list(list(reversed(stack[:FRAMES]))).format())
+
+
+# ------------------------------------------------------------------------------------------------------- who is behind
+
+#: Where ranks of ours wait for others outside of torch.distributed: the end of the file's name, and the function.
+_WAITS = {
+    ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
+    ("dist/stop.py", "_slow"): "waiting for the others to agree on a step",
+    ("dist/session.py", "_agree_on_run_dir"): "joining",
+    ("train/loop.py", "take"): "in all_reduce",
+    ("strategies/spmd.py", "wait"): "in all_reduce",
+}
+
+
+def awaits(stack: Stack) -> str | None:
+    """For what in common with other ranks this one waits, such as ``in all_reduce``; None if it does something itself.
+
+    DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
+    """
+    if stack and stack[0].name == "_engine_run_backward":
+        return "in all_reduce"
+    if stack and "/torch/distributed/" in stack[0].filename:
+        names = [frame.name for frame in stack if "/torch/distributed/" in frame.filename]
+        return f"in {next((name for name in names if not name.startswith('_')), names[0])}"
+    for frame in stack:
+        for (file, name), what in _WAITS.items():
+            if frame.name == name and frame.filename.endswith(file):
+                return what
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that is known of a rank."""
+
+    standing: Standing
+    stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
+
+    @property
+    def doing(self) -> str:
+        """What it does, for a reader; equal for ranks that do the same."""
+        if self.stack and (waits := awaits(self.stack)):
+            return waits
+        if self.standing.phase is None:
+            return "has not started" if self.stack is None else "has not joined the others"
+        if self.standing.is_silent and not self.stack:
+            return "does not answer (stopped, or its node is gone)"
+        return self.standing.phase
+
+    @property
+    def order(self) -> tuple[bool, int, int, bool]:
+        """Smaller is further behind: who has not joined, who has done the fewest steps, who is in no collective, who
+        does not answer. Without a stack nobody knows what a rank does in a step; most likely it waits as well."""
+        step = -1 if self.standing.step is None else self.standing.step
+        answers = bool(self.stack) or not self.standing.is_silent
+        guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
+        waits = 2 if awaits(self.stack or ()) else int(guessed)
+        return self.standing.phase is not None, step, waits, answers
+
+
+def blame(ranks: Sequence[Seen]) -> tuple[list[int], str]:
+    """The ranks that the others wait for, and one line on what they and the others do: :attr:`Seen.order` tells who.
+
+    Where all wait in collectives those are named who are in another one than most.
+    """
+    furthest = min(seen.order for seen in ranks)
+    behind = Counter(seen.doing for seen in ranks if seen.order == furthest)
+    doing = min(behind, key=behind.__getitem__)
+    culprits = [seen for seen in ranks if seen.order == furthest and seen.doing == doing]
+    others = Counter(seen.doing for seen in ranks if seen not in culprits)
+    line = f"{doing}, {culprits[0].standing.still_s:.0f} s"
+    if len(culprits) > 1:
+        line += f" ({_names(culprits[1:])} as well)"
+    if others:
+        line += f"; {_counts(others)}"
+    return [seen.standing.rank for seen in culprits], line
+
+
+def _names(ranks: Sequence[Seen]) -> str:
+    numbers = hostlist.compress(str(seen.standing.rank) for seen in ranks).strip("[]")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
+
+
+def _counts(others: Counter[str]) -> str:
+    """``30 others in all_reduce, 1 in a step``."""
+    (doing, count), *rest = others.most_common()
+    first = f"{count} other{'s' if count > 1 else ''} {doing}"
+    return ", ".join([first, *(f"{count} {doing}" for doing, count in rest)])

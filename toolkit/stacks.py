@@ -1,0 +1,109 @@
+"""What a rank tells of itself when the supervisor, which takes the run for hung, sends it SIGURG.
+
+The Python stacks of all its threads go into ``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside
+the signal handler, so also where the main thread never comes back from C. A thread then does what a handler can't: it
+sends the signal on to the data workers, whose stacks go into files of their own, has torch's flight recorder dumped,
+and ends the file with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not
+started. SIGURG, because whoever doesn't know it ignores it: foreign scripts, shells, programs that a job starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from toolkit import fsio, rundir
+
+ASK = signal.SIGURG
+ANSWERED = "# answered\n"
+
+
+def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -> Path:
+    """The stacks of a rank, or of its data worker, in an attempt's log folder. Both may be glob patterns."""
+    return folder / (f"stack-{rank}.txt" if worker is None else f"stack-{rank}-worker-{worker}.txt")
+
+
+def flight_path(folder: Path, rank: int | str) -> Path:
+    """The flight recorder's dump; ``torchfrtrace --prefix flight- FOLDER`` is torch's own analyser of all of them."""
+    return folder / f"flight-{rank}"
+
+
+def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """From now on this rank answers ``ASK``, if it has a supervisor. Call it in the main thread, as early as can be."""
+    folder = _folder(environ)
+    if folder is None:
+        return
+    try:
+        fd = _open(stack_path(folder, rank))
+    except OSError:  # a full disk: the rank has no stacks to show then, and the signal is ignored
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(ASK, lambda *_: None)  # Python's own handler wakes the thread; faulthandler's hands on to it
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    faulthandler.register(ASK, fd, all_threads=True, chain=True)
+    follow_up = threading.Thread(target=_follow_up, args=(reader, fd, folder, rank), name="toolkit-stacks", daemon=True)
+    follow_up.start()
+
+
+def answer_in_worker(worker: int, environ: Mapping[str, str] = os.environ) -> None:
+    """The same for a forked data worker: in a file of its own, where it and its rank don't tear each other's lines."""
+    folder = _folder(environ)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            faulthandler.register(ASK, _open(stack_path(folder, environ["RANK"], worker)), all_threads=True)
+
+
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    if environ.get("TOOLKIT_SUPERVISED") != "1":
+        return None
+    return rundir.RunDir(Path(environ[rundir.RUN_DIR_VARIABLE])).attempt_logs(int(environ["TOOLKIT_ATTEMPT"]))
+
+
+def _open(path: Path) -> int:
+    return fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
+    """Each signal of this process writes its number into the pipe; for ``ASK`` the stacks are in the file by then."""
+    while True:
+        if ASK not in os.read(reader, 1):
+            continue
+        for child in _children():  # Slurm's cgroup plugin signals the ranks and not what they have forked
+            with contextlib.suppress(OSError):
+                os.kill(child, ASK)
+        with contextlib.suppress(OSError):
+            _dump_flight_recorder(flight_path(folder, rank))
+        with contextlib.suppress(OSError):
+            _sync_workers(folder, rank)
+            os.write(fd, ANSWERED.encode())
+            os.fsync(fd)  # over NFS the supervisor's node would not see it before this process has ended
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended
+            yield from map(int, (task / "children").read_text().split())
+
+
+def _sync_workers(folder: Path, rank: int) -> None:
+    for path in folder.glob(stack_path(Path(), rank, "*").name):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _dump_flight_recorder(path: Path) -> None:
+    """What torch has recorded of the last collectives, where torch is loaded already and a process group is open."""
+    dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
+    if dist is None or c10d is None or not dist.is_initialized():
+        return
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    if hasattr(c10d, name):
+        with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(getattr(c10d, name)())
