@@ -69,7 +69,7 @@ def main(config):
     classify.cross_entropy = loss
     if KIND == "slow":
         classify.accuracy = slow_accuracy
-        fsio.PIECE_BYTES = 2048
+        fsio.PIECE_BYTES = 8192
         os.fdatasync = lambda fd: time.sleep({pause_s})
     return classify.main(config)
 """

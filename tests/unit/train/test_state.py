@@ -65,19 +65,15 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> Votes:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
+def activity() -> Activity:
+    return Activity()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, activity: Activity) -> Checkpoints:
     """Of a run with one rank, whose weights are all 7."""
-    session: Any = SimpleNamespace(
-        rank=0,
-        world_size=1,
-        attempt=1,
-        store=None,
-        is_main=True,
-        device=torch.device("cpu"),
-        run_dir=tmp_path,
-        owns_run=lambda: True,
-        activity=Activity(),
-    )
+    place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
+    session: Any = SimpleNamespace(**place, run_dir=tmp_path, activity=activity, owns_run=lambda: True)
     strategy: Any = SimpleNamespace(state=lambda: weights(7.0))
     return Checkpoints(CheckpointConfig(every_steps=10), session, strategy, {"model.name": "mlp"})
 
@@ -166,6 +162,17 @@ def test_the_last_save_is_made_as_soon_as_there_is_room(
     assert newest_step(tmp_path / "checkpoints") == 25
     assert 1061.0 <= clock.now < 1061.0 + 2 * state.RETRY_EVERY_S
     assert any("saves had failed before it" in record.getMessage() for record in caplog.records)
+
+
+def test_a_rank_that_waits_for_room_on_the_disk_shows_that_it_is_not_hung(
+    checkpoints: Checkpoints, clock: Clock, activity: Activity
+) -> None:
+    counts: list[int] = []
+    clock.on_sleep = lambda: counts.append(activity.count)
+    with full_disk(), pytest.raises(CheckpointError):
+        checkpoints.save(25, REACHED, must=True)
+    assert len(counts) > PATIENCE_S / 2
+    assert len(set(counts)) == len(counts)
 
 
 def test_the_last_save_is_given_up_when_patience_has_run_out(
