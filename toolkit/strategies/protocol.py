@@ -66,6 +66,9 @@ class Strategy(Protocol):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """One whole optimizer step on this rank's part of a global batch, without a host sync."""
 
+    def forward_s(self) -> float:
+        """Seconds a step, since last asked, of this rank's work before it waits for any other; waits for that work."""
+
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""
 

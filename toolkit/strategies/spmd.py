@@ -28,6 +28,7 @@ from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, Replicated
 from toolkit.errors import ConfigError
+from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 
@@ -58,6 +59,7 @@ class Spmd:
         self._accumulate = accumulate
         self._compile = compile
         self._buffers_equal = False
+        self._forward_watch = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
@@ -85,6 +87,10 @@ class Spmd:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return StepOutput(loss)
+
+    def forward_s(self) -> float:
+        """The forward pass, with accumulation also the earlier parts' backward: the last one sums across ranks."""
+        return self._forward_watch.take()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -116,6 +122,7 @@ class Spmd:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of that loss."""
+        self._forward_watch.start()
         *early, last = self._parts(batch)
         losses: list[Tensor] = []
         weights: list[Tensor | None] = []
@@ -123,6 +130,7 @@ class Spmd:
             with self._ddp.no_sync():
                 self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
         loss = self._forward(last, losses, weights)
+        self._forward_watch.stop()
         total = _WeightSum.start(weights)
         loss.backward()  # type: ignore[no-untyped-call]
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
@@ -178,6 +186,7 @@ class Spmd:
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
             self._forward_backward(batch.to(self._device))
+        self._forward_watch.take()  # compiling is no step
         self._refuse_unused_parameters()
         self._optimizer.zero_grad()
         for buffer, before in zip(self._model.buffers(), buffers, strict=True):
