@@ -399,7 +399,7 @@ class Supervisor:
         patience.persist(lambda: self._write_result(attempt, state, why), self._run.path)
 
     def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
-        first = verdict.first_failure
+        first, slow = verdict.first_failure, attempt.progress.get("stragglers")
         self._run.add_attempt(
             {
                 "attempt": attempt.number,
@@ -416,6 +416,7 @@ class Supervisor:
                 "step_end": attempt.progress.get("step"),
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
                 "line": verdict.line,
+                **({"slow_nodes": slow} if slow else {}),
             }
         )
 
