@@ -38,6 +38,7 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
 from toolkit.launch.heir import Heir
 from toolkit.launch.intent import Intent
+from toolkit.launch.notify import notify
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
 from toolkit.rundir import RunDir
@@ -127,6 +128,7 @@ class Supervisor:
                 break
         if self._heir is not None and verdict.decision is not Decision.REQUEUE:
             self._heir.dismiss()
+        notify(self._run)
         return _exit_code(verdict)
 
     def _has_ended(self) -> bool:
@@ -435,6 +437,7 @@ class Supervisor:
         why = f"{state} before it started again"
         self._run.write_result({"state": state, "attempts": len(self._run.attempts()), "metrics": {}, "why": why})
         self._run.write_status({**self._run.status(), "state": state, "why": why, "ended": time.time()})
+        notify(self._run)
         return code
 
     def _requeue(self) -> bool:
@@ -615,3 +618,4 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     why = f"the supervisor failed: {type(error).__name__}: {error}"
     run.write_result({"state": "failed", "attempts": len(run.attempts()), "metrics": {}, "why": why})
     run.write_status({**run.status(), "state": "failed", "why": why, "ended": time.time()})
+    notify(run)
