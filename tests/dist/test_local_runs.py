@@ -170,7 +170,7 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
     (project / "jobs/__init__.py").touch()
     (project / "jobs/broken.py").write_text("def main(config):\n    raise ValueError('no such thing')\n")
     (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\nnotify: [sh, tell.sh]\n")
-    (project / "tell.sh").write_text('cat; toolkit why "$TOOLKIT_RUN" > told\n')
+    (project / "tell.sh").write_text(f'cat; {sys.executable} -m toolkit why "$TOOLKIT_RUN" > told\n')
     done = subprocess.run(
         [*TOOLKIT, "submit", "broken.yaml", "--executor", "local", "--wait"],
         cwd=project,
