@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from toolkit.metrics.stragglers import Stragglers
 
 pytestmark = pytest.mark.dist
 
-RANKS, SLOW, USUAL_S, SLOW_S = 4, 2, 0.010, 0.025
-STEPS = CONFIG.epochs * 50 // 20
+RANKS, SLOW, USUAL_S, SLOW_S = 4, 2, 0.020, 0.060
 
 
 class Sleepy(nn.Module):
@@ -64,14 +62,14 @@ def test_the_slow_rank_is_named_and_the_others_own_time_does_not_grow_by_waiting
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     told, *others = run_ranks(RANKS, train_beside_a_slow_rank, tmp_path)
     assert others == [[]] * (RANKS - 1)
-    own_s = [median(logged(tmp_path, f"ranks_own_step_s/{rank}").values()) for rank in range(RANKS)]
+    own_s = [min(logged(tmp_path, f"ranks_own_step_s/{rank}").values()) for rank in range(RANKS)]
     print(own_s, json.dumps(told))
     ((host, ranks, ratio, until),) = [(t["host"], t["ranks"], t["ratio"], t["until"]) for t in told]
     assert (host, ranks, until) == ("node7", [SLOW], None)
-    assert ratio == pytest.approx(SLOW_S / USUAL_S, rel=0.25)
-    assert own_s[SLOW] == pytest.approx(SLOW_S, rel=0.25)
+    assert 1.5 < ratio < 1.1 * SLOW_S / USUAL_S  # a busy machine makes all of them slower, by as much
+    assert SLOW_S < own_s[SLOW] < 1.5 * SLOW_S
     for rank in {*range(RANKS)} - {SLOW}:
-        assert own_s[rank] == pytest.approx(USUAL_S, rel=0.25)  # the step took them SLOW_S, most of it waiting
+        assert USUAL_S < own_s[rank] < 2 * USUAL_S  # a step took them SLOW_S, most of it waiting
 
 
 def test_tensorboard_gets_each_rank_the_slowest_and_how_much_slower_it_is(tmp_path: Path) -> None:

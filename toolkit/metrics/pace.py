@@ -1,8 +1,8 @@
 """The ranks' own step times beside each other: what TensorBoard gets, and who is slow for long.
 
-A rank's own time of a step is what no other rank can lengthen: waiting for its data and the forward pass, up to where
-the last backward pass begins to wait for the others' gradients. It tells a slow CPU, GPU, disk or loader from the rest;
-a slow network it does not show, for that is waiting on both sides.
+A rank's own time of a step is what no other rank can lengthen: getting its data and the forward pass, up to where the
+last backward pass begins to wait for the others' gradients. It shows a slow CPU, GPU, disk or loader; a slow network it
+does not show, for that is waiting on both sides.
 """
 
 from __future__ import annotations
@@ -21,26 +21,13 @@ MOST_CURVES = 64
 
 
 class Pace:
-    """One rank's own time of a step, and what rank 0 makes of everybody's."""
+    """What rank 0 makes of everybody's own time of a step."""
 
     def __init__(self, session: Session) -> None:
         self.rank, self.world_size = session.rank, session.world_size
         self._store = session.store
         self._store.set(_host_key(self.rank), os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         self._stragglers = Stragglers(cache(self._host_of))
-        self._data_wait_s = 0.0
-        self._steps = 0
-
-    def waited(self, data_wait_s: float) -> None:
-        """A step has waited this long for its data."""
-        self._data_wait_s += data_wait_s
-        self._steps += 1
-
-    def take(self, forward_s: float) -> float:
-        """This rank's own seconds a step since last asked, of which the forward pass took ``forward_s``."""
-        own_s = forward_s + self._data_wait_s / max(1, self._steps)
-        self._data_wait_s, self._steps = 0.0, 0
-        return own_s
 
     def compare(self, own_s: Sequence[float]) -> dict[str, float]:
         """Scalars about the own seconds a step of all ranks, none of a single one. Of use on rank 0 only."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json, State
+from toolkit.metrics.stopwatch import Stopwatch
 
 ModelFactory: TypeAlias = Callable[[], nn.Module]
 OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
@@ -58,6 +59,10 @@ class Strategy(Protocol):
     def expendable(self) -> frozenset[int]:
         """Ranks whose death does not end the attempt."""
 
+    @property
+    def own_time(self) -> Stopwatch:
+        """Started by the loop as each step begins; stopped in :meth:`step`, before the first wait for another rank."""
+
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
     ) -> None:
@@ -65,9 +70,6 @@ class Strategy(Protocol):
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """One whole optimizer step on this rank's part of a global batch, without a host sync."""
-
-    def forward_s(self) -> float:
-        """Seconds a step, since last asked, of this rank's work before it waits for any other; waits for that work."""
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""

@@ -59,7 +59,7 @@ class Spmd:
         self._accumulate = accumulate
         self._compile = compile
         self._buffers_equal = False
-        self._forward_watch = stopwatch(session.device)
+        self.own_time = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
@@ -87,10 +87,6 @@ class Spmd:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return StepOutput(loss)
-
-    def forward_s(self) -> float:
-        """The forward pass, with accumulation also the earlier parts' backward: the last one sums across ranks."""
-        return self._forward_watch.take()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -122,7 +118,6 @@ class Spmd:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of that loss."""
-        self._forward_watch.start()
         *early, last = self._parts(batch)
         losses: list[Tensor] = []
         weights: list[Tensor | None] = []
@@ -130,7 +125,7 @@ class Spmd:
             with self._ddp.no_sync():
                 self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
         loss = self._forward(last, losses, weights)
-        self._forward_watch.stop()
+        self.own_time.stop()  # while the last part goes backward, gradients are summed
         total = _WeightSum.start(weights)
         loss.backward()  # type: ignore[no-untyped-call]
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
@@ -185,8 +180,9 @@ class Spmd:
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            self.own_time.start()
             self._forward_backward(batch.to(self._device))
-        self._forward_watch.take()  # compiling is no step
+        self.own_time.take()  # it may have compiled the model
         self._refuse_unused_parameters()
         self._optimizer.zero_grad()
         for buffer, before in zip(self._model.buffers(), buffers, strict=True):

@@ -121,6 +121,7 @@ class Trainer:
         self._throughput.reset()
         while self._goes_on():
             n = self._step
+            self._strategy.own_time.start()
             reseed(self._config.seed, n, share)
             output = self._strategy.step(self._loader.at(n), self._lr(n))
             self._step_done(output.loss)
@@ -152,7 +153,6 @@ class Trainer:
         self._step += 1
         self._loss.add(loss)
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
-        self._pace.waited(self._loader.data_wait_s)
         self._session.progress(step=self._step)
 
     # ------------------------------------------------------------------------------------- what is due, by the step
@@ -174,7 +174,7 @@ class Trainer:
 
     def _log(self) -> None:
         """The only place where the host waits for the device."""
-        loss, own_s = self._loss.take(self._pace.take(self._strategy.forward_s()))
+        loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/loss": loss,
             "train/lr": self._lr(self._step - 1),

@@ -11,6 +11,7 @@ import pytest
 
 from toolkit import rundir
 from toolkit.cli import main as cli
+from toolkit.cli import show
 from toolkit.errors import EXIT_DONE
 from toolkit.rundir import RunDir
 
@@ -23,6 +24,7 @@ RECOVERED = {"host": "node01", "ranks": [2], "ratio": 3.0, "since": NOW - 900.0,
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(show, "SILENT_S", 3600.0)  # NOW was when the tests began
     made = rundir.create("digits")
     made.config.write_text("")
     return made
