@@ -62,7 +62,7 @@ def test_the_slow_rank_is_named_and_the_others_own_time_does_not_grow_by_waiting
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     told, *others = run_ranks(RANKS, train_beside_a_slow_rank, tmp_path)
     assert others == [[]] * (RANKS - 1)
-    own_s = [min(logged(tmp_path, f"ranks_own_step_s/{rank}").values()) for rank in range(RANKS)]
+    own_s = [min(logged(tmp_path, f"world_own_step_s/rank_{rank}").values()) for rank in range(RANKS)]
     print(own_s, json.dumps(told))
     ((host, ranks, ratio, until),) = [(t["host"], t["ranks"], t["ratio"], t["until"]) for t in told]
     assert (host, ranks, until) == ("node7", [SLOW], None)
@@ -75,14 +75,14 @@ def test_the_slow_rank_is_named_and_the_others_own_time_does_not_grow_by_waiting
 def test_tensorboard_gets_each_rank_the_slowest_and_how_much_slower_it_is(tmp_path: Path) -> None:
     run_ranks(2, train, tmp_path, replace(CONFIG, log_every=4))
     line = json.loads((tmp_path / "tensorboard" / "metrics.jsonl").read_text().splitlines()[-1])
-    zero, one = line["ranks_own_step_s/0"], line["ranks_own_step_s/1"]
-    assert line["ranks/own_step_s"] == min(zero, one)
-    assert line["ranks/slowest"] == int(one > zero)
-    assert line["ranks/slowest_ratio"] == pytest.approx(max(zero, one) / min(zero, one))
+    zero, one = line["world_own_step_s/rank_0"], line["world_own_step_s/rank_1"]
+    assert line["world/own_step_s"] == min(zero, one)
+    assert line["world/slowest_rank"] == int(one > zero)
+    assert line["world/slowest_ratio"] == pytest.approx(max(zero, one) / min(zero, one))
 
 
 def test_a_single_rank_is_compared_with_nobody(tmp_path: Path) -> None:
     run_ranks(1, train, tmp_path)
     text = (tmp_path / "tensorboard" / "metrics.jsonl").read_text()
     assert "train/loss" in text
-    assert "rank" not in text
+    assert "world" not in text

@@ -36,15 +36,15 @@ class Pace:
         self._stragglers.update(own_s)
         slowest, usual = max(range(len(own_s)), key=own_s.__getitem__), usual_of(own_s)
         figures = {
-            "ranks/own_step_s": usual,
-            "ranks/slowest": float(slowest),
-            "ranks/slowest_ratio": own_s[slowest] / usual if usual else float("nan"),
+            "world/own_step_s": usual,
+            "world/slowest_rank": float(slowest),
+            "world/slowest_ratio": own_s[slowest] / usual if usual else float("nan"),
         }
         return figures | (self._curves(own_s) if self.world_size <= MOST_CURVES else {})
 
     def _curves(self, own_s: Sequence[float]) -> dict[str, float]:
         digits = len(str(self.world_size - 1))
-        return {f"ranks_own_step_s/{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s)}
+        return {f"world_own_step_s/rank_{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s)}
 
     @property
     def stragglers(self) -> list[dict[str, Any]]:
