@@ -192,7 +192,7 @@ class TensorBoardSink:
         """As one event: with one for each of them the file would be twice as large."""
         together = self._event.Event().summary
         for tag, value in values.items():
-            together.MergeFrom(self._summary.scalar(tag, float(value)))
+            together.value.add(tag=tag, simple_value=float(value))
         self._add(step, together)
         self._file.flush()
 
