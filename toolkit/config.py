@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.errors import ConfigError, nearest
@@ -157,6 +157,7 @@ class JobConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    notify: list[str] = field(default_factory=list)  #: a command that is called at the run's end, see launch/notify.py
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
@@ -253,6 +254,8 @@ def _check_keys(layer: Any, schema: Any, source: str, prefix: str = "") -> None:
             hint = _nearest_key(full, [f"{prefix}{name}" for name in valid])
             raise ConfigError(f"{source}: unknown key {full!r}; {hint}valid here: {', '.join(sorted(valid))}")
         section = valid[key].default_factory
+        if section is list and not isinstance(layer._get_node(key), ListConfig):
+            raise ConfigError(f"{source}: {full} is a list: [first, second]")
         if section is MISSING or not is_dataclass(section):
             continue
         value = layer._get_node(key)
@@ -340,6 +343,11 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
             "is left to resume from; use 2 or more"
+        )
+    if (config.notify and not config.notify[0]) or any("\0" in word for word in config.notify):
+        raise ConfigError(
+            f"notify: {config.notify!r} is no command: a list of a program and its arguments, such as "
+            "[mail, -s, done, me@example.org]"
         )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     _check_every("checkpoint.every_steps", config.checkpoint.every_steps, None)

@@ -162,12 +162,15 @@ def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str
     assert result["state"] == "cancelled"
 
 
-def test_a_job_that_always_fails_is_given_up_with_its_own_words(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_told(
+    env: dict[str, str], tmp_path: Path
+) -> None:
     project = tmp_path / "project"
     (project / "jobs").mkdir(parents=True)
     (project / "jobs/__init__.py").touch()
     (project / "jobs/broken.py").write_text("def main(config):\n    raise ValueError('no such thing')\n")
-    (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\n")
+    (project / "broken.yaml").write_text("job: jobs.broken\nretry: {max_failures: 1}\nnotify: [sh, tell.sh]\n")
+    (project / "tell.sh").write_text(f'cat; {sys.executable} -m toolkit why "$TOOLKIT_RUN" > told\n')
     done = subprocess.run(
         [*TOOLKIT, "submit", "broken.yaml", "--executor", "local", "--wait"],
         cwd=project,
@@ -180,6 +183,9 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words(env: dict[str, s
     assert "ValueError: no such thing" in done.stdout
     run = the_run(env)
     assert [line["decision"] for line in run.attempts()] == ["restart", "give_up"]
+    wait_for(lambda: nobody_left(env), 30, "the end of the command that tells somebody")
+    assert json.loads((run.logs / "notify.log").read_text()) == run.result()
+    assert "ValueError: no such thing" in (project / "told").read_text()
 
 
 def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, rundir
+from toolkit.cli import slow
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.rundir import RunDir
 
@@ -55,6 +56,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "metrics": result.get("metrics") or progress.get("metrics") or {},
         "nodes": status.get("nodes", []),
         "bad_nodes": status.get("bad_nodes", {}),
+        "stragglers": slow.stragglers(status),
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
@@ -99,7 +101,7 @@ def status_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
-    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows)
+    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows) + _slow_lines(rows)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -115,6 +117,11 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
     lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
     bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
     return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad])
+
+
+def _slow_lines(rows: list[dict[str, Any]]) -> str:
+    texts = ((row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"])
+    return "".join(f"\n{run}: {text}" for run, text in texts if text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.store import newest_step
+from toolkit.cli import slow
 from toolkit.cli.show import table
 from toolkit.launch import ending, nodes
 from toolkit.launch.supervisor import read_error_file
@@ -36,6 +37,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "why": result.get("why") or status.get("why") or last.get("line"),
         "cause": last.get("cause"),
         "first_failure": _first_failure(run, attempts),
+        "nodes": status.get("nodes", []),
+        "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,
         "step_reached": reached,
         "steps_lost": max(0, lost),
@@ -70,6 +73,7 @@ def page(told: dict[str, Any]) -> str:
     """The facts as text."""
     lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
     lines += _failure_lines(told["first_failure"])
+    lines += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:

@@ -44,6 +44,7 @@ from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.intent import Intent
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
+from toolkit.launch.notify import notify
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
@@ -152,6 +153,7 @@ class Supervisor:
                 break
         if self._heir is not None and verdict.decision is not Decision.REQUEUE:
             self._heir.dismiss()
+        notify(self._run)
         return _exit_code(verdict)
 
     def _has_ended(self, last_words: str | None) -> bool:
@@ -509,7 +511,7 @@ class Supervisor:
         patience.persist(lambda: self._write_result(attempt, state, why), self._run.path)
 
     def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
-        first = verdict.first_failure
+        first, slow = verdict.first_failure, attempt.progress.get("stragglers")
         self._run.add_attempt(
             {
                 "attempt": attempt.number,
@@ -528,6 +530,7 @@ class Supervisor:
                 "suspect": _suspected(verdict),
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
                 "line": verdict.line,
+                **({"slow_nodes": slow} if slow else {}),
             }
         )
 
@@ -546,6 +549,7 @@ class Supervisor:
         why = f"{state} before it started again"
         self._run.write_result({"state": state, "attempts": len(self._run.attempts()), "metrics": {}, "why": why})
         self._run.write_status({**self._run.status(), "state": state, "why": why, "ended": time.time()})
+        notify(self._run)
         return code
 
     def _requeue(self) -> bool:
@@ -765,3 +769,4 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     why = f"the supervisor failed: {type(error).__name__}: {error}"
     run.write_result({"state": "failed", "attempts": len(run.attempts()), "metrics": {}, "why": why})
     run.write_status({**run.status(), "state": "failed", "why": why, "ended": time.time()})
+    notify(run)

@@ -189,8 +189,11 @@ class TensorBoardSink:
         self._file.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """As one event: with one for each of them the file would be twice as large."""
+        together = self._event.Event().summary
         for tag, value in values.items():
-            self._add(step, self._summary.scalar(tag, float(value)))
+            together.value.add(tag=tag, simple_value=float(value))
+        self._add(step, together)
         self._file.flush()
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json, State
+from toolkit.metrics.stopwatch import Stopwatch
 
 ModelFactory: TypeAlias = Callable[[], nn.Module]
 OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
@@ -57,6 +58,10 @@ class Strategy(Protocol):
     @property
     def expendable(self) -> frozenset[int]:
         """Ranks whose death does not end the attempt."""
+
+    @property
+    def own_time(self) -> Stopwatch:
+        """Started by the loop as each step begins; stopped in :meth:`step`, before the first wait for another rank."""
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None

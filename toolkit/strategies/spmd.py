@@ -29,6 +29,7 @@ from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, Replicated
 from toolkit.errors import ConfigError
+from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 
@@ -60,6 +61,7 @@ class Spmd:
         self._accumulate = accumulate
         self._compile = compile
         self._buffers_equal = False
+        self.own_time = stopwatch(session.device)
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
@@ -125,6 +127,7 @@ class Spmd:
             with self._ddp.no_sync():
                 self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
         loss = self._forward(last, losses, weights)
+        self.own_time.stop()  # while the last part goes backward, gradients are summed
         total = _WeightSum.start(weights)
         loss.backward()  # type: ignore[no-untyped-call]
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
@@ -180,7 +183,9 @@ class Spmd:
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            self.own_time.start()
             self._forward_backward(batch.to(self._device))
+        self.own_time.take()  # it may have compiled the model
         self._refuse_unused_parameters()
         self._optimizer.zero_grad()
         for buffer, before in zip(self._model.buffers(), buffers, strict=True):

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from toolkit import activity, logs
@@ -17,6 +18,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
 from toolkit.metrics.meters import Throughput
+from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.optim import Schedule
@@ -82,7 +84,8 @@ class Trainer:
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
         self._throughput = Throughput(window=config.log_every)
-        self._loss = LossWindow()
+        self._loss = LossWindow(session.rank, session.world_size)
+        self._pace = Pace(session)
         self._sink: Sink = NullSink()
         self._metrics: dict[str, float] = {}
         self._step = 0
@@ -120,6 +123,7 @@ class Trainer:
         self._throughput.reset()
         while self._goes_on():
             n = self._step
+            self._strategy.own_time.start()
             reseed(self._config.seed, n, share)
             self._doing.phase = activity.WAITING_FOR_DATA
             batch = self._loader.at(n)
@@ -182,12 +186,13 @@ class Trainer:
     def _log(self) -> None:
         """The only place where the host waits for the device."""
         self._doing.phase = activity.LOGGING
-        loss = self._loss.take()
+        loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/loss": loss,
             "train/lr": self._lr(self._step - 1),
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
+            **self._pace.compare(own_s),
         }
         self._metrics["train/loss"] = loss
         self._sink.scalars(self._step, values)
@@ -228,6 +233,7 @@ class Trainer:
             "data_wait_fraction": self._throughput.data_wait_fraction,
             "save_s": round(self._checkpoints.save_s, 3),
             "eta_s": self._throughput.eta_s(self._total - self._step),
+            "stragglers": self._pace.stragglers,
             "metrics": dict(self._metrics),
         }
         self._session.progress(**progress)
@@ -248,7 +254,8 @@ def _figures(value: Any) -> dict[str, float]:
 class LossWindow:
     """The mean of the global loss over the steps since it was last taken; kept on the device until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
         self._sum: Tensor | None = None
         self._steps = 0
 
@@ -257,10 +264,13 @@ class LossWindow:
         self._sum = loss.clone() if self._sum is None else self._sum.add_(loss)
         self._steps += 1
 
-    def take(self) -> float:
-        """The mean, equal on every rank; a collective and a host sync. NaN when no step was added."""
-        if self._sum is None:
-            return float("nan")
-        mean = sum_across_ranks(self._sum).item() / self._steps
+    def take(self, figure: float) -> tuple[float, list[float]]:
+        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync."""
+        assert self._sum is not None, "a step comes before each logging step"
+        both = torch.zeros(1 + self._world_size, dtype=torch.float64, device=self._sum.device)
+        both[0] = self._sum
+        both[1 + self._rank] = figure
+        loss, *figures = sum_across_ranks(both).tolist()
+        mean = loss / self._steps
         self._sum, self._steps = None, 0
-        return mean
+        return mean, figures

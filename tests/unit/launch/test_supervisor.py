@@ -118,6 +118,19 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
     assert (result["state"], result["step"], result["metrics"]) == ("completed", 10, {"eval/accuracy": 0.5})
 
 
+def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunDir) -> None:
+    slow = [{"host": "node2", "ranks": [3], "ratio": 1.6, "since": 1.0, "until": None}]
+
+    def crawls(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0, stragglers=slow)
+        ranks.events.put(ended(1))
+
+    assert supervise(run, Ranks(crawls, completes)) == 0
+    first, second = run.attempts()
+    assert first["slow_nodes"] == slow
+    assert "slow_nodes" not in second
+
+
 def test_two_ranks_named_in_the_first_line_end_the_attempt_too(run: RunDir) -> None:
     ranks = Ranks(lambda r: r.events.put(ended(2, 3)), completes)
     assert supervise(run, ranks) == 0

@@ -1,0 +1,120 @@
+"""A node that is slow for long, really slow: its rank gets a fraction of the processor, by SIGSTOP and SIGCONT."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.box import Box
+from tests.slurm.site import END_S, Site, reached
+from tests.slurm.test_stop import slow_project
+from tests.waiting import wait_for
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+#: A rank on the slow node is frozen for this long of each period.
+FROZEN_S, PERIOD_S = 0.12, 0.16
+#: The reference job, slowed down, and "for long" brought down to the seconds of a test.
+QUICK = """
+from functools import partial
+from toolkit.metrics import pace
+from jobs import slow
+def main(config):
+    pace.Stragglers = partial(pace.Stragglers, span_s=4.0)
+    return slow.main(config)
+"""
+
+
+@contextmanager
+def throttled(pid: int) -> Iterator[None]:
+    """The process runs a quarter of the time only."""
+    done = threading.Event()
+
+    def throttle() -> None:
+        while not done.wait(PERIOD_S - FROZEN_S):
+            os.kill(pid, signal.SIGSTOP)
+            done.wait(FROZEN_S)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def rank_on(box: Box, node: str) -> int:
+    """The process of the only rank there."""
+    return next(pid for pid, command in box.processes(node) if "toolkit run" in command)
+
+
+def slow_now(run: RunDir) -> list[dict[str, Any]]:
+    told = (run.status().get("progress") or {}).get("stragglers") or []
+    return [entry for entry in told if entry["until"] is None]
+
+
+def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: Site) -> None:
+    project = slow_project(site, 0.02)
+    (project / "jobs/quick.py").write_text(QUICK)
+    size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify=[sh, -c, 'echo $TOOLKIT_STATE']"]
+    site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)
+    run = site.only_run()
+    reached(run, 40)
+    with throttled(rank_on(site.box, "node3")):
+        (entry,) = wait_for(lambda: slow_now(run), END_S, "the slow node's name")
+        status = site.run("toolkit", "status", run.id)
+        print(status)
+    assert (entry["host"], entry["ranks"]) == ("node3", [2])
+    assert entry["ratio"] > 1.3
+    assert "node3 (rank 2) is " in status
+    wait_for(lambda: not slow_now(run), END_S, "its recovery")
+    assert " times slower" not in site.run("toolkit", "status", run.id)
+    site.run("toolkit", "stop", run.id)
+    site.box.wait_job(str(run.submission()["job_id"]), END_S)
+    why = site.run("toolkit", "why", run.id)
+    print(why)
+    assert "slow: node3 (rank 2) was " in why
+    assert "cluster.exclude=node3" in why
+    (attempt,) = run.attempts()
+    assert [slow["host"] for slow in attempt["slow_nodes"]] == ["node3"]
+    assert (run.logs / "notify.log").read_text() == "stopped\n"
+
+
+def test_the_error_files_of_a_foreign_script_lie_in_the_runs_logs_and_are_told(site: Site) -> None:
+    """torch's own ``record`` writes them, where it finds TORCHELASTIC_ERROR_FILE."""
+    script = site.folder / "train.py"
+    script.write_text(FOREIGN)
+    overrides = ["cluster.nodes=2", "cluster.tasks_per_node=2", "retry.max_failures=0"]
+    out = site.run("toolkit", "exec", *overrides, "--wait", "--", "python", str(script), check=False)
+    run = site.only_run()
+    files = sorted(path.name for path in run.attempt_logs(1).glob("error-*.json"))
+    assert files == ["error-1.json", "error-3.json"], out
+    why = site.run("toolkit", "why", run.id)
+    print(why)
+    assert "first failure: rank 1 on node1, attempt 1: ValueError: rank 1 has no data" in why
+    assert "1 other ranks failed after it" in why
+    assert str(Path(run.path) / "logs/attempt-001/rank-1.log") in why
+
+
+FOREIGN = """
+import os, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    rank = int(os.environ["RANK"])
+    if rank % 2 == 0:
+        time.sleep(600)
+    time.sleep(rank * 0.1)
+    raise ValueError(f"rank {rank} has no data")
+main()
+"""

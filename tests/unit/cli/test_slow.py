@@ -1,0 +1,87 @@
+"""What `status` and `why` say about nodes that are slow for long."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import rundir
+from toolkit.cli import main as cli
+from toolkit.cli import show
+from toolkit.errors import EXIT_DONE
+from toolkit.rundir import RunDir
+
+NOW = time.time()
+NODES = [f"node{number:02}" for number in range(1, 5)]
+SLOW = {"host": "node03", "ranks": [12, 13, 14, 15], "ratio": 1.61, "since": NOW - 720.0, "until": None}
+RECOVERED = {"host": "node01", "ranks": [2], "ratio": 3.0, "since": NOW - 900.0, "until": NOW - 810.0}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(show, "SILENT_S", 3600.0)  # NOW was when the tests began
+    made = rundir.create("digits")
+    made.config.write_text("")
+    return made
+
+
+def stands(run: RunDir, *stragglers: dict[str, Any], nodes: list[str] = NODES, **more: Any) -> None:
+    progress = {"step": 30, "stragglers": list(stragglers)}
+    run.write_status({"state": "running", "nodes": nodes, "updated": NOW, "progress": progress, **more})
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert cli.main(argv) == EXIT_DONE
+    return [line for line in capsys.readouterr().out.splitlines() if "slow" in line]
+
+
+def test_status_names_who_is_slow_now(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stands(run, RECOVERED, SLOW)
+    expected = f"{run.id}: node03 (ranks 12-15) is 1.6 times slower than the others for 12 min"
+    assert told(capsys, "status") == [expected]
+
+
+def test_status_as_json_has_all_of_them(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stands(run, RECOVERED, SLOW)
+    assert cli.main(["status", "--json"]) == EXIT_DONE
+    (row,) = json.loads(capsys.readouterr().out)
+    assert [(s["host"], s["slow_s"], s["until"] is None) for s in row["stragglers"]] == [
+        ("node01", 90.0, False),
+        ("node03", 720.0, True),
+    ]
+
+
+@pytest.mark.parametrize("stragglers", [[RECOVERED], []])
+def test_status_says_nothing_where_nobody_is_slow(
+    run: RunDir, stragglers: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stands(run, *stragglers)
+    assert told(capsys, "status") == []
+
+
+def test_why_names_who_was_slow_and_what_to_do(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stands(run, RECOVERED, SLOW)
+    assert told(capsys, "why", run.id) == [
+        "slow: node01 (rank 2) was 3.0 times slower than the others for 90 s",
+        "slow: node03 (ranks 12-15) is 1.6 times slower than the others for 12 min",
+        "  all ranks wait for the slowest: see what else runs there, and how hot it is; "
+        "to leave it out: cluster.exclude=node[01,03]",
+    ]
+
+
+def test_after_the_end_nobody_is_slow_any_more(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stands(run, SLOW, state="failed", ended=NOW - 120.0)
+    assert told(capsys, "status") == []
+    assert told(capsys, "why", run.id)[0] == (
+        "slow: node03 (ranks 12-15) was 1.6 times slower than the others for 10 min"
+    )
+
+
+def test_the_only_node_of_a_run_cannot_be_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    stands(run, SLOW, nodes=["node03"])
+    assert not [line for line in told(capsys, "why", run.id) if "exclude" in line]

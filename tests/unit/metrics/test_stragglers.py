@@ -1,0 +1,97 @@
+"""Who is slow for long, by a clock that the test moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from toolkit.metrics.stragglers import Stragglers, usual_of
+
+EVEN = (1.0, 1.05, 0.95, 1.0)
+
+
+class World:
+    """Two ranks on a node, a window every 15 s."""
+
+    def __init__(self, ranks_per_node: int = 2) -> None:
+        self.now = 1000.0
+        self.asked: list[int] = []
+        self._per_node = ranks_per_node
+        self._stragglers = Stragglers(self.host_of, clock=lambda: self.now)
+
+    def host_of(self, rank: int) -> str:
+        self.asked.append(rank)
+        return f"node{1 + rank // self._per_node}"
+
+    def windows(self, count: int, own_s: Sequence[float], every_s: float = 15.0) -> None:
+        for _ in range(count):
+            self.now += every_s
+            self._stragglers.update(own_s)
+
+    def named(self) -> list[dict[str, Any]]:
+        return [straggler.as_json() for straggler in self._stragglers.named()]
+
+    def slow(self) -> dict[str, list[int]]:
+        return {entry["host"]: entry["ranks"] for entry in self.named() if entry["until"] is None}
+
+
+def test_a_node_is_named_with_its_ranks_how_slow_and_since_when() -> None:
+    world = World()
+    world.windows(10, EVEN)
+    world.windows(20, (1.0, 1.0, 1.6, 1.6))
+    assert world.named() == [{"host": "node2", "ranks": [2, 3], "ratio": 1.6, "since": 1150.0, "until": None}]
+    assert set(world.asked) == {2, 3}  # a host is a question to the store
+
+
+def test_one_slow_rank_of_a_node_is_named_alone_for_all_others_wait_for_it() -> None:
+    world = World(ranks_per_node=4)
+    world.windows(5, (1.0,) * 6 + (1.5, 1.0))
+    assert world.slow() == {"node2": [6]}
+
+
+@pytest.mark.parametrize(
+    ("count", "every_s"),
+    [(4, 60.0), (5, 11.0), (50, 1.0)],
+    ids=["few windows", "too short", "many and still too short"],
+)
+def test_slow_for_a_moment_is_not_slow(count: int, every_s: float) -> None:
+    world = World()
+    world.windows(count, (1.0, 1.0, 1.0, 3.0), every_s)
+    assert world.named() == []
+
+
+def test_a_window_in_between_at_the_others_speed_starts_the_count_again() -> None:
+    world = World()
+    for _ in range(10):
+        world.windows(4, (1.0, 1.0, 1.0, 3.0))
+        world.windows(1, EVEN)
+    assert world.named() == []
+
+
+def test_who_has_recovered_is_slow_no_more_and_remembered() -> None:
+    world = World()
+    world.windows(6, (2.0, 1.0, 1.0, 1.0))
+    assert world.slow() == {"node1": [0]}
+    world.windows(1, EVEN)
+    assert world.slow() == {}
+    world.windows(20, EVEN)
+    assert world.named() == [{"host": "node1", "ranks": [0], "ratio": 2.0, "since": 1000.0, "until": 1105.0}]
+
+
+def test_what_is_usual_for_all_is_slow_for_nobody() -> None:
+    world = World()
+    for seconds in (1.0, 5.0, 0.2):  # the shared disk has its days
+        world.windows(10, (seconds,) * 4)
+    world.windows(10, (0.0,) * 4)
+    assert world.named() == []
+
+
+@pytest.mark.parametrize(
+    ("own_s", "usual"),
+    [([1.0, 3.0], 1.0), ([1.0, 2.0, 3.0], 1.5), ([1.0, 1.0, 9.0, 9.0], 1.0), ([5.0], 0.0)],
+    ids=["two", "three", "half of them slow", "alone"],
+)
+def test_the_usual_time_is_the_others(own_s: list[float], usual: float) -> None:
+    assert usual_of(own_s) == usual

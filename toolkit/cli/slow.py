@@ -1,0 +1,44 @@
+"""How `status` and `why` speak of nodes that are slow for long; the facts are rank 0's, see `toolkit.metrics.pace`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.cluster import hostlist
+
+
+def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the newest attempt, with ``slow_s`` and, for those that are slow now, ``until`` None."""
+    now, told = status.get("updated") or 0.0, (status.get("progress") or {}).get("stragglers") or []
+    untils = [entry["until"] or status.get("ended") for entry in told]
+    return [
+        {**entry, "until": until, "slow_s": round((until or now) - entry["since"], 1)}
+        for entry, until in zip(told, untils, strict=True)
+    ]
+
+
+def remark(slow: Sequence[Mapping[str, Any]]) -> str:
+    """Those that are slow now, in a few words; empty if none is."""
+    return "; ".join(_what(entry) for entry in slow if entry["until"] is None)
+
+
+def lines(slow: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
+    """Each node that is or was slow for long, and what to do about them."""
+    if not slow:
+        return []
+    hosts = hostlist.compress(sorted(entry["host"] for entry in slow))
+    leave_out = f"; to leave it out: cluster.exclude={hosts}" if len(nodes) > len(slow) else ""
+    look = f"  all ranks wait for the slowest: see what else runs there, and how hot it is{leave_out}"
+    return [*(f"slow: {_what(entry)}" for entry in slow), look, ""]
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    verb = "is" if entry["until"] is None else "was"
+    ranks = hostlist.compress(map(str, entry["ranks"])).strip("[]")
+    who = f"{entry['host']} (rank{'s' * (len(entry['ranks']) > 1)} {ranks})"
+    return f"{who} {verb} {entry['ratio']:.1f} times slower than the others for {_span(entry['slow_s'])}"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

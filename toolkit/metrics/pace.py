@@ -1,0 +1,59 @@
+"""The ranks' own step times beside each other: what TensorBoard gets, and who is slow for long.
+
+A rank's own time of a step is what no other rank can lengthen: getting its data and the forward pass, up to where the
+last backward pass begins to wait for the others' gradients. It shows a slow CPU, GPU, disk or loader; a slow network it
+does not show, for that is waiting on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from toolkit.dist.session import Session
+from toolkit.metrics.stragglers import Stragglers, usual_of
+
+#: In a larger world a curve for each rank would fill the event file and no screen could show them.
+MOST_CURVES = 64
+
+
+class Pace:
+    """What rank 0 makes of everybody's own time of a step."""
+
+    def __init__(self, session: Session) -> None:
+        self.rank, self.world_size = session.rank, session.world_size
+        self._store = session.store
+        self._store.set(_host_key(self.rank), os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        self._stragglers = Stragglers(cache(self._host_of))
+
+    def compare(self, own_s: Sequence[float]) -> dict[str, float]:
+        """Scalars about the own seconds a step of all ranks, none of a single one. Of use on rank 0 only."""
+        if self.rank != 0 or self.world_size == 1:
+            return {}
+        self._stragglers.update(own_s)
+        slowest, usual = max(range(len(own_s)), key=own_s.__getitem__), usual_of(own_s)
+        figures = {
+            "world/own_step_s": usual,
+            "world/slowest_rank": float(slowest),
+            "world/slowest_ratio": own_s[slowest] / usual if usual else float("nan"),
+        }
+        return figures | (self._curves(own_s) if self.world_size <= MOST_CURVES else {})
+
+    def _curves(self, own_s: Sequence[float]) -> dict[str, float]:
+        digits = len(str(self.world_size - 1))
+        return {f"world_own_step_s/rank_{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s)}
+
+    @property
+    def stragglers(self) -> list[dict[str, Any]]:
+        """The nodes that are or were slow for long."""
+        return [straggler.as_json() for straggler in self._stragglers.named()]
+
+    def _host_of(self, rank: int) -> str:
+        return self._store.get(_host_key(rank)).decode()
+
+
+def _host_key(rank: int) -> str:
+    return f"toolkit/host/{rank}"

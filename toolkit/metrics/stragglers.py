@@ -1,0 +1,112 @@
+"""Which ranks are slow for long, from each rank's own time a step: a pure class, fed at the logging steps.
+
+In synchronous training every rank has the same wall time, that of the slowest. Its *own* time is what it spends before
+it waits for anybody (see :class:`toolkit.metrics.pace.Pace`), so the others' stays what it was beside a slow one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+#: Slow is above this multiple of the other ranks' median. Ranks on equal hardware differ by a few per cent, on a busy
+#: shared node by ten or twenty; a throttled GPU, a failing disk or somebody else's job on the CPUs costs more.
+SLOW_RATIO = 1.3
+#: For long: in this many logging windows in a row that span this many seconds. A data set's cold start, a burst on the
+#: shared disk and a garbage collection pass before.
+WINDOWS, SPAN_S = 5, 60.0
+
+
+@dataclass
+class _Streak:
+    """Windows in a row in which a rank was slow."""
+
+    since: float
+    windows: int = 0
+    ratios: float = 0.0
+    until: float | None = None  #: when it ended; None: it goes on
+
+    @property
+    def ratio(self) -> float:
+        return self.ratios / self.windows
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A node with ranks that are, or were, slow for long. Times in seconds since the epoch."""
+
+    host: str
+    ranks: tuple[int, ...]
+    ratio: float  #: to the other ranks, the mean over ``since`` to ``until``, of its ranks the median
+    since: float
+    until: float | None  #: None while it is slow
+
+    def as_json(self) -> dict[str, Any]:
+        """For the rank's report."""
+        return {**asdict(self), "ranks": list(self.ranks), "ratio": round(self.ratio, 2)}
+
+
+class Stragglers:
+    """Names the nodes whose ranks are slow for long, and remembers those that have recovered since.
+
+    The unit is the rank: of a node with one throttled GPU only that rank is slow, and all others wait for it.
+    ``host_of`` is asked about slow ranks only.
+    """
+
+    def __init__(
+        self,
+        host_of: Callable[[int], str],
+        *,
+        ratio: float = SLOW_RATIO,
+        windows: int = WINDOWS,
+        span_s: float = SPAN_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._host_of = host_of
+        self._ratio = ratio
+        self._windows = windows
+        self._span_s = span_s
+        self._clock = clock
+        self._began = clock()
+        self._running: dict[int, _Streak] = {}
+        self._named: dict[int, _Streak] = {}
+
+    def update(self, own_s: Sequence[float]) -> None:
+        """A window has ended in which a step took rank r ``own_s[r]`` seconds of its own."""
+        now, usual = self._clock(), usual_of(own_s)
+        for rank, seconds in enumerate(own_s):
+            if seconds > self._ratio * usual > 0.0:
+                self._was_slow(rank, seconds / usual, now)
+            elif rank in self._running:
+                self._running.pop(rank).until = now
+        self._began = now
+
+    def _was_slow(self, rank: int, ratio: float, now: float) -> None:
+        streak = self._running.setdefault(rank, _Streak(self._began))
+        streak.windows += 1
+        streak.ratios += ratio
+        if streak.windows >= self._windows and now - streak.since >= self._span_s:
+            self._named[rank] = streak
+
+    def named(self) -> list[Straggler]:
+        """Every node that was named so far, by its last time, in the order of the ranks."""
+        by_host = defaultdict(list)
+        for rank in sorted(self._named):
+            by_host[self._host_of(rank)].append(rank)
+        return [self._straggler(host, ranks) for host, ranks in by_host.items()]
+
+    def _straggler(self, host: str, ranks: Sequence[int]) -> Straggler:
+        """Of the ranks that are slow now, if any still is."""
+        still = [rank for rank in ranks if self._named[rank].until is None] or ranks
+        streaks = [self._named[rank] for rank in still]
+        until = max((s.until for s in streaks if s.until is not None), default=None)
+        return Straggler(host, tuple(still), median(s.ratio for s in streaks), min(s.since for s in streaks), until)
+
+
+def usual_of(own_s: Sequence[float]) -> float:
+    """The median of all but the slowest: of two ranks the faster one, of many the same as the median of all."""
+    return median(sorted(own_s)[:-1]) if len(own_s) > 1 else 0.0
