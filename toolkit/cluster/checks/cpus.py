@@ -105,14 +105,14 @@ def check_taken(asked: int, use: Use | None = None, online: int | None = None) -
     severity = _severity(min(taken, strangers), asked)
     if severity != "ok":
         text = (
-            f"processes outside of any job ask for {strangers:.1f} of its {online} CPUs, of which the ranks need {asked} "
+            f"processes of no job ask for {strangers:.1f} of its {online} CPUs, of which the ranks need {asked} "
             f"({_names(use.strangers)}): end them, or have the node drained"
         )
         return Finding("cpus taken", severity, f"{strangers:.1f}", text)
     if _severity(taken, asked) == "bad":
         text = (
-            f"other jobs ask for {use.other_jobs:.1f} of its {online} CPUs, of which the ranks need {asked}: the site does "
-            "not confine jobs to their CPUs; ask for whole nodes (cluster.exclusive=true)"
+            f"other jobs ask for {use.other_jobs:.1f} of its {online} CPUs, of which the ranks need {asked}: the site "
+            "does not confine jobs to their CPUs; ask for whole nodes (cluster.exclusive=true)"
         )
         return Finding("cpus taken", "warning", f"{use.other_jobs:.1f}", text)
     return ok("cpus taken", f"{max(0.0, taken):.1f}")

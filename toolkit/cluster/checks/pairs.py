@@ -25,6 +25,8 @@ CONNECT_S = 5.0
 EXCHANGE_S = 5.0
 _CHECKSUM = struct.Struct("!I")
 _BYTES = 8 * COUNT
+#: In both directions together.
+EXCHANGED_BYTES = 2 * _BYTES
 
 
 def partners(nodes: int) -> list[tuple[int, int]]:
