@@ -427,6 +427,12 @@ def srun_argv(step: Step) -> list[str]:
     ]
 
 
+def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
+    """The command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each, from a login node."""
+    size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
+
+
 # --------------------------------------------------------------------------------------------------------- parsing
 
 #: Fields that take the rest of their line: users write spaces and ``=`` into them.

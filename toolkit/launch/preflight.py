@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,15 +29,15 @@ from typing import Any, Protocol, TypeVar
 from toolkit import fsio
 from toolkit.cluster import hostlist
 from toolkit.cluster.checks import LAUNCHER, Finding, Request, ok, pairs, storage
-from toolkit.cluster.commands import Step, srun_argv, step_environment
+from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
 from toolkit.launch.steps import tethered
 
 #: The whole of it, whatever hangs.
 LIMIT_S = 30.0
 #: Nodes that have not said by then where they listen are left out of the pairs.
-GATHER_S = 15.0
+GATHER_S = 12.0
 #: What the caller does on the shared folder itself.
-FOLDER_LIMIT_S = 5.0
+FOLDER_LIMIT_S = 4.0
 #: Off from the other nodes; logs and time stamps of files are then wrong, and soon credentials are refused.
 BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
 #: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
@@ -115,6 +115,7 @@ class Talk(Protocol):
     """The checks that run on the nodes."""
 
     events: Events
+    began: float  #: on our clock
 
     def send(self, line: str) -> None:
         """To every node."""
@@ -142,6 +143,17 @@ def srun_step(hosts: Sequence[str], environ: Mapping[str, str]) -> Start:
     return start
 
 
+def srun_job(nodes: int, options: Sequence[str], environ: Mapping[str, str]) -> Start:
+    """Starts the checks on nodes that Slurm chooses, and waits until it has."""
+
+    def start(request: Request) -> Talk:
+        talk = SubprocessTalk(srun_nodes_argv(_command(request), nodes, options), environ)
+        talk.wait_for_a_word()
+        return talk
+
+    return start
+
+
 def this_machine(environ: Mapping[str, str]) -> Start:
     """Starts the checks here, without Slurm."""
     return lambda request: SubprocessTalk(_command(request), environ)
@@ -159,6 +171,8 @@ class SubprocessTalk:
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
+        self.began = time.time()
+        self._has_spoken = threading.Event()
         self._process = subprocess.Popen(
             tethered(argv, signal.SIGTERM),
             env=environ,
@@ -180,10 +194,16 @@ class SubprocessTalk:
         for line in self._process.stdout:
             label, colon, text = line.partition(": ")
             is_labelled = bool(colon) and label.strip().isdigit()
+            self._has_spoken.set()
             self.events.put(Said(int(label) if is_labelled else 0, text if is_labelled else line, time.time()))
         self._process.wait()
         self._stderr.join(timeout=1.0)
         self.events.put(Ended(tuple(self._errors)))
+        self._has_spoken.set()
+
+    def wait_for_a_word(self) -> None:
+        """Until a node says something, or none will."""
+        self._has_spoken.wait()
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -252,7 +272,7 @@ class Conversation:
     def __init__(self, hosts: Sequence[str], talk: Talk, limit_s: float) -> None:
         self._nodes = [Heard(host) for host in hosts]
         self._talk = talk
-        self._asked = time.time()
+        self._asked = talk.began
         self._deadline = time.monotonic() + limit_s
         self._gather_until = time.monotonic() + min(GATHER_S, limit_s / 2)
         self._exchanges: dict[pairs.Pair, pairs.Exchange] = {}
@@ -329,7 +349,6 @@ def check_nodes(
     spare, which has to do for any of the others. In an allocation ``environ`` is that of the batch script, and the
     caller stands on ``hosts[0]``; without Slurm there is one host, this machine.
     """
-    began = time.monotonic()
     shared = SharedFolder(folder)
     request = Request(
         folder=str(shared.path),
@@ -340,11 +359,11 @@ def check_nodes(
         pairs=len(hosts) > 1,
     )
     start = start or (srun_step(hosts, environ) if "SLURM_JOB_ID" in environ else this_machine(environ))
-    return examine(shared, hosts, request, start, began + limit_s, trusted=hosts[0])
+    return examine(shared, hosts, request, start, limit_s, trusted=hosts[0])
 
 
 def examine(
-    shared: SharedFolder, hosts: Sequence[str], request: Request, start: Start, deadline: float, trusted: str | None
+    shared: SharedFolder, hosts: Sequence[str], request: Request, start: Start, limit_s: float, trusted: str | None
 ) -> Report:
     """Have ``request`` carried out on ``hosts`` and judge; ``trusted`` is the one on which we stand."""
     began = time.monotonic()
@@ -352,7 +371,8 @@ def examine(
         in_the_way = shared.prepare()
         if in_the_way is not None:
             return _prevented(hosts, in_the_way, time.monotonic() - began)
-        outcome = Conversation(hosts, start(request), deadline - time.monotonic()).outcome()
+        left_s = limit_s - FOLDER_LIMIT_S - (time.monotonic() - began)
+        outcome = Conversation(hosts, start(request), left_s).outcome()
         shared.read_answers(outcome.nodes)
     except OSError as error:
         return _prevented(hosts, str(error), time.monotonic() - began)
@@ -380,25 +400,28 @@ class SharedFolder:
         fsio.make_dir(self.path)
         fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
 
-    def read_answers(self, nodes: Iterable[Heard]) -> None:
+    def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Replace the finding of each node whose word is not to be seen here."""
-        for node in nodes:
-            for index, finding in enumerate(node.findings):
-                if finding.check == "shared folder" and finding.severity == "ok":
-                    node.findings[index] = self._read_answer(node.name) or finding
-
-    def _read_answer(self, name: str) -> Finding | None:
         try:
-            answer = _within(FOLDER_LIMIT_S, lambda: storage.read_soon(self.path / name, self.token))
-        except OSError as error:
-            answer = str(error)
-        if answer == self.token:
-            return None
+            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes]))
+        except OSError:  # it hangs here, since the nodes were asked
+            unseen = set()
         text = (
             f"what it writes to {self.path.parent} is not seen on {socket.gethostname()}: it has another folder there, "
             "or a stale one; have its file system mounted anew"
         )
-        return Finding("shared folder", "bad", "differs", text)
+        for node in nodes:
+            if node.name in unseen and ok("shared folder", storage.SAME) in node.findings:
+                node.findings.remove(ok("shared folder", storage.SAME))
+                node.findings.append(Finding("shared folder", "bad", "differs", text))
+
+    def _unseen(self, names: Sequence[str]) -> set[str]:
+        deadline = time.monotonic() + storage.SEEN_WITHIN_S
+        return {
+            name
+            for name in names
+            if storage.read_soon(self.path / name, self.token, deadline - time.monotonic()) != self.token
+        }
 
     def remove(self) -> None:
         """Not worth an error: it is a few bytes in a folder of the run."""

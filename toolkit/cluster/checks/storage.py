@@ -12,6 +12,7 @@ from toolkit.cluster.checks import Finding, ok
 #: A node of a cluster with NFS may see a new file this much later than the one that wrote it.
 SEEN_WITHIN_S = 3.0
 TOKEN = "token"
+SAME = "same"
 #: Free bytes and inodes below which a run cannot go on, and below which it will not for long.
 BAD_BYTES, WARNING_BYTES = 100 * 2**20, 2**30
 BAD_INODES, WARNING_INODES = 100, 10_000
@@ -20,7 +21,7 @@ BAD_INODES, WARNING_INODES = 100, 10_000
 def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WITHIN_S) -> Finding:
     """Whether the caller's token can be read in ``folder``; leaves an answer there for the caller to read."""
     wrong = _reading(folder, token, within_s) or _writing(folder / node, token)
-    return Finding("shared folder", "bad", "bad", wrong) if wrong else ok("shared folder", "same")
+    return Finding("shared folder", "bad", "bad", wrong) if wrong else ok("shared folder", SAME)
 
 
 def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str | None:
