@@ -30,6 +30,7 @@ RANKS = {
     "metrics": 3,
     "strategies": 4,
     "train": 5,
+    "diagnose": 6,
     "cli": 7,
 }
 #: config.validate asks the torch-free catalogue whether the data are there; rank 0 holds config because all read it.
@@ -67,7 +68,9 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("part", ["errors", "fsio", "logs", "rundir", "stacks", "config", "cluster", "launch", "cli"])
+@pytest.mark.parametrize(
+    "part", ["errors", "fsio", "logs", "rundir", "stacks", "config", "cluster", "launch", "diagnose", "cli"]
+)
 def test_login_node_modules_never_import_torch(part: str) -> None:
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
     for path in files:

@@ -134,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     env = _add(commands, "env", _env, "the placement that this process derives, and from what")
     env.add_argument("--json", action="store_true", help="one JSON document")
 
+    doctor = _add(commands, "doctor", _doctor, "check nodes as every job does before its ranks start")
+    doctor.usage = "toolkit doctor [--nodes N] [--json] [CONFIG] [key=value ...]"
+    doctor.add_argument("overrides", nargs="*", metavar="[CONFIG] [key=value]", help="such as cluster.partition=gpu")
+    doctor.add_argument("--nodes", type=int, help="default: those of this allocation, or cluster.nodes")
+    doctor.add_argument("--json", action="store_true", help="one JSON document")
+
     data = _add(commands, "data", _data_fetch, "data sets: `toolkit data fetch NAME`, on the login node")
     data.add_argument("verb", choices=["fetch"])
     data.add_argument("name", metavar="NAME")
@@ -262,6 +268,22 @@ def _env(args: argparse.Namespace) -> int:
     facts = show.environment_facts()
     print(json.dumps(facts, indent=2) if args.json else show.environment_table(facts))
     return EXIT_DONE
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from toolkit import config as configs
+    from toolkit import logs
+    from toolkit.cli import show
+    from toolkit.diagnose import doctor
+
+    files = [word for word in args.overrides if "=" not in word]
+    if len(files) > 1 or (args.nodes or 1) < 1:
+        raise RequestError("toolkit doctor: one CONFIG at most, then key=value; --nodes takes 1 or more")
+    logs.setup()
+    config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])
+    report = doctor.examine(config, args.nodes)
+    print(show.as_json(doctor.as_dict(report)) if args.json else show.nodes_page(doctor.rows(report), report.summary()))
+    return EXIT_DONE if report.is_fine else EXIT_FAILED
 
 
 def _data_fetch(args: argparse.Namespace) -> int:

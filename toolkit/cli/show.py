@@ -130,6 +130,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+def nodes_page(rows: Sequence[Sequence[str]], lines: Sequence[str]) -> str:
+    """What `toolkit doctor` found: a row for each node, then what is wrong."""
+    return "\n".join([*([table(rows), ""] if len(rows) > 1 else []), *lines])
+
+
 # --------------------------------------------------------------------------------------------------------------- logs
 
 

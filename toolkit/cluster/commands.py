@@ -417,8 +417,8 @@ class Step:
 
     command: Sequence[str]
     hosts: Sequence[str]
-    cpus_per_task: int
-    output: str  #: srun's file name pattern, such as ``logs/rank-%t.log``
+    cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step beside others may have
+    output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
     name: str | None = None  #: by which `SlurmCommands.find_step` finds it
     mpi: str | None = None
     overlap: bool = False  #: beside running ranks; without it such a step waits for ever
@@ -429,18 +429,17 @@ def srun_argv(step: Step) -> list[str]:
     """The command line of ``step``; its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
 
     srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): the first rank to stop cleanly would otherwise take
-    the others with it. ``--cpus-per-task`` always: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the host file
-    says which they are, and 24.11 refuses both together.
+    the others with it. ``--cpus-per-task`` always for ranks: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the
+    host file says which they are, and 24.11 refuses both together.
     """
     return [
         "srun",
         f"--ntasks={len(step.hosts)}",
-        f"--cpus-per-task={step.cpus_per_task}",
+        *([] if step.cpus_per_task is None else [f"--cpus-per-task={step.cpus_per_task}"]),
         "--distribution=arbitrary",
         "--kill-on-bad-exit=0",
         "--wait=0",
-        f"--output={step.output}",
-        "--open-mode=append",
+        *([] if step.output is None else [f"--output={step.output}", "--open-mode=append"]),
         "--export=ALL",
         *([f"--job-name={step.name}"] if step.name else []),
         *([f"--mpi={step.mpi}"] if step.mpi else []),
@@ -448,6 +447,12 @@ def srun_argv(step: Step) -> list[str]:
         *step.extra,
         *step.command,
     ]
+
+
+def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
+    """The command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each, from a login node."""
+    size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 
 
 # --------------------------------------------------------------------------------------------------------- parsing

@@ -57,6 +57,23 @@ def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
     return _read_interface(sysfs, name, address)
 
 
+def rank_address(environ: Mapping[str, str], peer: str) -> str:
+    """This node's address on the interface that a rank with this environment uses, see `rank_network_environment`."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not named:
+        address = interface_for(peer).address
+        assert address is not None
+        return address
+    try:
+        index = socket.if_nametoindex(named)
+    except OSError:
+        raise ToolkitError(f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no such interface") from None
+    addresses = sorted((address for address, owner in _netlink_addresses() if owner == index), key=lambda a: ":" in a)
+    if not addresses:
+        raise ToolkitError(f"GLOO_SOCKET_IFNAME={named}: this interface of {socket.gethostname()} has no address")
+    return addresses[0]
+
+
 def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
     """Every interface of this node by name."""
     return [_read_interface(sysfs, path.name) for path in _entries(sysfs / "class/net")]

@@ -375,6 +375,20 @@ def _outlives_nodes(config: JobConfig) -> bool:
     return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
+#: Flags of sbatch without a key of their own that decide whether and where srun gets nodes.
+_PLACING = ("nodelist", "reservation", "wckey", "licenses")
+
+
+def srun_options(config: JobConfig) -> list[str]:
+    """What ``cluster`` says about which nodes, as options for an srun on the login node that holds them for seconds."""
+    cluster = config.cluster
+    values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
+    values |= {name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude")}
+    values |= {name: cluster.extra.get(name) for name in _PLACING}
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*options, "--exclusive"] if cluster.exclusive else options
+
+
 def _text(value: Any) -> Any:
     """submitit quotes for a shell; sbatch reads a backslash, also between single quotes, as its own escape."""
     return value.replace("\\", "\\\\") if isinstance(value, str) else value

@@ -1,0 +1,231 @@
+"""Whether a node's CPUs are there and free."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cluster.checks import Finding, Severity, ok
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+#: Between two looks at the processes, of which there are three: what counts is the demand that lasts through both
+#: intervals. A daemon that wakes up is busy in one of them. The kernel counts in nanoseconds, so this is enough.
+LOOK_S = 0.12
+#: CPUs that others may take from the ranks before it is worth a word, and before a node is refused: these shares of
+#: what the ranks need, but never less than these numbers.
+WARNING_SHARE, WARNING_CPUS = 0.25, 0.5
+BAD_SHARE, BAD_CPUS = 0.5, 0.9
+
+
+def check_cpus(asked: int, usable: float | None = None) -> Finding:
+    """CPUs that this process may use, by affinity and by cgroup, against those the ranks of this node need."""
+    usable = usable_cpus() if usable is None else usable
+    figure = f"{usable:g} of {asked}"
+    if usable >= asked:
+        return ok("cpus", f"{usable:g}")
+    text = (
+        f"only {usable:g} of the {asked} CPUs that the ranks need are usable, by affinity or cgroup: ask for fewer "
+        "(cluster.cpus_per_task), or have the node's slurmd looked at"
+    )
+    return Finding("cpus", "bad", figure, text)
+
+
+def usable_cpus() -> float:
+    """CPUs by affinity, cut by the cgroup's quota."""
+    try:
+        groups = (PROC / "self/cgroup").read_text()
+    except OSError:
+        groups = ""
+    return min([float(len(os.sched_getaffinity(0))), *cpu_quotas(groups)])
+
+
+def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
+    """The CPUs that each cgroup above us allows; ``groups`` is the text of ``/proc/self/cgroup``."""
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        folder = top / path.lstrip("/")
+        while folder != top.parent:
+            yield from _quota(folder)
+            folder = folder.parent
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    """cgroup 2 says ``max 100000`` or ``150000 100000`` in one file; cgroup 1 has two, and -1 for no limit."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            words = " ".join((folder / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        if words[0] not in ("max", "-1"):
+            yield int(words[0]) / int(words[1])
+
+
+# ------------------------------------------------------------------------------------------------ who else uses them
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process at one moment. ``demand_s`` counts its threads' time on a CPU and their time waiting for one: a
+    process that is starved needs as much as one that is not."""
+
+    pid: int
+    parent: int
+    name: str
+    demand_s: float
+
+
+@dataclass(frozen=True)
+class Use:
+    """CPUs that processes ask for: of no job at all, by process, and of other jobs together."""
+
+    strangers: Mapping[Process, float]
+    other_jobs: float
+
+
+def check_taken(asked: int, use: Use | None = None, online: int | None = None) -> Finding:
+    """Whether somebody takes the CPUs that the ranks need.
+
+    Only what cannot find room on CPUs that we do not ask for counts. Other jobs are the scheduler's business: they are
+    worth a warning where a site does not confine them. Processes outside of any job have escaped from one that is over,
+    or belong to somebody who logged in.
+    """
+    use = measure_use() if use is None else use
+    online = online or os.cpu_count() or 1
+    strangers = sum(use.strangers.values())
+    taken = strangers + use.other_jobs - max(0, online - asked)
+    severity = _severity(min(taken, strangers), asked)
+    if severity != "ok":
+        text = (
+            f"processes of no job ask for {strangers:.1f} of its {online} CPUs, of which the ranks need {asked} "
+            f"({_names(use.strangers)}): end them, or have the node drained"
+        )
+        return Finding("cpus taken", severity, f"{strangers:.1f}", text)
+    if _severity(taken, asked) == "bad":
+        text = (
+            f"other jobs ask for {use.other_jobs:.1f} of its {online} CPUs, of which the ranks need {asked}: the site "
+            "does not confine jobs to their CPUs; ask for whole nodes (cluster.exclusive=true)"
+        )
+        return Finding("cpus taken", "warning", f"{use.other_jobs:.1f}", text)
+    return ok("cpus taken", f"{max(0.0, taken):.1f}")
+
+
+def _severity(cpus: float, asked: int) -> Severity:
+    if cpus >= max(BAD_CPUS, BAD_SHARE * asked):
+        return "bad"
+    return "warning" if cpus >= max(WARNING_CPUS, WARNING_SHARE * asked) else "ok"
+
+
+def _names(users: Mapping[Process, float]) -> str:
+    worst = sorted(users, key=lambda process: -users[process])[:3]
+    return ", ".join(f"{p.name}, pid {p.pid} of {_owner(p.pid)}: {users[p]:.1f}" for p in worst if users[p] >= 0.1)
+
+
+def _owner(pid: int) -> str:
+    try:
+        uid = (PROC / str(pid)).stat().st_uid
+    except OSError:
+        return "?"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def measure_use(look_s: float = LOOK_S) -> Use:
+    """What the processes that we can see, but ours, asked of the CPUs just now."""
+    looks = [(processes(), time.monotonic())]
+    for _ in range(2):
+        time.sleep(look_s)
+        looks.append((processes(), time.monotonic()))
+    return sort_out(steady_demand(looks), looks[-1][0], os.getpid(), os.environ.get("SLURM_JOB_ID"))
+
+
+def steady_demand(looks: Sequence[tuple[Mapping[int, Process], float]]) -> dict[Process, float]:
+    """CPUs that each process of the last look asked for in every interval since the first."""
+    return {
+        process: min(
+            max(0.0, later[pid].demand_s - sooner[pid].demand_s) / (later_s - sooner_s)
+            for (sooner, sooner_s), (later, later_s) in itertools.pairwise(looks)
+        )
+        for pid, process in looks[-1][0].items()
+        if all(pid in table for table, _ in looks)
+    }
+
+
+def sort_out(demand: Mapping[Process, float], table: Mapping[int, Process], us: int, job: str | None) -> Use:
+    """Strangers' and other jobs' demand. What descends from a slurmstepd belongs to a job, whatever its owner; without
+    one above ourselves we are in no job, and only our own family is not a stranger."""
+    in_job = _in_step(us, table)
+    family = set(_ancestors(us, table)) | {pid for pid in table if us in _ancestors(pid, table)}
+    strangers, other_jobs = {}, 0.0
+    for process, cpus in demand.items():
+        if in_job and _in_step(process.pid, table):
+            other_jobs += cpus if _job_of(process.pid) != job else 0.0
+        elif process.pid not in family:
+            strangers[process] = cpus
+    return Use(strangers, other_jobs)
+
+
+def _in_step(pid: int, table: Mapping[int, Process]) -> bool:
+    return any(table[ancestor].name.startswith("slurmstepd") for ancestor in _ancestors(pid, table))
+
+
+def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
+    """The process itself first. A parent outside of our pid namespace is 0."""
+    while pid in table:
+        yield pid
+        pid = table[pid].parent
+
+
+def _job_of(pid: int) -> str | None:
+    """Readable only of our own user's processes; those of others are of other jobs anyway."""
+    try:
+        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"SLURM_JOB_ID=")), None)
+
+
+def processes(proc: Path = PROC) -> dict[int, Process]:
+    """Every process that we can see, by pid."""
+    found = (_read_process(folder) for folder in proc.iterdir() if folder.name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def _read_process(folder: Path) -> Process | None:
+    try:
+        pid, _, rest = (folder / "stat").read_text(errors="replace").partition(" (")
+        demand_s = _scheduled_s(folder)
+    except OSError:  # it has just ended
+        return None
+    name, _, rest = rest.rpartition(") ")
+    fields = rest.split()
+    if demand_s is None:
+        demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
+    return Process(int(pid), int(fields[1]), name, demand_s)
+
+
+def _scheduled_s(folder: Path) -> float | None:
+    """Seconds on a CPU and in the queue for one, of all threads; None where the kernel does not count them."""
+    total_ns = 0
+    for thread in (folder / "task").iterdir():
+        try:
+            run_ns, wait_ns, _ = (thread / "schedstat").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            if (thread / "stat").exists():
+                return None
+            continue  # the thread has just ended
+        total_ns += int(run_ns) + int(wait_ns)
+    return total_ns / 1e9

@@ -1,0 +1,113 @@
+"""`toolkit doctor`: the checks that a job makes before its ranks start, made by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toolkit import logs, rundir
+from toolkit.cluster.checks import FIRST_NODE, Request
+from toolkit.cluster.commands import submit_environment
+from toolkit.config import JobConfig
+from toolkit.errors import RequestError
+from toolkit.launch import preflight, submit
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.preflight import Report
+
+#: Columns of the table, by check. A column of which no node has a figure is left out.
+COLUMNS = {
+    "CPUS": "cpus",
+    "TAKEN": "cpus taken",
+    "GPUS": "gpus",
+    "GPU MEM": "gpu memory",
+    "RUNS FREE": "run folder space",
+    "TEMP FREE": "temp space",
+    "CLOCK": "clock",
+    "ADDRESS": "network",
+    "INFINIBAND": "infiniband",
+    "PAIRS": "pairs",
+}
+
+log = logs.get(__name__)
+
+
+def examine(config: JobConfig, nodes: int | None = None) -> Report:
+    """Check the nodes of the allocation in which we stand; else ``nodes`` nodes that Slurm gives us (``cluster.nodes``
+    if None), asked for as the config's job would be; without Slurm this machine."""
+    environ = os.environ
+    if "SLURM_JOB_ID" in environ:
+        return _examine_allocation(Allocation.slurm(environ), nodes, environ)
+    config.cluster.nodes = nodes or config.cluster.nodes
+    if submit.choose_executor("auto") == "slurm":
+        return _examine_new_nodes(config, environ)
+    return _examine_allocation(Allocation.local(config.cluster), None, environ)
+
+
+def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapping[str, str]) -> Report:
+    there = len(allocation.hosts)
+    if nodes is not None and nodes > there:
+        raise RequestError(f"--nodes {nodes}: this allocation has {there}; ask for fewer, or call it on a login node")
+    count = nodes or there
+    return preflight.check_nodes(
+        _folder(),
+        allocation.hosts[:count],
+        allocation.tasks[:count],
+        allocation.cpus_per_task,
+        allocation.gpus_per_node,
+        environ=environ,
+    )
+
+
+def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
+    cluster = config.cluster
+    cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    shared = preflight.SharedFolder(_folder())
+    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE, cluster.nodes > 1)
+    options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
+    log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
+    start = preflight.srun_job(cluster.nodes, options, submit_environment(environ))
+    names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
+    return preflight.examine(shared, names, request, start, preflight.LIMIT_S, trusted=None)
+
+
+def _folder() -> Path:
+    """Where runs are, or will be: what is not there yet is not made by looking."""
+    root = rundir.runs_root()
+    return next(folder for folder in (root, *root.parents) if folder.is_dir())
+
+
+# -------------------------------------------------------------------------------------------------------------- telling
+
+
+def rows(report: Report) -> list[tuple[str, ...]]:
+    """A table: a head, and a row for each node."""
+    figures = {host: {f.check: f.figure for f in findings} for host, findings in report.findings.items()}
+    columns = {head: check for head, check in COLUMNS.items() if any(check in known for known in figures.values())}
+    body = [
+        (host, _verdict(report, host), *(known.get(check, "-") for check in columns.values()))
+        for host, known in figures.items()
+    ]
+    return [("NODE", "VERDICT", *columns), *body]
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The same as one value for JSON."""
+    nodes = {
+        host: {
+            "verdict": _verdict(report, host),
+            "bad": report.bad.get(host),
+            "warning": report.warnings.get(host),
+            "findings": [asdict(finding) for finding in report.findings.get(host, ())],
+        }
+        for host in report.hosts
+    }
+    return {"fine": report.is_fine, "common": list(report.common), "nodes": nodes, "took_s": report.took_s}
+
+
+def _verdict(report: Report, host: str) -> str:
+    if host in report.bad:
+        return "bad"
+    return "warning" if host in report.warnings else "ok"

@@ -1,0 +1,557 @@
+"""Preflight: the checks of `toolkit.cluster.checks` on every node at once, and what they mean for the nodes together.
+
+The conversation goes through srun's own channels: what the nodes say is its labelled stdout, and what they are told
+(who their peers are) is its stdin, which srun hands to all. So nothing has to be reachable that srun does not reach
+anyway, and nothing is asked of a disk of which it is to be found out whether it works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from toolkit import fsio
+from toolkit.cluster import hostlist
+from toolkit.cluster.checks import LAUNCHER, Finding, Request, ok, pairs, storage
+from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
+from toolkit.launch.steps import tethered
+
+#: The whole of it, whatever hangs.
+LIMIT_S = 30.0
+#: Nodes that have not said by then where they listen are left out of the pairs.
+GATHER_S = 12.0
+#: What the caller does on the shared folder itself.
+FOLDER_LIMIT_S = 4.0
+#: Off from the other nodes; logs and time stamps of files are then wrong, and soon credentials are refused.
+BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
+#: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
+BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
+#: Of a single node these say nothing about the node: they are the same on the next.
+NOT_THE_NODES = frozenset({"run folder space"})
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of the nodes.
+
+    ``bad`` has the reason for each node to do without. ``common`` is wrong on every node alike, or was in the way of
+    the checks: no other node mends that.
+    """
+
+    hosts: tuple[str, ...]
+    findings: Mapping[str, tuple[Finding, ...]]
+    bad: Mapping[str, str]
+    warnings: Mapping[str, str]
+    common: tuple[str, ...]
+    took_s: float
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing is bad; there may be warnings."""
+        return not self.bad and not self.common
+
+    def summary(self) -> list[str]:
+        """For a log: one line for each thing that is wrong, or one that says that nothing is."""
+        counts = f"{len(self.bad)} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
+        head = f"checks of {len(self.hosts)} nodes: {counts} ({self.took_s:.1f} s)"
+        return [head, *self.problems()]
+
+    def problems(self) -> list[str]:
+        """A line for each thing that is wrong, with all nodes of which it is."""
+        return [
+            *(f"every node: bad: {text}" for text in self.common),
+            *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
+            *(f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)),
+        ]
+
+
+def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Each text with the hosts of which it is said, in Slurm's notation."""
+    for text in dict.fromkeys(texts.values()):
+        yield text, hostlist.compress(host for host, said in texts.items() if said == text)
+
+
+# --------------------------------------------------------------------------------------------- talking with the nodes
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line of one node, by its place in the list of hosts; ``received`` is our clock."""
+
+    task: int
+    text: str
+    received: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nobody will say any more; ``errors`` are srun's."""
+
+    errors: tuple[str, ...]
+
+
+Events = SimpleQueue["Said | Ended"]
+
+
+class Talk(Protocol):
+    """The checks that run on the nodes."""
+
+    events: Events
+    began: float  #: on our clock
+
+    def send(self, line: str) -> None:
+        """To every node."""
+
+    def end(self) -> None:
+        """Dismiss the nodes, and do not wait for any."""
+
+
+Start = Callable[[Request], Talk]
+
+
+def srun_step(hosts: Sequence[str], environ: Mapping[str, str]) -> Start:
+    """Starts the checks in a step of their own, beside whatever runs in our allocation."""
+
+    def start(request: Request) -> Talk:
+        host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what we want to know
+        try:
+            os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
+            variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+            step = Step(_command(request), hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
+            return SubprocessTalk(srun_argv(step), variables, [host_file])
+        finally:
+            os.close(host_file)
+
+    return start
+
+
+def srun_job(nodes: int, options: Sequence[str], environ: Mapping[str, str]) -> Start:
+    """Starts the checks on nodes that Slurm chooses, and waits until it has."""
+
+    def start(request: Request) -> Talk:
+        talk = SubprocessTalk(srun_nodes_argv(_command(request), nodes, options), environ)
+        talk.wait_for_a_word()
+        return talk
+
+    return start
+
+
+def this_machine(environ: Mapping[str, str]) -> Start:
+    """Starts the checks here, without Slurm."""
+    return lambda request: SubprocessTalk(_command(request), environ)
+
+
+def _command(request: Request) -> list[str]:
+    """``-S``: what is in site-packages takes longer to find than all checks together."""
+    here = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {here!r}); from toolkit.cluster.checks.__main__ import main; main()"
+    return [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(request))]
+
+
+class SubprocessTalk:
+    """A talk with one process: srun, or the checks themselves."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
+        self.events: Events = SimpleQueue()
+        self.began = time.time()
+        self._has_spoken = threading.Event()
+        self._process = subprocess.Popen(
+            tethered(argv, signal.SIGTERM),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        self._errors: list[str] = []
+        self._stderr = threading.Thread(target=self._read_errors, daemon=True)
+        self._stderr.start()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            label, colon, text = line.partition(": ")
+            is_labelled = bool(colon) and label.strip().isdigit()
+            self._has_spoken.set()
+            self.events.put(Said(int(label) if is_labelled else 0, text if is_labelled else line, time.time()))
+        self._process.wait()
+        self._stderr.join(timeout=1.0)
+        self.events.put(Ended(tuple(self._errors)))
+        self._has_spoken.set()
+
+    def wait_for_a_word(self) -> None:
+        """Until a node says something, or none will."""
+        self._has_spoken.wait()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors += (line.strip() for line in self._process.stderr)
+
+    def send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which the queue tells
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        threading.Thread(target=self._end_late, daemon=True).start()
+
+    def _end_late(self, patience_s: float = 2.0) -> None:
+        """srun ends when its tasks have; with one that hangs it has to be told so, and then to be killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=patience_s)
+                return
+            self._process.send_signal(number)
+
+
+# ----------------------------------------------------------------------------------------------------- the conversation
+
+
+@dataclass
+class Heard:
+    """What one node has said so far."""
+
+    name: str
+    findings: list[Finding] = field(default_factory=list)
+    listening: tuple[str, int] | None = None
+    clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two
+    is_here: bool = False
+    is_done: bool = False
+    noise: str = ""  #: the last line that is none of ours
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has said where it listens, or that it cannot."""
+        return self.listening is not None or any(f.check == "network" and f.severity == "bad" for f in self.findings)
+
+    def set_clock(self, theirs: float, asked: float, received: float) -> None:
+        """It read its clock after we ``asked`` and before we ``received`` the answer: the closest two count."""
+        bounds = (theirs - received, theirs - asked)
+        if self.clock is None or bounds[1] - bounds[0] < self.clock[1] - self.clock[0]:
+            self.clock = bounds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that was heard: of each node, of the pairs that were to meet, and srun's own errors."""
+
+    nodes: Sequence[Heard]
+    exchanges: Mapping[pairs.Pair, pairs.Exchange]
+    errors: Sequence[str] = ()
+
+
+class Conversation:
+    """Listens to the nodes, introduces them to each other, and dismisses them when all are done or time is up."""
+
+    def __init__(self, hosts: Sequence[str], talk: Talk, limit_s: float) -> None:
+        self._nodes = [Heard(host) for host in hosts]
+        self._talk = talk
+        self._asked = talk.began
+        self._deadline = time.monotonic() + limit_s
+        self._gather_until = time.monotonic() + min(GATHER_S, limit_s / 2)
+        self._exchanges: dict[pairs.Pair, pairs.Exchange] = {}
+        self._is_introduced = len(hosts) < 2
+        self._errors: tuple[str, ...] = ()
+        self._is_over = False
+
+    def outcome(self) -> Outcome:
+        """Hold it."""
+        while not self._is_over and time.monotonic() < self._deadline and not all(n.is_done for n in self._nodes):
+            with contextlib.suppress(Empty):
+                self._take(self._talk.events.get(timeout=self._patience_s()))
+            if not self._is_introduced and self._are_gathered():
+                self._introduce()
+        self._talk.end()
+        return Outcome(self._nodes, self._exchanges, self._errors)
+
+    def _patience_s(self) -> float:
+        until = self._deadline if self._is_introduced else min(self._deadline, self._gather_until)
+        return max(0.0, until - time.monotonic())
+
+    def _take(self, event: Said | Ended) -> None:
+        if isinstance(event, Ended):
+            self._is_over, self._errors = True, event.errors
+        elif event.task < len(self._nodes):
+            node = self._nodes[event.task]
+            try:
+                self._hear(node, json.loads(event.text), event.received)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                node.noise = event.text.strip()
+
+    def _hear(self, node: Heard, said: dict[str, Any], received: float) -> None:
+        node.is_here = True
+        if "time" in said:
+            node.set_clock(said["time"], self._asked, received)
+        if "hello" in said:
+            node.name = str(said["hello"])
+        elif "check" in said:
+            node.findings.append(Finding.parse(said))
+        elif "listening" in said:
+            address, port = said["listening"]
+            node.listening = (address, port)
+        elif "peer" in said:
+            self._exchanges[node.name, said["peer"]] = pairs.Exchange(**said)
+        elif "done" in said:
+            node.is_done = True
+
+    def _are_gathered(self) -> bool:
+        return all(node.is_placed for node in self._nodes) or time.monotonic() >= self._gather_until
+
+    def _introduce(self) -> None:
+        listening = [(node.name, *node.listening) for node in self._nodes if node.listening is not None]
+        names = [name for name, _, _ in listening]
+        for i, j in pairs.partners(len(names)):
+            self._exchanges[names[i], names[j]] = pairs.Exchange(names[j], 0.0, "no word of it")
+        self._is_introduced, self._asked = True, time.time()
+        self._talk.send(json.dumps({"peers": listening}))
+
+
+def check_nodes(
+    folder: Path,
+    hosts: Sequence[str],
+    tasks: Sequence[int],
+    cpus_per_task: int,
+    gpus_per_node: int = 0,
+    *,
+    environ: Mapping[str, str],
+    start: Start | None = None,
+    limit_s: float = LIMIT_S,
+) -> Report:
+    """Check every node of ``hosts``, at once, within ``limit_s``. It raises nothing for a node that is sick.
+
+    ``folder`` is the run's, on the file system that all share; ``tasks`` is the number of ranks on each host, 0 for a
+    spare, which has to do for any of the others. In an allocation ``environ`` is that of the batch script, and the
+    caller stands on ``hosts[0]``; without Slurm there is one host, this machine.
+    """
+    shared = SharedFolder(folder)
+    request = Request(
+        folder=str(shared.path),
+        token=shared.token,
+        cpus=[(count or max(tasks)) * cpus_per_task for count in tasks],
+        gpus=gpus_per_node,
+        peer=LAUNCHER if "SLURM_JOB_ID" in environ else "127.0.0.1",
+        pairs=len(hosts) > 1,
+    )
+    start = start or (srun_step(hosts, environ) if "SLURM_JOB_ID" in environ else this_machine(environ))
+    return examine(shared, hosts, request, start, limit_s, trusted=hosts[0])
+
+
+def examine(
+    shared: SharedFolder, hosts: Sequence[str], request: Request, start: Start, limit_s: float, trusted: str | None
+) -> Report:
+    """Have ``request`` carried out on ``hosts`` and judge; ``trusted`` is the one on which we stand."""
+    began = time.monotonic()
+    try:
+        in_the_way = shared.prepare()
+        if in_the_way is not None:
+            return _prevented(hosts, in_the_way, time.monotonic() - began)
+        left_s = limit_s - FOLDER_LIMIT_S - (time.monotonic() - began)
+        outcome = Conversation(hosts, start(request), left_s).outcome()
+        shared.read_answers(outcome.nodes)
+    except OSError as error:
+        return _prevented(hosts, str(error), time.monotonic() - began)
+    finally:
+        shared.remove()
+    return judge(outcome, trusted, time.monotonic() - began)
+
+
+class SharedFolder:
+    """A folder in the run's for a word of ours to every node, and one of every node's to us."""
+
+    def __init__(self, parent: Path) -> None:
+        self.path = parent / f".preflight-{secrets.token_hex(4)}"
+        self.token = secrets.token_hex(16)
+
+    def prepare(self) -> str | None:
+        """Write our word; what was in the way, or None."""
+        try:
+            _within(FOLDER_LIMIT_S, self._write)
+        except OSError as error:
+            return f"{self.path.parent}: cannot be written to from {socket.gethostname()}: {error.strerror or error}"
+        return None
+
+    def _write(self) -> None:
+        fsio.make_dir(self.path)
+        fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
+
+    def read_answers(self, nodes: Sequence[Heard]) -> None:
+        """Replace the finding of each node whose word is not to be seen here."""
+        try:
+            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes]))
+        except OSError:  # it hangs here, since the nodes were asked
+            unseen = set()
+        text = (
+            f"what it writes to {self.path.parent} is not seen on {socket.gethostname()}: it has another folder there, "
+            "or a stale one; have its file system mounted anew"
+        )
+        for node in nodes:
+            if node.name in unseen and ok("shared folder", storage.SAME) in node.findings:
+                node.findings.remove(ok("shared folder", storage.SAME))
+                node.findings.append(Finding("shared folder", "bad", "differs", text))
+
+    def _unseen(self, names: Sequence[str]) -> set[str]:
+        deadline = time.monotonic() + storage.SEEN_WITHIN_S
+        return {
+            name
+            for name in names
+            if storage.read_soon(self.path / name, self.token, deadline - time.monotonic()) != self.token
+        }
+
+    def remove(self) -> None:
+        """Not worth an error: it is a few bytes in a folder of the run."""
+        with contextlib.suppress(OSError):
+            _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """``call()``. Raises its OSError, or TimeoutError (which is one) after ``limit_s``: the call may hang on."""
+    answers: SimpleQueue[T | OSError] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(call())
+        except OSError as error:
+            answers.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer = answers.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s") from None
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
+
+
+# ------------------------------------------------------------------------------------------------------------ judging
+
+
+def judge(outcome: Outcome, trusted: str | None, took_s: float) -> Report:
+    """What was heard, compared between the nodes. ``trusted`` is the node on which the caller stands, if any."""
+    nodes = outcome.nodes
+    if not any(node.is_here for node in nodes) and outcome.errors:
+        return _prevented([node.name for node in nodes], "; ".join(outcome.errors[-3:]), took_s)
+    found = {node.name: list(node.findings) for node in nodes}
+    for host, finding in (*_answers(outcome), *_clocks(nodes), *_fabric(nodes), *_exchanges(outcome, trusted)):
+        found[host].append(finding)
+    common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
+    return Report(
+        hosts=tuple(found),
+        findings={host: tuple(findings) for host, findings in found.items()},
+        bad=_texts(found, "bad", common),
+        warnings=_texts(found, "warning", common),
+        common=tuple(common.values()),
+        took_s=took_s,
+    )
+
+
+def _prevented(hosts: Sequence[str], why: str, took_s: float) -> Report:
+    """Nothing is known of any node."""
+    return Report(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
+
+
+def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
+    """The texts of what is bad."""
+    texts: dict[str, list[str]] = {}
+    for finding in (finding for findings in found.values() for finding in findings if finding.severity == "bad"):
+        texts.setdefault(finding.check, []).append(finding.text)
+    return texts
+
+
+def _is_common(check: str, bad: int, nodes: int) -> bool:
+    return bad == nodes and (nodes > 1 or check in NOT_THE_NODES)
+
+
+def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
+    texts = {
+        host: "; ".join(f.text for f in findings if f.severity == severity and f.check not in common)
+        for host, findings in found.items()
+    }
+    return {host: text for host, text in texts.items() if text}
+
+
+def _answers(outcome: Outcome) -> Iterator[tuple[str, Finding]]:
+    """Of the nodes that are not done, why not."""
+    for node in outcome.nodes:
+        if node.is_done:
+            continue
+        words = [line for line in outcome.errors if re.search(rf"\b{re.escape(node.name)}\b", line)]
+        words += [f"it printed: {node.noise}"] if node.noise else []
+        silent = "has not got through its checks" if node.is_here else "does not answer"
+        text = f"{silent} within {LIMIT_S:g} s{''.join(f' ({line})' for line in words[:2])}; have the node looked at"
+        yield node.name, Finding("answer", "bad", "none", text)
+
+
+def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+    """Each clock against that of most nodes, or of two nodes against ours: our own may be the one that is wrong."""
+    clocks = {node.name: node.clock for node in nodes if node.clock is not None}
+    middle = statistics.median((low + high) / 2 for low, high in clocks.values()) if len(clocks) > 2 else 0.0
+    for host, (low, high) in clocks.items():
+        lead_s = max(low - middle, 0.0) + min(high - middle, 0.0)
+        if abs(lead_s) < WARNING_CLOCK_S:
+            yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
+            continue
+        text = (
+            f"its clock is {abs(lead_s):.1f} s {'ahead of' if lead_s > 0 else 'behind'} the others': have its time "
+            "service (chrony, ntpd) looked at"
+        )
+        yield (
+            host,
+            Finding("clock", "bad" if abs(lead_s) > BAD_CLOCK_S else "warning", f"{lead_s:+.1f} s", text, lead_s),
+        )
+
+
+def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+    """A node with fewer InfiniBand ports up than most: the ranks would meet over the wrong network, or not at all."""
+    ports = {node.name: sum(f.value or 0 for f in node.findings if f.check == "infiniband") for node in nodes}
+    usual = statistics.mode(ports.values())
+    for host, count in ports.items():
+        if count < usual:
+            text = (
+                f"{count:g} InfiniBand ports are active where other nodes have {usual:g}: `ibstat` on the node tells "
+                "which is down; have it drained"
+            )
+            yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)
+
+
+def _exchanges(outcome: Outcome, trusted: str | None) -> Iterator[tuple[str, Finding]]:
+    nodes = [node.name for node in outcome.nodes if node.is_done and node.listening is not None]
+    met = {pair: exchange for pair, exchange in outcome.exchanges.items() if set(pair) <= set(nodes)}
+    failed = {pair: exchange.error for pair, exchange in met.items() if exchange.error is not None}
+    bad, unclear = pairs.blame(nodes, met.keys() - failed.keys(), failed, trusted)
+    for host in nodes:
+        others = [f"{a if b == host else b} ({error})" for (a, b), error in failed.items() if host in (a, b)]
+        text = f"cannot exchange data with {', '.join(others)}: have its network looked at"
+        if host in bad:
+            yield host, Finding("pairs", "bad", "cut off", text)
+        elif any(host in pair for pair in unclear):
+            yield host, Finding("pairs", "warning", "fails", text)
+        elif times := [exchange.took_s for pair, exchange in met.items() if host in pair and not exchange.error]:
+            rate = pairs.EXCHANGED_BYTES / min(times)
+            yield host, ok("pairs", f"{rate / 1e6:.0f} MB/s", rate)
