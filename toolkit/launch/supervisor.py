@@ -10,6 +10,7 @@ proposed; the ranks commit and exit with 75, and what happens next is judged lik
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -45,6 +47,7 @@ from toolkit.launch.intent import Intent
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
+from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
@@ -54,6 +57,8 @@ from toolkit.rundir import RunDir
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
 STATUS_EVERY_S = 0.5
+#: In a row, for nodes that did not pass the preflight. The third job start takes what it gets.
+MAX_FRUITLESS_REQUEUES = 2
 #: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
 SLOW_START_S = 60.0
 KILL_AGAIN_S = 10.0
@@ -146,15 +151,20 @@ class Supervisor:
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
         self._look_at_the_job()
-        self._post_sentinel()
-        while True:
-            verdict = self._run_attempt()
-            if verdict.decision is not Decision.RESTART:
-                break
+        verdict = self._check_nodes()
+        if verdict is None:
+            self._post_sentinel()
+            verdict = self._run_attempts()
         if self._heir is not None and verdict.decision is not Decision.REQUEUE:
             self._heir.dismiss()
         notify(self._run)
         return _exit_code(verdict)
+
+    def _run_attempts(self) -> Ending:
+        while True:
+            verdict = self._run_attempt()
+            if verdict.decision is not Decision.RESTART:
+                return verdict
 
     def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
@@ -186,6 +196,37 @@ class Supervisor:
         if self._row is not None and not self._row.can_requeue:
             assert self._slurm is not None
             self._heir = Heir.submit(self._run, self._row, self._slurm)
+
+    def _check_nodes(self) -> Ending | None:
+        """Preflight: bad nodes are not used. A verdict, recorded, if too few are left; None if the run can start.
+
+        A job that was requeued for it twice, in vain, takes what it gets: it may well run.
+        """
+        if not self._config.cluster.preflight or self._slurm is None:
+            return None
+        job, spare = self._allocation, self._config.cluster.spare_nodes
+        tasks = (*job.without(spare).tasks, *[0] * spare)
+        gpus = job.gpus_per_node
+        report = check_nodes(self._run.path, job.hosts, tasks, job.cpus_per_task, gpus, environ=os.environ)
+        for line in report.summary():
+            log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
+        if self._fruitless_requeues() >= MAX_FRUITLESS_REQUEUES:
+            return None
+        for host, why in report.bad.items():
+            self._nodes.condemn(host, why)
+        return None if self._nodes.plan() is not None else self._requeue_for(report.bad)
+
+    def _fruitless_requeues(self) -> int:
+        """The latest attempts that ended before any rank had started, for bad nodes."""
+        fruitless = (past.step_end is None and past.cause == Cause.NODE_FAILURE for past in reversed(self._history()))
+        return sum(1 for _ in takewhile(bool, fruitless))
+
+    def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
+        attempt = _Attempt(self._next_number(), time.time(), self._allocation, lost_nodes=set(bad), ended=time.time())
+        why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
+        verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
+        self._record(attempt, verdict)
+        return verdict
 
     def _post_sentinel(self) -> None:
         """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.launch import nodes, supervisor
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.preflight import Report
 from toolkit.launch.steps import NodeFailed, RankEnded
 from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
@@ -42,6 +44,25 @@ def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sent: list[str] = []
     monkeypatch.setattr(supervisor.Sentinel, "post", lambda self: sent.append("sentinel"))
     return sent
+
+
+class Preflight:
+    """Finds ``bad`` what the test says."""
+
+    def __init__(self) -> None:
+        self.bad: dict[str, str] = {}
+        self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+
+    def __call__(self, folder: Path, hosts: tuple[str, ...], tasks: tuple[int, ...], *args: Any, **more: Any) -> Report:
+        self.asked.append((hosts, tasks))
+        return Report(hosts, {}, self.bad, {}, (), 0.1)
+
+
+@pytest.fixture(autouse=True)
+def preflight(monkeypatch: pytest.MonkeyPatch) -> Preflight:
+    preflight = Preflight()
+    monkeypatch.setattr(supervisor, "check_nodes", preflight)
+    return preflight
 
 
 def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fewer: bool = False) -> int:
@@ -134,3 +155,46 @@ def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir,
     run.write_result({"state": "completed"})
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     assert Supervisor(run, JobConfig(), allocation, Ranks(), slurm).run("killed") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- preflight
+
+
+def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    preflight.bad = {"node1": "the disk is full"}
+    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
+    assert preflight.asked == [(HOSTS, (1, 1, 0))]
+    assert run.attempts()[0]["nodes"] == ["node2", "node3"]
+    assert run.status()["bad_nodes"] == {"node1": "the disk is full"}
+
+
+def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight
+) -> None:
+    preflight.bad = {"node2": "its clock is off"}
+    assert supervise(run, slurm, Ranks()) == 75
+    (line,) = run.attempts()
+    assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
+    assert "node2: its clock is off" in line["line"]
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    slurm.has_nodes_to_spare = False
+    preflight.bad = {"node2": "its clock is off"}
+    codes = []
+    for _ in range(3):
+        codes.append(supervise(run, slurm, Ranks(completes)))
+        slurm.advance(200)
+        if slurm.show_job("1").state == "PENDING":  # type: ignore[union-attr]
+            slurm.start("1", "node[1-3]")
+    assert codes == [75, 75, 0]
+    assert (run.result() or {})["state"] == "completed"
+
+
+def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
+    config = JobConfig()
+    config.cluster.preflight = False
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm).run() == 0
+    assert preflight.asked == []
