@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class Noting(NullReporter):
 def train_beside_a_slow_rank(session: Session, run_dir: Path) -> Any:
     """The stragglers in this rank's last report; three windows are long enough here."""
     pace.Stragglers = lambda host_of: Stragglers(host_of, windows=3, span_s=0.0)  # type: ignore[misc,assignment]
+    os.environ["SLURMD_NODENAME"] = "node7"
     seconds = SLOW_S if session.rank == SLOW else USUAL_S
     reporter = Noting()
     config = replace(CONFIG, log_every=2)
@@ -56,10 +58,7 @@ def train_beside_a_slow_rank(session: Session, run_dir: Path) -> Any:
     return reporter.last["stragglers"]
 
 
-def test_the_slow_rank_is_named_and_the_others_own_time_does_not_grow_by_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+def test_the_slow_rank_is_named_and_the_others_own_time_does_not_grow_by_waiting(tmp_path: Path) -> None:
     told, *others = run_ranks(RANKS, train_beside_a_slow_rank, tmp_path)
     assert others == [[]] * (RANKS - 1)
     own_s = [min(logged(tmp_path, f"world_own_step_s/rank_{rank}").values()) for rank in range(RANKS)]

@@ -178,13 +178,15 @@ def test_cancel_ends_a_running_and_a_waiting_run_for_good(site: Site) -> None:
 
 
 def test_scancel_is_recognised_and_never_undone(site: Site) -> None:
-    job = site.sbatch("--nodes=2", "sbatch/ddp_4node.sh", *LONG)
+    tell = "notify=[sh, -c, 'echo $TOOLKIT_STATE; squeue --noheader --format=%i --me']"
+    job = site.sbatch("--nodes=2", "sbatch/ddp_4node.sh", *LONG, tell)
     run = site.only_run()
     reached(run, 20)
     site.run("scancel", job)
     wait_for(run.result, 30, "a result")
     assert site.box.wait_job(job, END_S)["JobState"] == "CANCELLED"
     assert run.attempts()[0]["cause"] == "cancelled"
+    assert (run.logs / "notify.log").read_text().split() == ["cancelled", job]  # within KillWait, and Slurm answers it
 
 
 def test_no_rank_outlives_a_supervisor_killed_with_sigkill(site: Site) -> None:

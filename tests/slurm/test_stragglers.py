@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.box import Box
-from tests.slurm.site import END_S, Site, reached
+from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import slow_project
 from tests.waiting import wait_for
 from toolkit.rundir import RunDir
@@ -69,7 +69,7 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify=[sh, -c, 'echo $TOOLKIT_STATE']"]
     site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)
     run = site.only_run()
-    reached(run, 40)
+    wait_for(lambda: (run.status().get("progress") or {}).get("step", 0) >= 40, END_S, "step 40")
     with throttled(rank_on(site.box, "node3")):
         (entry,) = wait_for(lambda: slow_now(run), END_S, "the slow node's name")
         status = site.run("toolkit", "status", run.id)
