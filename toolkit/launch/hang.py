@@ -26,8 +26,8 @@ from toolkit.rundir import RunDir
 #: So long the ranks have to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
 LOOK_EVERY_S = 0.1
-#: Of a stack this many innermost frames are quoted.
-FRAMES = 6
+#: Of a stack this many innermost frames are quoted: with those of one data worker a page that `toolkit why` shows whole.
+FRAMES = 5
 
 log = logs.get(__name__)
 
