@@ -26,7 +26,7 @@ from toolkit.rundir import RunDir
 #: So long the ranks have to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
 LOOK_EVERY_S = 0.1
-#: Of a stack this many innermost frames are quoted: with those of one data worker a page that `toolkit why` shows whole.
+#: Of a stack this many innermost frames are quoted: `toolkit why` has room for those of the rank and of one worker.
 FRAMES = 5
 
 log = logs.get(__name__)
