@@ -14,7 +14,7 @@ from datetime import datetime
 import pytest
 
 from tests import hangs
-from tests.slurm.site import END_S, START_S, Site, reached
+from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
 from toolkit import stacks
@@ -37,7 +37,7 @@ def submit(site: Site, kind: str, *overrides: str) -> RunDir:
 
 
 def hangs_itself(site: Site, run: RunDir) -> int:
-    wait_for(lambda: list(run.path.glob("hung-*")), START_S, "a rank that hangs")
+    wait_for(lambda: list(run.path.glob("hung-*")), END_S, "a rank that hangs")
     return hangs.hung_rank(run.path)
 
 

@@ -26,8 +26,8 @@ from toolkit.rundir import RunDir
 #: So long the ranks have to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
 LOOK_EVERY_S = 0.1
-#: Of a stack this many innermost frames are quoted.
-FRAMES = 6
+#: Of a stack this many innermost frames are quoted: `toolkit why` has room for those of the rank and of one worker.
+FRAMES = 5
 
 log = logs.get(__name__)
 
@@ -187,11 +187,12 @@ def blame(ranks: Sequence[Seen]) -> tuple[list[int], str]:
 
     Where all wait in collectives those are named who are in another one than most.
     """
-    furthest = min(seen.order for seen in ranks)
-    behind = Counter(seen.doing for seen in ranks if seen.order == furthest)
+    known = [(seen.order, seen.doing, seen) for seen in ranks]
+    furthest = min(order for order, _, _ in known)
+    behind = Counter(doing for order, doing, _ in known if order == furthest)
     doing = min(behind, key=behind.__getitem__)
-    culprits = [seen for seen in ranks if seen.order == furthest and seen.doing == doing]
-    others = Counter(seen.doing for seen in ranks if seen not in culprits)
+    culprits = [seen for *place, seen in known if place == [furthest, doing]]
+    others = Counter(at for order, at, _ in known if (order, at) != (furthest, doing))
     line = f"{doing}, {culprits[0].standing.still_s:.0f} s"
     if len(culprits) > 1:
         line += f" ({_names(culprits[1:])} as well)"
