@@ -53,7 +53,7 @@ def ended_as_undisturbed(site: Site, run: RunDir) -> list[dict[str, Any]]:
     attempts = run.attempts()
     for before, after in itertools.pairwise(attempts):
         assert (before["step_end"] or 0) - 40 <= (after["step_start"] or 0) <= (before["step_end"] or 0) + 40
-    print(json.dumps([(a["cause"], a["decision"], a["nodes"], a["step_start"], a["step_end"]) for a in attempts]))
+    print(*(json.dumps([a["cause"], a["decision"], a["nodes"], a["step_end"], a["line"]]) for a in attempts), sep="\n")
     return attempts
 
 

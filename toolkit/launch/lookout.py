@@ -20,17 +20,23 @@ QUESTIONS = 2
 
 
 class Lookout:
-    """One attempt's. ``ask`` gives those of its hosts that do not answer, and may take seconds to find out."""
+    """One attempt's.
+
+    ``is_connected`` says whether Slurm's controller answers: if not, it may be us who are cut off. ``ask`` gives those
+    of its hosts that do not answer, and may take seconds to find out.
+    """
 
     def __init__(
         self,
         events: Events,
         slurmd_port: int,
+        is_connected: Callable[[], bool],
         ask: Callable[[Iterable[str], int], set[str]] = unreachable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._events = events
         self._port = slurmd_port
+        self._is_connected = is_connected
         self._ask_nodes = ask
         self._clock = clock
         self._next = 0.0
@@ -48,6 +54,8 @@ class Lookout:
 
     def _ask(self, silent: frozenset[str]) -> None:
         missing = self._ask_nodes(silent, self._port)
+        if missing and not self._is_connected():
+            return
         self._unanswered = {host: self._unanswered.get(host, 0) + 1 for host in missing}
         for host in sorted(missing):
             if self._unanswered[host] == QUESTIONS:

@@ -103,7 +103,7 @@ class Watch:
         return f"the batch host {host} has left the job's node list"
 
 
-class Over(Exception):  # noqa: N818: not an error
+class Over(Exception):
     """There is nothing to watch any more."""
 
 
@@ -132,6 +132,14 @@ class Sentinel:
         self._allocation = allocation
         self._environ = environ
         self._port = slurmd_port
+        self._process: subprocess.Popen[str] | None = None
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """Let go of it without a word: its srun would end the step of this number in the job's next start, too."""
+        self._is_abandoned = True
+        if self._process is not None:
+            self._process.kill()
 
     def post(self) -> None:
         """Send it there; returns at once."""
@@ -140,16 +148,19 @@ class Sentinel:
     def _keep(self) -> None:
         """Spares first, for they have nothing else to do. When the node where it stands is lost, srun ends."""
         for host in reversed(self._allocation.hosts[1:]):
+            if self._is_abandoned:
+                return
             log.info("the sentinel stands on %s", host)
-            done = subprocess.run(
+            self._process = subprocess.Popen(
                 self._argv(host),
                 env=self._step_environ(host),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                check=False,
+                start_new_session=True,
             )
-            log.info("the sentinel on %s has ended (%s)", host, done.stderr.strip() or done.returncode)
+            _, words = self._process.communicate()
+            log.info("the sentinel on %s has ended (%s)", host, words.strip() or self._process.returncode)
 
     def _argv(self, host: str) -> list[str]:
         job = self._allocation

@@ -69,7 +69,7 @@ class Step(Protocol):
         """Send every rank a signal; SIGKILL ends all at once. Does not wait for anything."""
 
     def abandon(self) -> None:
-        """Every rank that can be reached has ended: stop waiting for those on lost nodes."""
+        """Stop waiting for ranks that cannot be reached, and send nothing to anybody."""
 
 
 class Launcher(Protocol):
@@ -255,7 +255,8 @@ class _SrunStep:
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
-        """srun itself would wait until Slurm gives the node up: SlurmdTimeout, 300 s by default, and longer."""
+        """srun itself would wait until Slurm gives a dead node up: SlurmdTimeout, 300 s by default, and longer. On
+        SIGTERM it would end the step of this number, which may be that of the job's next start by now."""
         self._process.kill()
 
     def _kill(self, number: signal.Signals) -> None:

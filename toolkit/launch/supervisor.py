@@ -131,6 +131,7 @@ class Supervisor:
         self._stop: Stop | None = None
         self._row: JobRow | None = None
         self._heir: Heir | None = None
+        self._sentinel: Sentinel | None = None
         self._unwritten: OSError | None = None
         self._owner = ""
         self._slurmd_port = DEFAULT_SLURMD_PORT
@@ -232,7 +233,8 @@ class Supervisor:
         """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""
         may_lose_nodes = self._config.cluster.spare_nodes or self._config.retry.allow_fewer_nodes
         if self._slurm is not None and may_lose_nodes and len(self._allocation.hosts) > 1:
-            Sentinel(self._run, self._allocation, os.environ, self._slurmd_port).post()
+            self._sentinel = Sentinel(self._run, self._allocation, os.environ, self._slurmd_port)
+            self._sentinel.post()
 
     # -------------------------------------------------------------------------------------------------- one attempt
 
@@ -241,8 +243,9 @@ class Supervisor:
         assert plan is not None, "the verdict before was to restart"
         attempt = _Attempt(self._next_number(), time.time(), plan)
         if not self._foreign:
-            attempt.lookout = Lookout(self._events, self._slurmd_port)
             attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
+            if self._slurm is not None:
+                attempt.lookout = Lookout(self._events, self._slurmd_port, self._slurm.available)
         self._owner = f"{self._allocation.job_id}.{self._allocation.restart_count}.{attempt.number}"
         patience.persist(lambda: self._run.claim(self._owner), self._run.path)
         self._set_status("starting", attempt)
@@ -343,8 +346,10 @@ class Supervisor:
         """Our node was cut off and Slurm has started the job again elsewhere: nothing here is ours to write now."""
         if self._run.belongs_to(self._owner):
             return
-        log.error("a later attempt has taken the run over: ending the ranks and leaving")
-        step.kill()
+        log.error("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+        step.abandon()
+        if self._sentinel is not None:
+            self._sentinel.abandon()
         raise SystemExit(EXIT_FAILED)
 
     def _drain(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
@@ -417,7 +422,7 @@ class Supervisor:
             dog.still_s,
             self._config.dist.timeout_s,
         )
-        hosts = self._allocation.rank_hosts
+        hosts = attempt.plan.rank_hosts
         attempt.hang = hang.investigate(step, dog.standings(), hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
 
@@ -639,7 +644,8 @@ class Supervisor:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
         reports = {0: status.get("progress") or {}}
-        left = _Attempt(number, status["started"], self._allocation, reports=reports, ended=status["updated"])
+        plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
+        left = _Attempt(number, status["started"], plan, reports=reports, ended=status["updated"])
         self._add_attempt_line(left, Ending(cause, decision, why))
 
     def _next_number(self) -> int:
@@ -654,6 +660,7 @@ class Supervisor:
             "pid": os.getpid(),
             "attempt": attempt.number,
             "nodes": list(attempt.plan.hosts),
+            "tasks": list(attempt.plan.tasks),
             "world_size": attempt.plan.world_size,
             "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
             "started": attempt.started,

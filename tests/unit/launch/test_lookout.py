@@ -19,7 +19,8 @@ class Network:
         self.asked: list[set[str]] = []
         self.now = 100.0
         self.events: SimpleQueue[Any] = SimpleQueue()
-        self.lookout = Lookout(self.events, 6818, self.ask, lambda: self.now)
+        self.is_connected = True
+        self.lookout = Lookout(self.events, 6818, lambda: self.is_connected, self.ask, lambda: self.now)
 
     def ask(self, hosts: Iterable[str], port: int) -> set[str]:
         self.asked.append(set(hosts))
@@ -58,6 +59,13 @@ def test_a_node_that_does_not_answer_twice_is_dead_and_said_so_once(network: Net
     for _ in range(3):
         network.look("a", "b")
     assert network.failed() == ["b"]
+
+
+def test_who_is_cut_off_oneself_calls_nobody_dead(network: Network) -> None:
+    network.dead, network.is_connected = {"a", "b"}, False
+    for _ in range(4):
+        network.look("a", "b")
+    assert network.failed() == []
 
 
 def test_an_answer_in_between_starts_again(network: Network) -> None:

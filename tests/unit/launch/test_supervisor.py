@@ -52,6 +52,7 @@ class Ranks:
         self._acts = list(acts)
         self.signals: list[signal.Signals] = []
         self.answers_kill = True
+        self.abandoned = False
 
     def start(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
@@ -67,6 +68,7 @@ class Ranks:
         self.answers_kill = True
 
     def abandon(self) -> None:
+        self.abandoned = True
         self.events.put(StepEnded(-9))
 
     def report(self, **fields: Any) -> None:
@@ -232,8 +234,9 @@ def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state
 @pytest.mark.parametrize(("stop", "cause"), [(None, "node_failure"), ("signal", "preempted")])
 def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | None, cause: str) -> None:
     progress = {"step": 30, "step_start": 10}
+    place = {"nodes": ["a"], "tasks": [2]}
     status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": stop, "progress": progress}
-    run.write_status(status)
+    run.write_status({**status, **place})
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
     assert (first["cause"], first["step_end"], second["attempt"]) == (cause, 30, 2)

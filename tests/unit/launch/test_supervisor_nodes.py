@@ -136,13 +136,15 @@ def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, sl
     with pytest.raises(SystemExit) as left:
         supervise(run, slurm, ranks)
     assert left.value.code == 1
-    assert ranks.signals == [signal.SIGKILL]
+    assert ranks.abandoned
+    assert ranks.signals == []
     assert run.attempts() == []
     assert run.result() is None
 
 
 def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
-    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}})
+    place = {"nodes": ["a"], "tasks": [2]}
+    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     last_words = "the supervisor was killed by SIGKILL"
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(last_words) == 0
