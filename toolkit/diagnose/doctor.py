@@ -10,12 +10,12 @@ from typing import Any
 
 from toolkit import logs, rundir
 from toolkit.cluster.checks import FIRST_NODE, Request
+from toolkit.cluster.checks.verdict import Report
 from toolkit.cluster.commands import submit_environment
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
 from toolkit.launch import preflight, submit
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.preflight import Report
 
 #: Columns of the table, by check. A column of which no node has a figure is left out.
 COLUMNS = {
@@ -68,7 +68,7 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE, cluster.nodes > 1)
     options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
-    start = preflight.srun_job(cluster.nodes, options, submit_environment(environ))
+    start = preflight.srun_job(options, submit_environment(environ))
     names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
     return preflight.examine(shared, names, request, start, preflight.LIMIT_S, trusted=None)
 

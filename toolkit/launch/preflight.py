@@ -15,78 +15,31 @@ import re
 import secrets
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from toolkit import fsio
-from toolkit.cluster import hostlist
-from toolkit.cluster.checks import LAUNCHER, Finding, Request, ok, pairs, storage
+from toolkit.cluster.checks import LAUNCHER, Finding, Request, pairs, storage
+from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
 from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
 from toolkit.launch.steps import tethered
 
 #: The whole of it, whatever hangs.
 LIMIT_S = 30.0
 #: Nodes that have not said by then where they listen are left out of the pairs.
-GATHER_S = 12.0
+GATHER_S = 6.0
 #: What the caller does on the shared folder itself.
 FOLDER_LIMIT_S = 4.0
-#: Off from the other nodes; logs and time stamps of files are then wrong, and soon credentials are refused.
-BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
 #: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
 BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
-#: Of a single node these say nothing about the node: they are the same on the next.
-NOT_THE_NODES = frozenset({"run folder space"})
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What is known of the nodes.
-
-    ``bad`` has the reason for each node to do without. ``common`` is wrong on every node alike, or was in the way of
-    the checks: no other node mends that.
-    """
-
-    hosts: tuple[str, ...]
-    findings: Mapping[str, tuple[Finding, ...]]
-    bad: Mapping[str, str]
-    warnings: Mapping[str, str]
-    common: tuple[str, ...]
-    took_s: float
-
-    @property
-    def is_fine(self) -> bool:
-        """Whether nothing is bad; there may be warnings."""
-        return not self.bad and not self.common
-
-    def summary(self) -> list[str]:
-        """For a log: one line for each thing that is wrong, or one that says that nothing is."""
-        counts = f"{len(self.bad)} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
-        head = f"checks of {len(self.hosts)} nodes: {counts} ({self.took_s:.1f} s)"
-        return [head, *self.problems()]
-
-    def problems(self) -> list[str]:
-        """A line for each thing that is wrong, with all nodes of which it is."""
-        return [
-            *(f"every node: bad: {text}" for text in self.common),
-            *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
-            *(f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)),
-        ]
-
-
-def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each text with the hosts of which it is said, in Slurm's notation."""
-    for text in dict.fromkeys(texts.values()):
-        yield text, hostlist.compress(host for host, said in texts.items() if said == text)
 
 
 # --------------------------------------------------------------------------------------------- talking with the nodes
@@ -124,13 +77,13 @@ class Talk(Protocol):
         """Dismiss the nodes, and do not wait for any."""
 
 
-Start = Callable[[Request], Talk]
+Start = Callable[[Request, Sequence[str]], Talk]
 
 
-def srun_step(hosts: Sequence[str], environ: Mapping[str, str]) -> Start:
-    """Starts the checks in a step of their own, beside whatever runs in our allocation."""
+def srun_step(environ: Mapping[str, str]) -> Start:
+    """Starts the checks on these hosts of our allocation, beside whatever runs there."""
 
-    def start(request: Request) -> Talk:
+    def start(request: Request, hosts: Sequence[str]) -> Talk:
         host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what we want to know
         try:
             os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
@@ -143,11 +96,11 @@ def srun_step(hosts: Sequence[str], environ: Mapping[str, str]) -> Start:
     return start
 
 
-def srun_job(nodes: int, options: Sequence[str], environ: Mapping[str, str]) -> Start:
-    """Starts the checks on nodes that Slurm chooses, and waits until it has."""
+def srun_job(options: Sequence[str], environ: Mapping[str, str]) -> Start:
+    """Starts the checks on as many nodes as there are hosts, but on such as Slurm chooses, and waits until it has."""
 
-    def start(request: Request) -> Talk:
-        talk = SubprocessTalk(srun_nodes_argv(_command(request), nodes, options), environ)
+    def start(request: Request, hosts: Sequence[str]) -> Talk:
+        talk = SubprocessTalk(srun_nodes_argv(_command(request), len(hosts), options), environ)
         talk.wait_for_a_word()
         return talk
 
@@ -156,7 +109,7 @@ def srun_job(nodes: int, options: Sequence[str], environ: Mapping[str, str]) -> 
 
 def this_machine(environ: Mapping[str, str]) -> Start:
     """Starts the checks here, without Slurm."""
-    return lambda request: SubprocessTalk(_command(request), environ)
+    return lambda request, _: SubprocessTalk(_command(request), environ)
 
 
 def _command(request: Request) -> list[str]:
@@ -233,39 +186,6 @@ class SubprocessTalk:
 # ----------------------------------------------------------------------------------------------------- the conversation
 
 
-@dataclass
-class Heard:
-    """What one node has said so far."""
-
-    name: str
-    findings: list[Finding] = field(default_factory=list)
-    listening: tuple[str, int] | None = None
-    clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two
-    is_here: bool = False
-    is_done: bool = False
-    noise: str = ""  #: the last line that is none of ours
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether it has said where it listens, or that it cannot."""
-        return self.listening is not None or any(f.check == "network" and f.severity == "bad" for f in self.findings)
-
-    def set_clock(self, theirs: float, asked: float, received: float) -> None:
-        """It read its clock after we ``asked`` and before we ``received`` the answer: the closest two count."""
-        bounds = (theirs - received, theirs - asked)
-        if self.clock is None or bounds[1] - bounds[0] < self.clock[1] - self.clock[0]:
-            self.clock = bounds
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All that was heard: of each node, of the pairs that were to meet, and srun's own errors."""
-
-    nodes: Sequence[Heard]
-    exchanges: Mapping[pairs.Pair, pairs.Exchange]
-    errors: Sequence[str] = ()
-
-
 class Conversation:
     """Listens to the nodes, introduces them to each other, and dismisses them when all are done or time is up."""
 
@@ -332,6 +252,25 @@ class Conversation:
         self._talk.send(json.dumps({"peers": listening}))
 
 
+_UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
+
+
+def converse(request: Request, hosts: Sequence[str], start: Start, limit_s: float) -> Outcome:
+    """Have ``request`` carried out on every host that srun reaches: where it does not reach one, it ends all others."""
+    began = time.monotonic()
+    outcome = Conversation(hosts, start(request, hosts), limit_s).outcome()
+    unreached = {match[1] for match in map(_UNREACHED.search, outcome.errors) if match} & set(hosts)
+    rest = [host for host in hosts if host not in unreached]
+    if not unreached or not rest or all(node.is_done for node in outcome.nodes):
+        return outcome
+    cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host in rest]
+    again = replace(request, cpus=cpus, pairs=len(rest) > 1)
+    left_s = limit_s - (time.monotonic() - began)
+    second = Conversation(rest, start(again, rest), left_s).outcome()
+    lost = [node for node in outcome.nodes if node.name in unreached]
+    return Outcome([*second.nodes, *lost], second.exchanges, [*outcome.errors, *second.errors])
+
+
 def check_nodes(
     folder: Path,
     hosts: Sequence[str],
@@ -358,7 +297,7 @@ def check_nodes(
         peer=LAUNCHER if "SLURM_JOB_ID" in environ else "127.0.0.1",
         pairs=len(hosts) > 1,
     )
-    start = start or (srun_step(hosts, environ) if "SLURM_JOB_ID" in environ else this_machine(environ))
+    start = start or (srun_step(environ) if "SLURM_JOB_ID" in environ else this_machine(environ))
     return examine(shared, hosts, request, start, limit_s, trusted=hosts[0])
 
 
@@ -370,12 +309,12 @@ def examine(
     try:
         in_the_way = shared.prepare()
         if in_the_way is not None:
-            return _prevented(hosts, in_the_way, time.monotonic() - began)
+            return prevented(hosts, in_the_way, time.monotonic() - began)
         left_s = limit_s - FOLDER_LIMIT_S - (time.monotonic() - began)
-        outcome = Conversation(hosts, start(request), left_s).outcome()
+        outcome = converse(request, hosts, start, left_s)
         shared.read_answers(outcome.nodes)
     except OSError as error:
-        return _prevented(hosts, str(error), time.monotonic() - began)
+        return prevented(hosts, str(error), time.monotonic() - began)
     finally:
         shared.remove()
     return judge(outcome, trusted, time.monotonic() - began)
@@ -403,7 +342,7 @@ class SharedFolder:
     def read_answers(self, nodes: Sequence[Heard]) -> None:
         """Replace the finding of each node whose word is not to be seen here."""
         try:
-            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes]))
+            unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes if _wrote(node)]))
         except OSError:  # it hangs here, since the nodes were asked
             unseen = set()
         text = (
@@ -411,8 +350,7 @@ class SharedFolder:
             "or a stale one; have its file system mounted anew"
         )
         for node in nodes:
-            if node.name in unseen and ok("shared folder", storage.SAME) in node.findings:
-                node.findings.remove(ok("shared folder", storage.SAME))
+            if node.name in unseen:
                 node.findings.append(Finding("shared folder", "bad", "differs", text))
 
     def _unseen(self, names: Sequence[str]) -> set[str]:
@@ -427,6 +365,10 @@ class SharedFolder:
         """Not worth an error: it is a few bytes in a folder of the run."""
         with contextlib.suppress(OSError):
             _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
+
+
+def _wrote(node: Heard) -> bool:
+    return any(f.check == "shared folder" and f.severity == "ok" for f in node.findings)
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
@@ -447,111 +389,3 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
     if isinstance(answer, OSError):
         raise answer
     return answer
-
-
-# ------------------------------------------------------------------------------------------------------------ judging
-
-
-def judge(outcome: Outcome, trusted: str | None, took_s: float) -> Report:
-    """What was heard, compared between the nodes. ``trusted`` is the node on which the caller stands, if any."""
-    nodes = outcome.nodes
-    if not any(node.is_here for node in nodes) and outcome.errors:
-        return _prevented([node.name for node in nodes], "; ".join(outcome.errors[-3:]), took_s)
-    found = {node.name: list(node.findings) for node in nodes}
-    for host, finding in (*_answers(outcome), *_clocks(nodes), *_fabric(nodes), *_exchanges(outcome, trusted)):
-        found[host].append(finding)
-    common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
-    return Report(
-        hosts=tuple(found),
-        findings={host: tuple(findings) for host, findings in found.items()},
-        bad=_texts(found, "bad", common),
-        warnings=_texts(found, "warning", common),
-        common=tuple(common.values()),
-        took_s=took_s,
-    )
-
-
-def _prevented(hosts: Sequence[str], why: str, took_s: float) -> Report:
-    """Nothing is known of any node."""
-    return Report(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
-
-
-def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
-    """The texts of what is bad."""
-    texts: dict[str, list[str]] = {}
-    for finding in (finding for findings in found.values() for finding in findings if finding.severity == "bad"):
-        texts.setdefault(finding.check, []).append(finding.text)
-    return texts
-
-
-def _is_common(check: str, bad: int, nodes: int) -> bool:
-    return bad == nodes and (nodes > 1 or check in NOT_THE_NODES)
-
-
-def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
-    texts = {
-        host: "; ".join(f.text for f in findings if f.severity == severity and f.check not in common)
-        for host, findings in found.items()
-    }
-    return {host: text for host, text in texts.items() if text}
-
-
-def _answers(outcome: Outcome) -> Iterator[tuple[str, Finding]]:
-    """Of the nodes that are not done, why not."""
-    for node in outcome.nodes:
-        if node.is_done:
-            continue
-        words = [line for line in outcome.errors if re.search(rf"\b{re.escape(node.name)}\b", line)]
-        words += [f"it printed: {node.noise}"] if node.noise else []
-        silent = "has not got through its checks" if node.is_here else "does not answer"
-        text = f"{silent} within {LIMIT_S:g} s{''.join(f' ({line})' for line in words[:2])}; have the node looked at"
-        yield node.name, Finding("answer", "bad", "none", text)
-
-
-def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """Each clock against that of most nodes, or of two nodes against ours: our own may be the one that is wrong."""
-    clocks = {node.name: node.clock for node in nodes if node.clock is not None}
-    middle = statistics.median((low + high) / 2 for low, high in clocks.values()) if len(clocks) > 2 else 0.0
-    for host, (low, high) in clocks.items():
-        lead_s = max(low - middle, 0.0) + min(high - middle, 0.0)
-        if abs(lead_s) < WARNING_CLOCK_S:
-            yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
-            continue
-        text = (
-            f"its clock is {abs(lead_s):.1f} s {'ahead of' if lead_s > 0 else 'behind'} the others': have its time "
-            "service (chrony, ntpd) looked at"
-        )
-        yield (
-            host,
-            Finding("clock", "bad" if abs(lead_s) > BAD_CLOCK_S else "warning", f"{lead_s:+.1f} s", text, lead_s),
-        )
-
-
-def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """A node with fewer InfiniBand ports up than most: the ranks would meet over the wrong network, or not at all."""
-    ports = {node.name: sum(f.value or 0 for f in node.findings if f.check == "infiniband") for node in nodes}
-    usual = statistics.mode(ports.values())
-    for host, count in ports.items():
-        if count < usual:
-            text = (
-                f"{count:g} InfiniBand ports are active where other nodes have {usual:g}: `ibstat` on the node tells "
-                "which is down; have it drained"
-            )
-            yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)
-
-
-def _exchanges(outcome: Outcome, trusted: str | None) -> Iterator[tuple[str, Finding]]:
-    nodes = [node.name for node in outcome.nodes if node.is_done and node.listening is not None]
-    met = {pair: exchange for pair, exchange in outcome.exchanges.items() if set(pair) <= set(nodes)}
-    failed = {pair: exchange.error for pair, exchange in met.items() if exchange.error is not None}
-    bad, unclear = pairs.blame(nodes, met.keys() - failed.keys(), failed, trusted)
-    for host in nodes:
-        others = [f"{a if b == host else b} ({error})" for (a, b), error in failed.items() if host in (a, b)]
-        text = f"cannot exchange data with {', '.join(others)}: have its network looked at"
-        if host in bad:
-            yield host, Finding("pairs", "bad", "cut off", text)
-        elif any(host in pair for pair in unclear):
-            yield host, Finding("pairs", "warning", "fails", text)
-        elif times := [exchange.took_s for pair, exchange in met.items() if host in pair and not exchange.error]:
-            rate = pairs.EXCHANGED_BYTES / min(times)
-            yield host, ok("pairs", f"{rate / 1e6:.0f} MB/s", rate)

@@ -66,7 +66,7 @@ def _is_dir(path: Path) -> bool:
 
 def _writing(path: Path, token: str) -> str | None:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.write(fd, token.encode())
             os.fsync(fd)
