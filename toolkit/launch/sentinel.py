@@ -23,7 +23,7 @@ from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step
 from toolkit.errors import SlurmError
 from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import tethered
+from toolkit.launch.steps import silence, tethered
 from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 5.0
@@ -139,7 +139,7 @@ class Sentinel:
         """Let go of it without a word: its srun would end the step of this number in the job's next start, too."""
         self._is_abandoned = True
         if self._process is not None:
-            self._process.kill()
+            silence(self._process)
 
     def post(self) -> None:
         """Send it there; returns at once."""

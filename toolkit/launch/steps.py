@@ -255,9 +255,8 @@ class _SrunStep:
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
-        """srun itself would wait until Slurm gives a dead node up: SlurmdTimeout, 300 s by default, and longer. On
-        SIGTERM it would end the step of this number, which may be that of the job's next start by now."""
-        self._process.kill()
+        """srun itself would wait until Slurm gives a dead node up: SlurmdTimeout, 300 s by default, and longer."""
+        silence(self._process)
 
     def _kill(self, number: signal.Signals) -> None:
         """srun's own way would be to send SIGTERM first and to wait KillWait."""
@@ -270,6 +269,12 @@ class _SrunStep:
             log.warning("the step cannot be signalled (%s); ending srun instead", error)
         if number is signal.SIGKILL:
             self._process.terminate()
+
+
+def silence(srun: subprocess.Popen[str]) -> None:
+    """End srun, the leader of a session, with its shepherd: a child that outlives a killed srun to end its step. It
+    does so by number, and by the time that it reaches the controller that may be a step of the job's next start."""
+    _signal_session(srun.pid, signal.SIGKILL)
 
 
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")

@@ -635,9 +635,12 @@ class Supervisor:
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
+        lost = unreachable(status["nodes"], self._slurmd_port) if self._slurm else set()
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
+        elif lost:
+            cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
         elif status.get("stop"):
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
@@ -645,7 +648,9 @@ class Supervisor:
         log.warning("attempt %d: %s", number, why)
         reports = {0: status.get("progress") or {}}
         plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
-        left = _Attempt(number, status["started"], plan, reports=reports, ended=status["updated"])
+        for host in lost:
+            self._nodes.condemn(host, why)
+        left = _Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
         self._add_attempt_line(left, Ending(cause, decision, why))
 
     def _next_number(self) -> int:

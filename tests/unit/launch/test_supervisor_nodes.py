@@ -40,9 +40,10 @@ def slurm() -> FakeSlurm:
 
 @pytest.fixture(autouse=True)
 def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts the sentinels that would be sent."""
+    """Counts the sentinels that would be sent; and all nodes but ``dead`` answer."""
     sent: list[str] = []
     monkeypatch.setattr(supervisor.Sentinel, "post", lambda self: sent.append("sentinel"))
+    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port: set(hosts) & {"dead"})
     return sent
 
 
@@ -151,6 +152,15 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     first, second = run.attempts()
     assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", last_words)
     assert second["cause"] == "completed"
+
+
+def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
+    place = {"nodes": ["node1", "dead"], "tasks": [1, 1]}
+    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    first, _ = run.attempts()
+    assert (first["cause"], first["lost_nodes"], first["line"]) == ("node_failure", ["dead"], "lost dead")
+    assert list(nodes.remembered(run)) == ["dead"]
 
 
 def test_a_job_killed_after_its_run_had_ended_does_not_run_it_again(run: RunDir, slurm: FakeSlurm) -> None:
