@@ -252,7 +252,9 @@ class Conversation:
             for rank in ended.ranks:
                 self._nodes[rank].is_gone = True
 
-    def _hear(self, node: Heard, said: dict[str, Any], received: float) -> None:
+    def _hear(self, node: Heard, said: Any, received: float) -> None:
+        if not isinstance(said, dict):
+            raise TypeError(f"not a line of ours: {said!r}")
         if "time" in said:
             node.set_clock(said["time"], self._asked, received)
         if "hello" in said:

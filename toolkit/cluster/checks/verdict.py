@@ -39,7 +39,8 @@ class Report:
     def summary(self) -> list[str]:
         """For a log: one line for each thing that is wrong, or one that says that nothing is."""
         counts = f"{len(self.bad)} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
-        head = f"checks of {len(self.hosts)} nodes: {counts} ({self.took_s:.1f} s)"
+        plural = "s" if len(self.hosts) > 1 else ""
+        head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
         return [head, *self.problems()]
 
     def problems(self) -> list[str]:
