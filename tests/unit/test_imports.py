@@ -77,6 +77,17 @@ def test_login_node_modules_never_import_torch(part: str) -> None:
         assert not [m for m in imports_of(path) if m.split(".")[0] in ("torch", "torchvision")], path
 
 
+def test_checks_of_a_node_start_without_site_packages() -> None:
+    """They start with ``python -S`` on every node of a job: what they load has to come with Python, or from here."""
+    for path in (PACKAGE / "cluster/checks").glob("*.py"):
+        foreign = {module.split(".")[0] for module in imports_of(path)} - {*sys.stdlib_module_names, "toolkit"}
+        assert not foreign, path
+    code = "import sys, toolkit.cluster.checks.__main__; print(len(sys.modules))"
+    argv = [sys.executable, "-S", "-P", "-c", code]
+    done = subprocess.run(argv, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 160, "each module costs every job's start on every node"
+
+
 def test_toolkit_never_imports_jobs() -> None:
     for path in PACKAGE.rglob("*.py"):
         assert not [m for m in imports_of(path) if m.split(".")[0] == "jobs"], path
@@ -88,6 +99,7 @@ def test_toolkit_never_imports_jobs() -> None:
         ["--help"],
         ["status"],
         ["env"],
+        ["doctor"],
         ["submit", "configs/digits_ddp.yaml", "--dry-run", "--executor", "slurm"],
     ],
     ids=lambda argv: argv[0],

@@ -277,7 +277,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from toolkit.diagnose import doctor
 
     files = [word for word in args.overrides if "=" not in word]
-    if len(files) > 1 or (args.nodes or 1) < 1:
+    if len(files) > 1 or (args.nodes is not None and args.nodes < 1):
         raise RequestError("toolkit doctor: one CONFIG at most, then key=value; --nodes takes 1 or more")
     logs.setup()
     config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])

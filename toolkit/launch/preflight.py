@@ -26,10 +26,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from toolkit import fsio
+from toolkit.cluster import hostlist
 from toolkit.cluster.checks import LAUNCHER, Finding, Request, pairs, storage
 from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
 from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
-from toolkit.launch.steps import tethered
+from toolkit.errors import RequestError
+from toolkit.launch.steps import RankEnded, parse_srun_line, tethered
 
 #: The whole of it, whatever hangs.
 LIMIT_S = 30.0
@@ -55,13 +57,18 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Complaint:
+    """One line of srun's own errors."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Ended:
-    """Nobody will say any more; ``errors`` are srun's."""
-
-    errors: tuple[str, ...]
+    """Nobody will say any more."""
 
 
-Events = SimpleQueue["Said | Ended"]
+Events = SimpleQueue[Said | Complaint | Ended]
 
 
 class Talk(Protocol):
@@ -137,7 +144,6 @@ class SubprocessTalk:
             pass_fds=descriptors,
             start_new_session=True,
         )
-        self._errors: list[str] = []
         self._stderr = threading.Thread(target=self._read_errors, daemon=True)
         self._stderr.start()
         threading.Thread(target=self._read, daemon=True).start()
@@ -145,13 +151,12 @@ class SubprocessTalk:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            label, colon, text = line.partition(": ")
-            is_labelled = bool(colon) and label.strip().isdigit()
+            task, text = _without_label(line)
             self._has_spoken.set()
-            self.events.put(Said(int(label) if is_labelled else 0, text if is_labelled else line, time.time()))
+            self.events.put(Said(task or 0, text, time.time()))
         self._process.wait()
         self._stderr.join(timeout=1.0)
-        self.events.put(Ended(tuple(self._errors)))
+        self.events.put(Ended())
         self._has_spoken.set()
 
     def wait_for_a_word(self) -> None:
@@ -160,7 +165,8 @@ class SubprocessTalk:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self._errors += (line.strip() for line in self._process.stderr)
+        for line in self._process.stderr:
+            self.events.put(Complaint(line.strip()))
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -183,6 +189,12 @@ class SubprocessTalk:
             self._process.send_signal(number)
 
 
+def _without_label(line: str) -> tuple[int | None, str]:
+    """The task that ``srun --label`` puts before a line, and the line; without srun there is none."""
+    label, colon, text = line.partition(": ")
+    return (int(label), text.strip()) if colon and label.strip().isdigit() else (None, line.strip())
+
+
 # ----------------------------------------------------------------------------------------------------- the conversation
 
 
@@ -197,12 +209,12 @@ class Conversation:
         self._gather_until = time.monotonic() + min(GATHER_S, limit_s / 2)
         self._exchanges: dict[pairs.Pair, pairs.Exchange] = {}
         self._is_introduced = len(hosts) < 2
-        self._errors: tuple[str, ...] = ()
+        self._errors: list[str] = []
         self._is_over = False
 
     def outcome(self) -> Outcome:
         """Hold it."""
-        while not self._is_over and time.monotonic() < self._deadline and not all(n.is_done for n in self._nodes):
+        while not self._is_over and time.monotonic() < self._deadline and not self._are_done():
             with contextlib.suppress(Empty):
                 self._take(self._talk.events.get(timeout=self._patience_s()))
             if not self._is_introduced and self._are_gathered():
@@ -214,21 +226,39 @@ class Conversation:
         until = self._deadline if self._is_introduced else min(self._deadline, self._gather_until)
         return max(0.0, until - time.monotonic())
 
-    def _take(self, event: Said | Ended) -> None:
-        if isinstance(event, Ended):
-            self._is_over, self._errors = True, event.errors
-        elif event.task < len(self._nodes):
-            node = self._nodes[event.task]
-            try:
-                self._hear(node, json.loads(event.text), event.received)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                node.noise = event.text.strip()
+    def _take(self, event: Said | Complaint | Ended) -> None:
+        match event:
+            case Said(task, text, received) if task < len(self._nodes):
+                node = self._nodes[task]
+                try:
+                    self._hear(node, json.loads(text), received)
+                    node.is_here = True
+                except (ValueError, TypeError, KeyError, RequestError):
+                    node.noise = text.strip()
+            case Complaint(text):
+                self._take_complaint(text)
+            case Ended():
+                self._is_over = True
 
-    def _hear(self, node: Heard, said: dict[str, Any], received: float) -> None:
-        node.is_here = True
+    def _take_complaint(self, text: str) -> None:
+        """A node's own, which is labelled, or srun's. Tasks of which it says that they failed are not waited for."""
+        task, words = _without_label(text)
+        if task is not None and task < len(self._nodes):
+            self._nodes[task].noise = words
+            return
+        self._errors.append(text)
+        ended = parse_srun_line(text)
+        if isinstance(ended, RankEnded):
+            for rank in ended.ranks:
+                self._nodes[rank].is_gone = True
+
+    def _hear(self, node: Heard, said: Any, received: float) -> None:
+        if not isinstance(said, dict):
+            raise TypeError(f"not a line of ours: {said!r}")
         if "time" in said:
             node.set_clock(said["time"], self._asked, received)
         if "hello" in said:
+            self._name_the_silent(said["nodes"])
             node.name = str(said["hello"])
         elif "check" in said:
             node.findings.append(Finding.parse(said))
@@ -240,8 +270,16 @@ class Conversation:
         elif "done" in said:
             node.is_done = True
 
+    def _name_the_silent(self, node_list: str) -> None:
+        """Who chose no nodes learns even the names of those that say nothing."""
+        for node, name in zip(self._nodes, hostlist.expand(node_list), strict=False):
+            node.name = node.name if node.is_here else name
+
+    def _are_done(self) -> bool:
+        return all(node.is_done or node.is_gone for node in self._nodes)
+
     def _are_gathered(self) -> bool:
-        return all(node.is_placed for node in self._nodes) or time.monotonic() >= self._gather_until
+        return all(node.is_placed or node.is_gone for node in self._nodes) or time.monotonic() >= self._gather_until
 
     def _introduce(self) -> None:
         listening = [(node.name, *node.listening) for node in self._nodes if node.listening is not None]

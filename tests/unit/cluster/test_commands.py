@@ -326,6 +326,12 @@ SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_DISTRIBUTION SLURM_CPU_BIND SLURM_
 SLURM_MEM_PER_CPU SRUN_CPUS_PER_TASK PMIX_RANK PMI_FD RANK"""
 
 
+def test_a_step_that_only_looks_shares_everything_and_speaks_to_its_caller() -> None:
+    argv = srun_argv(Step(["true"], ["node1"], None, None, overlap=True, extra=["--label"]))
+    assert {"--overlap", "--label"} <= set(argv)
+    assert not [word for word in argv if word.startswith(("--cpus-per-task", "--output", "--open-mode"))]
+
+
 def test_what_contradicts_a_shrunken_allocation_is_removed_for_a_step() -> None:
     kept = {"SLURM_JOB_ID": "1", "SLURM_CONF": "x", "SLURM_JOB_NODELIST": "n1", "PATH": "/bin", "MASTER_PORT": "1"}
     assert step_environment({**kept, **dict.fromkeys(REMOVED_FOR_STEPS.split(), "9")}) == kept

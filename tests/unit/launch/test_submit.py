@@ -283,3 +283,20 @@ def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path:
 def test_a_run_without_a_job_is_not_cancelled_by_guess(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="without a supervisor"):
         submit.attach(make_run(tmp_path, state="running", job_id=None).dir)
+
+
+def test_doctor_asks_for_the_nodes_that_the_job_would_get() -> None:
+    config = full_config()
+    config.cluster.extra = {"reservation": "maintenance", "mail-type": "FAIL"}
+    assert sorted(submit.srun_options(config)) == [
+        "--account=acc",
+        "--constraint=a100&ib",
+        "--exclude=node[3,7]",
+        "--exclusive",
+        "--gpus-per-node=a100:4",
+        "--job-name=doctor",
+        "--partition=gpu",
+        "--qos=high",
+        "--reservation=maintenance",
+        "--time=5",
+    ]

@@ -33,8 +33,8 @@ class Finding:
     def parse(content: dict[str, Any]) -> Finding:
         """From a line of JSON. Raises TypeError or ValueError for one that is no finding."""
         found = Finding(**content)
-        if found.severity not in ("ok", "warning", "bad"):
-            raise ValueError(f"severity {found.severity!r}")
+        if found.severity not in ("ok", "warning", "bad") or not isinstance(found.text, str):
+            raise ValueError(f"not a finding: {content}")
         return found
 
 

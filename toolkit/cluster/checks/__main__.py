@@ -50,7 +50,7 @@ class Node:
     def talk(self) -> None:
         """Until the caller dismisses us, or time is up."""
         deadline = time.monotonic() + self._request.limit_s
-        say({"hello": self._name, "time": time.time()})
+        say({"hello": self._name, "time": time.time(), "nodes": os.environ.get("SLURM_STEP_NODELIST", "")})
         for name, check in self._checks().items():
             self._start(name, check)
         if self._request.pairs:

@@ -6,7 +6,7 @@ import itertools
 import os
 import pwd
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +161,22 @@ def steady_demand(looks: Sequence[tuple[Mapping[int, Process], float]]) -> dict[
     }
 
 
-def sort_out(demand: Mapping[Process, float], table: Mapping[int, Process], us: int, job: str | None) -> Use:
+def job_of(pid: int) -> str | None:
+    """By its environment, which can be read of our own user's processes only: those of others are of other jobs."""
+    try:
+        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"SLURM_JOB_ID=")), None)
+
+
+def sort_out(
+    demand: Mapping[Process, float],
+    table: Mapping[int, Process],
+    us: int,
+    job: str | None,
+    job_of: Callable[[int], str | None] = job_of,
+) -> Use:
     """Strangers' and other jobs' demand. What descends from a slurmstepd belongs to a job, whatever its owner; without
     one above ourselves we are in no job, and only our own family is not a stranger."""
     in_job = _in_step(us, table)
@@ -169,7 +184,7 @@ def sort_out(demand: Mapping[Process, float], table: Mapping[int, Process], us: 
     strangers, other_jobs = {}, 0.0
     for process, cpus in demand.items():
         if in_job and _in_step(process.pid, table):
-            other_jobs += cpus if _job_of(process.pid) != job else 0.0
+            other_jobs += cpus if job_of(process.pid) != job else 0.0
         elif process.pid not in family:
             strangers[process] = cpus
     return Use(strangers, other_jobs)
@@ -184,15 +199,6 @@ def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
     while pid in table:
         yield pid
         pid = table[pid].parent
-
-
-def _job_of(pid: int) -> str | None:
-    """Readable only of our own user's processes; those of others are of other jobs anyway."""
-    try:
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"SLURM_JOB_ID=")), None)
 
 
 def processes(proc: Path = PROC) -> dict[int, Process]:

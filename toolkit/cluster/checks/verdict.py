@@ -39,7 +39,8 @@ class Report:
     def summary(self) -> list[str]:
         """For a log: one line for each thing that is wrong, or one that says that nothing is."""
         counts = f"{len(self.bad)} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
-        head = f"checks of {len(self.hosts)} nodes: {counts} ({self.took_s:.1f} s)"
+        plural = "s" if len(self.hosts) > 1 else ""
+        head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
         return [head, *self.problems()]
 
     def problems(self) -> list[str]:
@@ -67,7 +68,8 @@ class Heard:
     clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two
     is_here: bool = False
     is_done: bool = False
-    noise: str = ""  #: the last line that is none of ours
+    is_gone: bool = False  #: srun has seen it end
+    noise: str = ""  #: its last line that is none of ours, or on stderr
 
     @property
     def is_placed(self) -> bool:
@@ -143,10 +145,10 @@ def _answers(outcome: Outcome) -> Iterator[tuple[str, Finding]]:
     for node in outcome.nodes:
         if node.is_done:
             continue
-        words = [line for line in outcome.errors if node.name in line and not _CONSEQUENCE.search(line)]
-        words += [f"it printed: {node.noise}"] if node.noise else []
+        words = [line for line in outcome.errors if node.name in line and not _CONSEQUENCE.search(line)][:1]
+        words += [node.noise] if node.noise else []
         silent = "has not got through its checks" if node.is_here else "does not answer"
-        how = f": {words[0]}" if words else f" within {LIMIT_S:g} s"
+        how = f" ({'; '.join(words)})" if words else f" within {LIMIT_S:g} s"
         text = f"{silent}{how}; have the node looked at"
         yield node.name, Finding("answer", "bad", "none", text)
 

@@ -1,0 +1,169 @@
+"""Sick nodes, and what `toolkit doctor` says of them: the right node with the right reason, and no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.slurm.site import END_S, Site
+
+pytestmark = pytest.mark.slurm
+
+SICK = "node3"
+TEMP = "/var/tmp"
+#: Adds 90 s to the time of day of every program called python. Nobody else's clock: munge has its own opinion of those.
+CLOCK = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static int lead(void) { return strncmp(program_invocation_short_name, "python", 6) ? 0 : 90; }
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int failed = syscall(SYS_clock_gettime, clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += lead();
+    return failed;
+}
+"""
+
+
+@contextmanager
+def undone(site: Site, *argv: str) -> Iterator[None]:
+    """What was done to the sick node has this to undo it."""
+    try:
+        yield
+    finally:
+        site.box.run(argv, node=SICK)
+
+
+@contextmanager
+def clock_off(site: Site) -> Iterator[None]:
+    compiler = shutil.which("cc")
+    assert compiler is not None, "a node with another clock takes a C compiler: apt-get install gcc libc6-dev"
+    library = site.box.shared / "clock.so"
+    build = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(build, input=CLOCK, text=True, check=True)
+    site.box.run(["tee", "/etc/ld.so.preload"], input=f"{library}\n", node=SICK)
+    with undone(site, "rm", "/etc/ld.so.preload"):
+        yield
+
+
+@contextmanager
+def temp_full(site: Site) -> Iterator[None]:
+    site.box.run(["mount", "-t", "tmpfs", "-o", "size=200k,mode=1777", "tmpfs", TEMP], node=SICK)
+    with undone(site, "umount", TEMP):
+        site.box.run(["dd", "if=/dev/zero", f"of={TEMP}/big"], node=SICK, check=False)
+        yield
+
+
+@contextmanager
+def folder_read_only(site: Site) -> Iterator[None]:
+    site.box.run(["mount", "--bind", str(site.folder), str(site.folder)], node=SICK)
+    with undone(site, "umount", str(site.folder)):
+        site.box.run(["mount", "-o", "remount,bind,ro", str(site.folder)], node=SICK)
+        yield
+
+
+@contextmanager
+def folder_stale(site: Site) -> Iterator[None]:
+    site.box.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(site.folder)], node=SICK)
+    with undone(site, "umount", str(site.folder)):
+        yield
+
+
+@contextmanager
+def cpus_taken(site: Site) -> Iterator[None]:
+    """By as many loops as there are CPUs, and one that takes what the ranks of this node are promised."""
+    with ExitStack() as stack:
+        for _ in range((os.cpu_count() or 1) + 1):
+            loop = stack.enter_context(site.box.popen(["sh", "-c", "while :; do :; done"], node=SICK))
+            stack.callback(loop.kill)
+        yield
+
+
+@contextmanager
+def cut_off(site: Site) -> Iterator[None]:
+    """From two of its peers only: Slurm, its other peer, and the login node reach it."""
+    with ExitStack() as stack:
+        for address in (site.box.spec.addresses[node] for node in ("node2", "node4")):
+            site.box.run(["ip", "route", "add", "blackhole", address], node=SICK)
+            stack.enter_context(undone(site, "ip", "route", "del", "blackhole", address))
+        yield
+
+
+@contextmanager
+def without_python(site: Site) -> Iterator[None]:
+    """Its environment is not mounted, as on a node that has missed its file server."""
+    site.box.run(["mount", "-t", "tmpfs", "tmpfs", f"{sys.prefix}/bin"], node=SICK)
+    with undone(site, "umount", f"{sys.prefix}/bin"):
+        yield
+
+
+def doctor(site: Site, *arguments: str) -> dict[str, Any]:
+    """What it prints as JSON, with its exit code."""
+    argv = ["toolkit", "doctor", "--json", *arguments]
+    env = {"TOOLKIT_RUNS": str(site.runs), "TMPDIR": TEMP}
+    done = site.box.run(argv, env=env, user=site.user, cwd=site.folder, check=False)
+    assert done.stdout, done.stderr
+    return {"code": done.returncode, **json.loads(done.stdout)}
+
+
+def test_healthy_nodes_have_no_word_said_of_them(site: Site) -> None:
+    report = doctor(site, "--nodes=4", "cluster.tasks_per_node=2")
+    nodes = report["nodes"]
+    assert {name: node["verdict"] for name, node in nodes.items()} == dict.fromkeys(site.box.spec.node_names, "ok")
+    assert (report["code"], report["common"]) == (0, [])
+    assert {"cpus", "clock", "pairs", "shared folder", "network"} <= {f["check"] for f in nodes["node1"]["findings"]}
+    assert not list(site.folder.glob(".preflight-*"))
+
+
+@pytest.mark.parametrize(
+    ("illness", "words"),
+    [
+        (clock_off, "its clock is 90"),
+        (temp_full, "/var/tmp has 0 B"),
+        (folder_read_only, "Read-only file system"),
+        (folder_stale, "is another folder here than on the batch host, or a stale one"),
+        (cpus_taken, "CPUs, of which the ranks need 1 (sh, pid "),
+        (without_python, "No such file or directory"),
+        (cut_off, "cannot exchange data with node2 (timed out)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_sick_node_is_named_with_the_reason_and_no_other(
+    site: Site, illness: Callable[[Site], AbstractContextManager[None]], words: str
+) -> None:
+    with illness(site):
+        report = doctor(site, "--nodes=4")
+    verdicts = {name: node["verdict"] for name, node in report["nodes"].items()}
+    assert verdicts == {name: "bad" if name == SICK else "ok" for name in site.box.spec.node_names}, report
+    assert words in report["nodes"][SICK]["bad"]
+    assert (report["code"], report["common"]) == (1, [])
+
+
+def test_inside_a_job_its_nodes_are_checked_beside_its_running_ranks(site: Site) -> None:
+    """Two ranks on each of four nodes hold all that the job has meanwhile; uneven requests are Slurm's business."""
+    script = site.folder / "job.sh"
+    script.write_text(
+        "#!/bin/bash\nsrun --ntasks=8 --cpus-per-task=1 sleep 600.5 & sleep_pid=$!\n"
+        "until [ $(squeue --steps --noheader --jobs=$SLURM_JOB_ID --format=%j | grep -c sleep) = 1 ]; do :; done\n"
+        f"toolkit doctor --json >{site.folder}/report.json\nkill $sleep_pid\nexit 0\n"
+    )
+    job = site.sbatch("--nodes=4", "--ntasks-per-node=2", f"--chdir={site.folder}", str(script))
+    site.box.wait_job(job, END_S)
+    report = json.loads((site.folder / "report.json").read_text())
+    assert report["fine"], report
+    assert list(report["nodes"]) == site.box.spec.node_names
+    cpus = [f["figure"] for node in report["nodes"].values() for f in node["findings"] if f["check"] == "cpus"]
+    assert len(cpus) == 4
+    assert all(float(figure) >= 2 for figure in cpus), cpus
