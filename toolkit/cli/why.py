@@ -9,7 +9,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import table
 from toolkit.launch import ending, nodes
-from toolkit.launch.supervisor import read_error_file
+from toolkit.launch.error_files import read_error_file
 from toolkit.rundir import RunDir
 
 #: Of a traceback this many last lines are shown; the whole one is in the rank's log.

@@ -13,13 +13,14 @@ DEFAULT_SLURMD_PORT = 6818
 AT_ONCE = 32
 
 
-def unreachable(hosts: Iterable[str], port: int = DEFAULT_SLURMD_PORT, timeout_s: float = TIMEOUT_S) -> set[str]:
-    """Those of ``hosts`` on which nothing accepts a connection on ``port``.
+def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float = TIMEOUT_S) -> set[str]:
+    """Those of ``hosts`` on which nothing accepts a connection on ``port``; none if our own node, ``here``, is among
+    them, for then it is the port that is wrong.
 
     Slurm's own daemons talk to each other on slurmd's port, so no site's firewall closes it. Blocks for ``timeout_s``
     at the most, or a multiple of it for more than ``AT_ONCE`` hosts.
     """
-    names = list(hosts)
+    names = [here, *hosts]
 
     def answers(host: str) -> bool:
         try:
@@ -29,4 +30,5 @@ def unreachable(hosts: Iterable[str], port: int = DEFAULT_SLURMD_PORT, timeout_s
             return False
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        return {host for host, there in zip(names, pool.map(answers, names), strict=True) if not there}
+        missing = {host for host, there in zip(names, pool.map(answers, names), strict=True) if not there}
+    return set() if here in missing else missing

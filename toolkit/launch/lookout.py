@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 
-from toolkit.cluster.reachable import unreachable
 from toolkit.launch.steps import Events, NodeFailed
 
 ASK_EVERY_S = 5.0
@@ -29,13 +28,11 @@ class Lookout:
     def __init__(
         self,
         events: Events,
-        slurmd_port: int,
         is_connected: Callable[[], bool],
-        ask: Callable[[Iterable[str], int], set[str]] = unreachable,
+        ask: Callable[[Sequence[str]], set[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._events = events
-        self._port = slurmd_port
         self._is_connected = is_connected
         self._ask_nodes = ask
         self._clock = clock
@@ -53,7 +50,7 @@ class Lookout:
         self._thread.start()
 
     def _ask(self, silent: frozenset[str]) -> None:
-        missing = self._ask_nodes(silent, self._port)
+        missing = self._ask_nodes(sorted(silent))
         if missing and not self._is_connected():
             return
         self._unanswered = {host: self._unanswered.get(host, 0) + 1 for host in missing}

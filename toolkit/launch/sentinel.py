@@ -8,7 +8,9 @@ the batch host's slurmd accepts a connection; and the job's node list, which a d
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.cluster import hostlist, reachable
+from toolkit.cluster import hostlist
 from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step_environment
+from toolkit.cluster.reachable import unreachable
 from toolkit.errors import SlurmError
 from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
@@ -57,7 +60,7 @@ class Watch:
         watched: Watched,
         slurm: SlurmCommands,
         clock: Callable[[], float] = time.monotonic,
-        answers: Callable[[str, int], bool] = lambda host, port: not reachable.unreachable([host], port),
+        answers: Callable[[str, int], bool] = lambda host, port: not unreachable([host], port, here=_here()),
     ) -> None:
         self._watched = watched
         self._slurm = slurm
@@ -101,6 +104,10 @@ class Watch:
         if row.state != "RUNNING" or host in hostlist.expand(row.node_list):
             return None
         return f"the batch host {host} has left the job's node list"
+
+
+def _here() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class Over(Exception):

@@ -16,9 +16,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -27,23 +26,24 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
-from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
 from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT, unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_REQUEST,
     EXIT_STOPPED,
     ToolkitError,
 )
 from toolkit.launch import ending, hang, intent, patience
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
+from toolkit.launch.attempt import Attempt
+from toolkit.launch.comeback import Comeback
+from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
+from toolkit.launch.error_files import read_error_file
 from toolkit.launch.guard import guarded
-from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.intent import Intent
+from toolkit.launch.journal import Journal, suspected
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
@@ -80,36 +80,6 @@ class _Signalled:
     number: signal.Signals
 
 
-@dataclass
-class _Attempt:
-    """What is known of the attempt that runs now, on ``plan``'s nodes."""
-
-    number: int
-    started: float
-    plan: Allocation
-    watchdog: Watchdog | None = None  #: None for foreign scripts, which report nothing
-    lookout: Lookout | None = None  #: so here
-    hang: RankFailure | None = None
-    failures: list[RankFailure] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
-    lost_nodes: set[str] = field(default_factory=set)
-    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    result: Mapping[str, Any] | None = None
-    stop: Stop | None = None
-    stop_asked: float | None = None
-    kill_at: float | None = None
-    killed: bool = False
-    slurm: ending.Slurm = ending.Slurm.ABSENT
-    exit_code: int | None = None
-    ended: float = 0.0
-
-    @property
-    def progress(self) -> Mapping[str, Any]:
-        """Rank 0's latest report."""
-        return self.reports.get(0, {})
-
-
 class Supervisor:
     """Runs one run to its end. ``launcher`` and ``slurm`` are its two outside worlds."""
 
@@ -130,14 +100,17 @@ class Supervisor:
         self._events: Events = SimpleQueue()
         self._stop: Stop | None = None
         self._row: JobRow | None = None
-        self._heir: Heir | None = None
         self._sentinel: Sentinel | None = None
-        self._unwritten: OSError | None = None
         self._owner = ""
         self._slurmd_port = DEFAULT_SLURMD_PORT
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
+        self._journal = Journal(run, allocation, self._nodes)
+        self._comeback: Comeback | None = None
+        if slurm is not None:
+            assert allocation.job_id is not None
+            self._comeback = Comeback(run, allocation.job_id, slurm, self._nodes)
 
     def run(self, last_words: str | None = None) -> int:
         """Attempts until one finishes or no more may be made; returns the exit code of the job.
@@ -148,16 +121,18 @@ class Supervisor:
         if self._has_ended(last_words):
             return EXIT_DONE
         self._run.clear_result()
+        self._look_at_the_job()
         self._close_left_over_attempt(last_words)
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
-        self._look_at_the_job()
+        if self._comeback is not None:
+            self._comeback.prepare(self._row)
         verdict = self._check_nodes()
         if verdict is None:
             self._post_sentinel()
             verdict = self._run_attempts()
-        if self._heir is not None and verdict.decision is not Decision.REQUEUE:
-            self._heir.dismiss()
+        if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
+            self._comeback.dismiss()
         notify(self._run)
         return _exit_code(verdict)
 
@@ -189,14 +164,11 @@ class Supervisor:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
 
     def _look_at_the_job(self) -> None:
-        """Once at the start: the time limit, and whether Slurm lets us requeue; if not, an heir waits from now on."""
+        """Once at the start: the time limit, whether Slurm lets us requeue, and where nodes can be asked after."""
         self._row = self._show_job(patience_s=0.0)
         if self._slurm is not None:
             port = patience.ask(self._slurm.slurmd_port, "Slurm does not say its nodes' port", patience_s=0.0)
             self._slurmd_port = port or self._slurmd_port
-        if self._row is not None and not self._row.can_requeue:
-            assert self._slurm is not None
-            self._heir = Heir.submit(self._run, self._row, self._slurm)
 
     def _check_nodes(self) -> Ending | None:
         """Preflight: bad nodes are not used. A verdict, recorded, if too few are left; None if the run can start.
@@ -219,11 +191,15 @@ class Supervisor:
 
     def _fruitless_requeues(self) -> int:
         """The latest attempts that ended before any rank had started, for bad nodes."""
-        fruitless = (past.step_end is None and past.cause == Cause.NODE_FAILURE for past in reversed(self._history()))
+        fruitless = (
+            past.step_end is None and past.cause == Cause.NODE_FAILURE for past in reversed(self._journal.history())
+        )
         return sum(1 for _ in takewhile(bool, fruitless))
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
-        attempt = _Attempt(self._next_number(), time.time(), self._allocation, lost_nodes=set(bad), ended=time.time())
+        attempt = Attempt(
+            self._journal.next_number(), time.time(), self._allocation, lost_nodes=set(bad), ended=time.time()
+        )
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
         verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
         self._record(attempt, verdict)
@@ -241,14 +217,14 @@ class Supervisor:
     def _run_attempt(self) -> Ending:
         plan = self._nodes.plan()
         assert plan is not None, "the verdict before was to restart"
-        attempt = _Attempt(self._next_number(), time.time(), plan)
+        attempt = Attempt(self._journal.next_number(), time.time(), plan)
         if not self._foreign:
             attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
             if self._slurm is not None:
-                attempt.lookout = Lookout(self._events, self._slurmd_port, self._slurm.available)
+                attempt.lookout = Lookout(self._events, self._slurm.available, self._unreachable)
         self._owner = f"{self._allocation.job_id}.{self._allocation.restart_count}.{attempt.number}"
         patience.persist(lambda: self._run.claim(self._owner), self._run.path)
-        self._set_status("starting", attempt)
+        self._journal.set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
         host = "127.0.0.1" if self._allocation.job_id is None else _wildcard()
@@ -272,26 +248,29 @@ class Supervisor:
         self._record(attempt, verdict)
         return verdict
 
-    def _look_after_nodes(self, attempt: _Attempt) -> None:
+    def _look_after_nodes(self, attempt: Attempt) -> None:
         """Which are lost; a job that Slurm has put back into the queue may have been so for a dead node."""
         well = attempt.exit_code == 0 and not attempt.failures
         attempt.slurm = ending.Slurm.RUNNING if well else self._ask_slurm()
         if attempt.slurm is ending.Slurm.REQUEUED:
-            attempt.lost_nodes |= unreachable(attempt.plan.hosts, self._slurmd_port)
+            attempt.lost_nodes |= self._unreachable(attempt.plan.hosts)
         for host in attempt.lost_nodes:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
 
+    def _unreachable(self, hosts: Sequence[str]) -> set[str]:
+        return unreachable(hosts, self._slurmd_port, here=self._allocation.hosts[0])
+
     def _suspect(self, verdict: Ending) -> None:
         """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
-        host = _suspected(verdict)
+        host = suspected(verdict)
         if host is not None:
-            self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._history()))
+            self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._journal.history()))
 
     def _rank_command(self) -> list[str]:
         module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
         return [sys.executable, "-P", "-m", *module, str(self._run.config)]
 
-    def _rank_environ(self, attempt: _Attempt) -> dict[str, str]:
+    def _rank_environ(self, attempt: Attempt) -> dict[str, str]:
         """What every rank gets; its own numbers are set where it starts."""
         environ = dict(os.environ)
         environ.pop("MASTER_ADDR", None)  # somebody's profile does not know where our store is
@@ -311,7 +290,7 @@ class Supervisor:
         environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
         return environ
 
-    def _watch(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
+    def _watch(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
         """Handle events until every rank has ended. The one place where things happen during an attempt."""
         next_status = 0.0
         while attempt.exit_code is None:
@@ -323,7 +302,7 @@ class Supervisor:
                 step.abandon()
             if now >= next_status:
                 self._leave_if_overtaken(step)
-                self._set_status(_phase(attempt), attempt)
+                self._journal.set_status(attempt.phase, attempt)
                 self._watch_the_clock(attempt, step, store)
                 self._watch_for_hangs(attempt, step)
                 self._look_for_dead_nodes(attempt)
@@ -335,7 +314,7 @@ class Supervisor:
                 continue
 
     @staticmethod
-    def _all_reachable_have_ended(attempt: _Attempt) -> bool:
+    def _all_reachable_have_ended(attempt: Attempt) -> bool:
         """Ranks on lost nodes cannot be waited for; each of the others must be gone before the next attempt."""
         if not attempt.lost_nodes:
             return False
@@ -352,11 +331,11 @@ class Supervisor:
             self._sentinel.abandon()
         raise SystemExit(EXIT_FAILED)
 
-    def _drain(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
+    def _drain(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
         while not self._events.empty():
             self._handle(attempt, self._events.get(), step, store)
 
-    def _handle(self, attempt: _Attempt, event: Any, step: Step, store: StoreHost) -> None:
+    def _handle(self, attempt: Attempt, event: Any, step: Step, store: StoreHost) -> None:
         match event:
             case Report(content):
                 self._take_report(attempt, content)
@@ -374,7 +353,7 @@ class Supervisor:
             case _Signalled(number):
                 self._take_signal(attempt, number, step, store)
 
-    def _take_report(self, attempt: _Attempt, content: Mapping[str, Any]) -> None:
+    def _take_report(self, attempt: Attempt, content: Mapping[str, Any]) -> None:
         if "result" in content:
             attempt.result = content["result"]
         for rank, report in content.get("reports", {}).items():
@@ -382,7 +361,7 @@ class Supervisor:
             if attempt.watchdog is not None:
                 attempt.watchdog.hear(int(rank), report)
 
-    def _take_rank_ended(self, attempt: _Attempt, ended: RankEnded) -> None:
+    def _take_rank_ended(self, attempt: Attempt, ended: RankEnded) -> None:
         attempt.gone |= set(ended.ranks)
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
@@ -397,13 +376,13 @@ class Supervisor:
         self._kill_soon(attempt)
 
     @staticmethod
-    def _kill_soon(attempt: _Attempt) -> None:
+    def _kill_soon(attempt: Attempt) -> None:
         """One rank's end is every rank's: the others wait in a collective for a peer that will not come."""
         if not attempt.killed:
             soon = time.monotonic() + LAST_WORDS_S
             attempt.kill_at = min(attempt.kill_at or soon, soon)
 
-    def _look_for_dead_nodes(self, attempt: _Attempt) -> None:
+    def _look_for_dead_nodes(self, attempt: Attempt) -> None:
         """Where another node could take over; else Slurm requeues the job, and a network that is away comes back."""
         dog, lookout = attempt.watchdog, attempt.lookout
         if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
@@ -412,7 +391,7 @@ class Supervisor:
         alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
         lookout.look(set(hosts) - alive - {self._allocation.hosts[0]})  # there we are ourselves
 
-    def _watch_for_hangs(self, attempt: _Attempt, step: Step) -> None:
+    def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
         dog = attempt.watchdog
         if dog is None or attempt.stop is not None or attempt.kill_at is not None or not dog.is_stuck():
@@ -428,7 +407,7 @@ class Supervisor:
 
     # ----------------------------------------------------------------------------------------------- the stop path
 
-    def _take_signal(self, attempt: _Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
+    def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
         wanted = intent.asked(self._run)
         if wanted is Intent.CANCEL:
             stop = Stop.CANCEL
@@ -449,7 +428,7 @@ class Supervisor:
             return False
         return time.time() > row.end_time - self._config.cluster.signal_delay_s - SIGNAL_EARLY_S
 
-    def _ask_to_stop(self, attempt: _Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
+    def _ask_to_stop(self, attempt: Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
         """Asking twice changes nothing, but a cancellation overrides what was asked before."""
         if stop is Stop.CANCEL and self._allocation.job_id is None:
             attempt.kill_at = time.monotonic()
@@ -457,7 +436,7 @@ class Supervisor:
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
-        self._set_status("stopping", attempt)  # now: if we are killed before we can say more, this tells why
+        self._journal.set_status("stopping", attempt)  # now: if we are killed before we can say more, this tells why
         if attempt.exit_code is not None:  # they have ended, and the store with them; the verdict still needs to know
             return
         limit_s = STOP_LIMIT_S
@@ -468,7 +447,7 @@ class Supervisor:
             store.propose("stop", by=f"the supervisor ({stop})")
         attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
-    def _watch_the_clock(self, attempt: _Attempt, step: Step, store: StoreHost) -> None:
+    def _watch_the_clock(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
         """Stop in time before the limit, without any signal configured. The limit may have been raised meanwhile."""
         if attempt.stop is not None or not self._is_nearly_over(attempt):
             return
@@ -477,7 +456,7 @@ class Supervisor:
             log.warning("the time limit is near: asking the ranks to stop")
             self._ask_to_stop(attempt, step, store, Stop.CLOCK)
 
-    def _is_nearly_over(self, attempt: _Attempt) -> bool:
+    def _is_nearly_over(self, attempt: Attempt) -> bool:
         row = self._row
         if row is None or row.end_time is None or row.time_limit_s is None:
             return False
@@ -487,7 +466,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------ judging
 
-    def _read_error_files(self, attempt: _Attempt) -> None:
+    def _read_error_files(self, attempt: Attempt) -> None:
         """What failing ranks wrote about themselves: more telling than an exit code, and timed at its cause."""
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
             failure = read_error_file(path)
@@ -496,7 +475,7 @@ class Supervisor:
                 failure = replace(failure, host=attempt.plan.rank_hosts[failure.rank])
             attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
 
-    def _facts(self, attempt: _Attempt) -> Facts:
+    def _facts(self, attempt: Attempt) -> Facts:
         assert attempt.exit_code is not None
         retry = self._config.retry
         return Facts(
@@ -511,18 +490,9 @@ class Supervisor:
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
             tells_steps=not self._foreign,
-            history=self._history(),
+            history=self._journal.history(),
             budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
         )
-
-    def _history(self) -> list[Past]:
-        """The attempts since the run was last started by a person: whoever resumes it has mended something."""
-        history: list[Past] = []
-        for line in self._run.attempts():
-            history.append(Past(line["cause"], line["decision"], line["step_end"], line.get("suspect")))
-            if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
-                history.clear()
-        return history
 
     def _ask_slurm(self) -> ending.Slurm:
         """How Slurm sees our job at this moment. A cancelled run is cancelled whatever Slurm says."""
@@ -541,53 +511,20 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------- recording
 
-    def _record(self, attempt: _Attempt, verdict: Ending) -> None:
+    def _record(self, attempt: Attempt, verdict: Ending) -> None:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
-        patience.persist(lambda: self._add_attempt_line(attempt, verdict), self._run.path)
+        patience.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
         if verdict.decision is Decision.RESTART:
-            self._set_status("restarting", attempt, why=verdict.line)
+            self._journal.set_status("restarting", attempt, why=verdict.line)
             return
         state, why = _state(verdict), verdict.line
-        self._set_status(state, attempt, why=why, ended=time.time())
+        self._journal.set_status(state, attempt, why=why, ended=time.time())
         if verdict.decision is Decision.REQUEUE:
-            if self._requeue():
+            if self._comeback is not None and self._comeback.requeue():
                 return
             state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
-            self._set_status(state, attempt, why=why, ended=time.time())
-        patience.persist(lambda: self._write_result(attempt, state, why), self._run.path)
-
-    def _add_attempt_line(self, attempt: _Attempt, verdict: Ending) -> None:
-        first, slow = verdict.first_failure, attempt.progress.get("stragglers")
-        self._run.add_attempt(
-            {
-                "attempt": attempt.number,
-                "job_id": self._allocation.job_id,
-                "restart_count": self._allocation.restart_count,
-                "nodes": list(attempt.plan.hosts),
-                "world_size": attempt.plan.world_size,
-                "started": _iso(attempt.started),
-                "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
-                "ended": _iso(attempt.ended),
-                "cause": verdict.cause,
-                "decision": verdict.decision,
-                "step_start": attempt.progress.get("step_start"),
-                "step_end": attempt.progress.get("step"),
-                "lost_nodes": sorted(attempt.lost_nodes),
-                "suspect": _suspected(verdict),
-                "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
-                "line": verdict.line,
-                **({"slow_nodes": slow} if slow else {}),
-            }
-        )
-
-    def _write_result(self, attempt: _Attempt, state: str, why: str) -> None:
-        lines = self._run.attempts()
-        started = datetime.fromisoformat(lines[0]["started"]).timestamp()
-        reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
-        reached["metrics"] = attempt.progress.get("metrics") or {}
-        result = {**reached, **(attempt.result or {})}
-        wall_s = round(time.time() - started, 3)
-        self._run.write_result({"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": why})
+            self._journal.set_status(state, attempt, why=why, ended=time.time())
+        patience.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
     def _finish_unstarted(self) -> int:
         wanted = intent.asked(self._run)
@@ -598,44 +535,13 @@ class Supervisor:
         notify(self._run)
         return code
 
-    def _requeue(self) -> bool:
-        """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
-        slurm, job_id = self._slurm, self._allocation.job_id
-        assert slurm is not None
-        assert job_id is not None
-        excluded = self._to_exclude(slurm)
-        if self._heir is None:  # else it waits for our end, and finds the run waiting to be continued
-
-            def requeue() -> bool:
-                slurm.requeue(job_id)
-                return True
-
-            if not patience.ask(requeue, "the job cannot be requeued"):
-                return False
-        if excluded:
-            heir_or_we = job_id if self._heir is None else self._heir.job_id
-            patience.ask(lambda: slurm.exclude_nodes(heir_or_we, excluded), "the bad nodes cannot be excluded", 0.0)
-        return True
-
-    def _to_exclude(self, slurm: SlurmCommands) -> str | None:
-        """The node list to keep the next start off, with what the user excluded. None where the job could then never
-        start: Slurm would not refuse it, but hold it for ever (BadConstraints)."""
-        bad, row = self._nodes.bad, self._row
-        if not bad or row is None:
-            return None
-        names = hostlist.compress({*bad, *hostlist.expand(row.excluded)})
-        options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
-        could_run = patience.ask(lambda: slurm.could_run([*options, f"--exclude={names}"]), "sbatch --test-only", 0.0)
-        log.info("bad nodes %s %s", names, "are excluded" if could_run else "cannot be excluded: no others are enough")
-        return names if could_run else None
-
     def _close_left_over_attempt(self, last_words: str | None) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""
         status = self._run.status()
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        lost = unreachable(status["nodes"], self._slurmd_port) if self._slurm else set()
+        lost = self._unreachable(status["nodes"]) if self._slurm else set()
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
@@ -650,91 +556,12 @@ class Supervisor:
         plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
         for host in lost:
             self._nodes.condemn(host, why)
-        left = _Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
-        self._add_attempt_line(left, Ending(cause, decision, why))
-
-    def _next_number(self) -> int:
-        return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
-
-    def _set_status(self, state: str, attempt: _Attempt, **more: Any) -> None:
-        status = {
-            "state": state,
-            "run": f"{self._run.name}/{self._run.id}",
-            "job_id": self._allocation.job_id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "attempt": attempt.number,
-            "nodes": list(attempt.plan.hosts),
-            "tasks": list(attempt.plan.tasks),
-            "world_size": attempt.plan.world_size,
-            "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
-            "started": attempt.started,
-            "updated": time.time(),
-            "stop": attempt.stop,
-            "progress": dict(attempt.progress),
-            **more,
-        }
-        try:
-            self._run.write_status(status)
-        except OSError as error:  # the next one is a second away
-            if self._unwritten is None:
-                log.error("%s: the status cannot be written: %s", self._run.path, error)
-            self._unwritten = self._unwritten or error
-            return
-        if self._unwritten is not None:  # said again: a log on the same disk could not take the line above
-            log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
-            self._unwritten = None
+        left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
+        self._journal.add(left, Ending(cause, decision, why))
 
 
 def _hosts_text(plan: Allocation) -> str:
     return ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
-
-
-def _suspected(verdict: Ending) -> str | None:
-    """The node that may be to blame for the end: nobody knows who sent the signal, or why the rank hung."""
-    first = verdict.first_failure
-    if first is None or first.rank is None or verdict.cause not in (Cause.CRASHED, Cause.HANG):
-        return None
-    return first.host if first.by_signal or verdict.cause is Cause.HANG else None
-
-
-def _phase(attempt: _Attempt) -> str:
-    if attempt.stop is not None:
-        return "stopping"
-    return "running" if attempt.progress else "starting"
-
-
-def read_error_file(path: Path) -> RankFailure:
-    """What a rank said about its own end: ours, or in the format of torch.distributed.elastic's ``record``."""
-    said = _said_in(path)
-    how = f"{said['type']}: {said['message']}" if "type" in said else str(said.get("message", "no message"))
-    rank = int(path.stem.removeprefix("error-"))
-    memory = "OutOfMemory" in how or "CUDA out of memory" in how
-    return RankFailure(
-        rank,
-        host=str(said.get("host", "?")),
-        how=how,
-        time=float(said.get("time") or path.stat().st_mtime),
-        traceback=str(said.get("traceback", "")),
-        out_of_memory=memory,
-        is_request_error=said.get("exit_code") == EXIT_REQUEST,
-    )
-
-
-def _said_in(path: Path) -> dict[str, Any]:
-    """Empty where there is but a part: torch writes in place, and a kill or a full disk may come in between."""
-    try:
-        said = fsio.read_json(path)
-    except ValueError:
-        return {}
-    if not isinstance(said, dict):
-        return {}
-    inner = said.get("message")
-    if not isinstance(inner, dict):
-        return said
-    info = inner.get("extraInfo") or {}
-    told = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
-    return {name: value for name, value in told.items() if value is not None}
 
 
 def _state(verdict: Ending) -> str:
@@ -754,10 +581,6 @@ def _exit_code(verdict: Ending) -> int:
 
 def _wildcard() -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 # ------------------------------------------------------------------------------------------------------------- entry

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from toolkit import fsio, rundir
 from toolkit.errors import RequestError
 from toolkit.launch import foreign
-from toolkit.launch.supervisor import read_error_file
+from toolkit.launch.error_files import read_error_file
 from toolkit.rundir import RunDir
 
 ROOT = Path(__file__).parents[3]

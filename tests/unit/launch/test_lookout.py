@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,9 +20,9 @@ class Network:
         self.now = 100.0
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.is_connected = True
-        self.lookout = Lookout(self.events, 6818, lambda: self.is_connected, self.ask, lambda: self.now)
+        self.lookout = Lookout(self.events, lambda: self.is_connected, self.ask, lambda: self.now)
 
-    def ask(self, hosts: Iterable[str], port: int) -> set[str]:
+    def ask(self, hosts: Sequence[str]) -> set[str]:
         self.asked.append(set(hosts))
         return set(hosts) & self.dead
 

@@ -16,6 +16,7 @@ from toolkit import fsio, rundir
 from toolkit.config import JobConfig
 from toolkit.launch import hang, intent, patience, supervisor
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
 from toolkit.launch.steps import Events, RankEnded, StepEnded
 from toolkit.launch.store import Report
@@ -320,7 +321,7 @@ def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_th
     assert (behind["rank"], behind["host"]) == (1, "node2")
     assert behind["how"].startswith("has not started, ")
     assert behind["how"].endswith("; 1 other in a step")
-    assert supervisor.read_error_file(run.error_file(1, 1)).how == behind["how"]
+    assert read_error_file(run.error_file(1, 1)).how == behind["how"]
 
 
 @pytest.mark.usefixtures("impatient")

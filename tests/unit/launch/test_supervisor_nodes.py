@@ -43,7 +43,7 @@ def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Counts the sentinels that would be sent; and all nodes but ``dead`` answer."""
     sent: list[str] = []
     monkeypatch.setattr(supervisor.Sentinel, "post", lambda self: sent.append("sentinel"))
-    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port: set(hosts) & {"dead"})
+    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
     return sent
 
 

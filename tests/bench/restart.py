@@ -1,0 +1,135 @@
+"""From the SIGKILL of a rank to training again: the same script under us, under torchrun, and requeued.
+
+Two nodes of the box with one rank each, a small DDP training on gloo that saves every 20 steps. A rank gets SIGKILL;
+the script itself notes when its processes start, when torch is imported, and each step. `own` is the time from the
+kill to the first line of the restarted rank, `imports` from there until torch is there, `to a step` all of it until
+the first step is done. Imports are the same for all three. The requeue is what a batch script can do by itself:
+notice, and ``scontrol requeue`` (the box lets a requeued job start after 6 s; Slurm's default is 121).
+
+    python -m tests.bench.restart [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.box import Box
+from tests.waiting import wait_for
+
+SCRIPT = """
+import time; started = time.time()
+import json, os, sys
+folder = sys.argv[1]
+def note(event, at=None):
+    with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
+        file.write(json.dumps({"event": event, "time": at or time.time(), "pid": os.getpid()}) + "\\n")
+note("start", started)
+import torch, torch.distributed as dist
+from torch import nn
+note("imported")
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step, saved = 0, folder + "/saved.pt"
+if os.path.exists(saved):
+    state = torch.load(saved)
+    step = state["step"]
+    model.load_state_dict(state["model"])
+while not os.path.exists(folder + "/stop"):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    step += 1
+    note("step")
+    if step % 20 == 0 and dist.get_rank() == 0:
+        torch.save({"step": step, "model": model.state_dict()}, saved + ".new")
+        os.replace(saved + ".new", saved)
+"""
+OURS = "exec toolkit exec cluster.preflight=false -- {python} {script} {folder}"
+TORCHRUN = (
+    "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 {python} -m torch.distributed.run --nnodes=2 "
+    "--nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=node1:29511 {script} {folder}"
+)
+REQUEUE = (
+    "export MASTER_ADDR=node1 MASTER_PORT=29511 WORLD_SIZE=2\n"
+    "srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID exec {python} {script} {folder}' || "
+    "scontrol requeue $SLURM_JOB_ID\nsleep 60"
+)
+WAYS: Mapping[str, str] = {"ours": OURS, "torchrun --max-restarts": TORCHRUN, "scontrol requeue": REQUEUE}
+
+
+def notes(folder: Path, rank: int, since: float = 0.0) -> dict[str, list[dict[str, Any]]]:
+    """What the rank noted after ``since``, by event; a line that is being written is left out."""
+    found: dict[str, list[dict[str, Any]]] = {"start": [], "imported": [], "step": []}
+    path = folder / f"notes-{rank}.jsonl"
+    for line in path.read_text().splitlines()[: path.read_text().count("\n")] if path.exists() else []:
+        note = json.loads(line)
+        if note["time"] > since:
+            found[note["event"]].append(note)
+    return found
+
+
+def one_round(box: Box, folder: Path, way: str) -> tuple[float, float, float]:
+    """Seconds from the kill to the first line, of imports, and from the kill to the first step."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    command = WAYS[way].format(python=sys.executable, script=folder / "script.py", folder=folder)
+    (folder / "job.sh").write_text(f"#!/bin/bash\ncd {folder}\nexport TOOLKIT_RUNS={folder}/runs\n{command}\n")
+    size = ["--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={folder}/log", "--open-mode=append"]
+    job = box.run(["sbatch", "--parsable", *size, str(folder / "job.sh")]).stdout.strip()
+    wait_for(lambda: len(notes(folder, 1)["step"]) > 50, 120, "50 steps")
+    inside = notes(folder, 1)["step"][-1]["pid"]
+    victim = next(pid for pid, command in box.processes("node2") if _inner_pid(pid) == inside)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.time()
+    wait_for(lambda: notes(folder, 1, killed + 0.2)["step"], 240, f"a step after the restart ({folder}/log)")
+    after = notes(folder, 1, killed + 0.05)
+    (folder / "stop").touch()
+    box.run(["scancel", job])
+    box.wait_idle(90)
+    start, imported = after["start"][0]["time"], after["imported"][0]["time"]
+    return start - killed, imported - start, after["step"][0]["time"] - killed
+
+
+def _inner_pid(pid: int) -> int:
+    """The pid that the process has in its node's own namespace."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
+
+
+def report(rounds: Callable[[str], list[tuple[float, float, float]]]) -> None:
+    """A line for each way: medians, and the ratio to ours."""
+    print(f"{'':24}{'own':>8}{'imports':>9}{'to a step':>11}{'ratio':>8}")
+    ours = 0.0
+    for way in WAYS:
+        own, imports, total = (statistics.median(column) for column in zip(*rounds(way), strict=True))
+        ours = ours or total
+        print(f"{way:24}{own:8.2f}{imports:9.2f}{total:11.2f}{total / ours:8.2f}", flush=True)
+
+
+def main() -> None:
+    """Run each way some times and print the medians."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with Box() as box:
+
+        def rounds(way: str) -> list[tuple[float, float, float]]:
+            name = way.split()[0]
+            return [one_round(box, box.shared / f"{name}-{number}", way) for number in range(args.rounds)]
+
+        report(rounds)
+
+
+if __name__ == "__main__":
+    main()

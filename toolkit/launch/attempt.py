@@ -1,0 +1,50 @@
+"""What the supervisor knows of the attempt that runs now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.launch import ending
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.ending import RankFailure, Stop
+from toolkit.launch.lookout import Lookout
+from toolkit.launch.watchdog import Watchdog
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks, on ``plan``'s nodes."""
+
+    number: int
+    started: float
+    plan: Allocation
+    watchdog: Watchdog | None = None  #: None for foreign scripts, which report nothing
+    lookout: Lookout | None = None  #: so here
+    hang: RankFailure | None = None
+    failures: list[RankFailure] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    lost_nodes: set[str] = field(default_factory=set)
+    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    stop: Stop | None = None
+    stop_asked: float | None = None
+    kill_at: float | None = None
+    killed: bool = False
+    slurm: ending.Slurm = ending.Slurm.ABSENT
+    exit_code: int | None = None
+    ended: float = 0.0
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """Rank 0's latest report."""
+        return self.reports.get(0, {})
+
+    @property
+    def phase(self) -> str:
+        """The run's state while it runs."""
+        if self.stop is not None:
+            return "stopping"
+        return "running" if self.progress else "starting"
