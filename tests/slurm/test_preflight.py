@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.site import END_S, Site
+from tests.slurm.test_stop import completed, slow_project, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -167,3 +168,25 @@ def test_inside_a_job_its_nodes_are_checked_beside_its_running_ranks(site: Site)
     cpus = [f["figure"] for node in report["nodes"].values() for f in node["findings"] if f["check"] == "cpus"]
     assert len(cpus) == 4
     assert all(float(figure) >= 2 for figure in cpus), cpus
+
+
+def test_a_job_swaps_a_sick_node_for_a_spare_before_its_ranks_start(site: Site) -> None:
+    with folder_read_only(site):
+        run = submit(site, slow_project(site, 0.0), "train.max_steps=30", "cluster.nodes=3", "cluster.spare_nodes=1")
+        completed(site, run)
+    (only,) = run.attempts()
+    assert only["nodes"] == ["node1", "node2", "node4"]
+    assert "Read-only file system" in run.status()["bad_nodes"][SICK]
+    assert f"bad node: {SICK}" in site.run("toolkit", "why", run.id)
+
+
+def test_a_job_without_spares_is_requeued_without_its_sick_node(site: Site) -> None:
+    with folder_read_only(site):
+        run = submit(site, slow_project(site, 0.0), "train.max_steps=30", "cluster.nodes=3")
+        completed(site, run)
+    first, last = run.attempts()
+    assert (first["cause"], first["decision"], first["step_end"]) == ("node_failure", "requeue", None)
+    assert f"{SICK}: " in first["line"]
+    assert "Read-only file system" in first["line"]
+    assert last["nodes"] == ["node1", "node2", "node4"]
+    assert site.box.job(site.job_of(run))["ExcNodeList"] == SICK
