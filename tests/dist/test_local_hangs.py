@@ -72,7 +72,9 @@ STORIES: dict[str, tuple[str, list[str], Callable[[dict[str, str], RunDir], int]
 }
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    "story", [pytest.param(name, marks=[] if name == "stopped" else pytest.mark.soak) for name in STORIES]
+)
 def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     env: dict[str, str], tmp_path: Path, undisturbed: dict[str, Any], story: str
 ) -> None:

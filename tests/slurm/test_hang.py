@@ -55,7 +55,9 @@ STORIES: dict[str, tuple[str, list[str], Callable[[Site, RunDir], int], str]] = 
 }
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    "story", [pytest.param(name, marks=[] if name == "deadlocked worker" else pytest.mark.soak) for name in STORIES]
+)
 def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(site: Site, story: str) -> None:
     kind, overrides, act, doing = STORIES[story]
     run = submit(site, kind, *overrides)

@@ -1,4 +1,7 @@
-"""Nodes that die or are cut off, with spares, with fewer nodes allowed, with neither; and a killed supervisor."""
+"""Nodes that die or are cut off, with spares, with fewer nodes allowed, with neither; and a killed supervisor.
+
+CI runs a sample; ``make soak`` all of them, on every Slurm version and profile.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +90,7 @@ def test_a_spare_stands_in_for_a_dead_node(site: Site) -> None:
     assert "node2" in site.run("toolkit", "why", run.id)
 
 
+@pytest.mark.soak
 def test_with_fewer_nodes_allowed_the_run_goes_on_with_those_that_are_left(site: Site) -> None:
     run = start(site, *FEWER)
     with killed(site, "node2") as since:
@@ -97,6 +101,7 @@ def test_with_fewer_nodes_allowed_the_run_goes_on_with_those_that_are_left(site:
     assert len(jobs_of(run)) == 1
 
 
+@pytest.mark.soak
 def test_with_neither_slurm_requeues_the_job_and_the_run_goes_on(site: Site) -> None:
     run = start(site, *NEITHER)
     with killed(site, "node2") as since:
@@ -107,7 +112,14 @@ def test_with_neither_slurm_requeues_the_job_and_the_run_goes_on(site: Site) -> 
     assert last["restart_count"] == 1
 
 
-@pytest.mark.parametrize("how", [SPARE, FEWER, NEITHER], ids=["spare", "fewer", "neither"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(SPARE, id="spare"),
+        pytest.param(FEWER, id="fewer", marks=pytest.mark.soak),
+        pytest.param(NEITHER, id="neither", marks=pytest.mark.soak),
+    ],
+)
 def test_the_batch_host_dies(site: Site, how: tuple[str, ...]) -> None:
     run = start(site, *how)
     with killed(site, "node1") as since:
@@ -118,6 +130,7 @@ def test_the_batch_host_dies(site: Site, how: tuple[str, ...]) -> None:
     assert last["restart_count"] == 1
 
 
+@pytest.mark.soak
 def test_a_dead_spare_is_no_matter(site: Site) -> None:
     run = start(site, *SPARE)
     with killed(site, "node3"):
@@ -128,7 +141,9 @@ def test_a_dead_spare_is_no_matter(site: Site) -> None:
 # ----------------------------------------------------------------------------------------------------- a cut-off node
 
 
-@pytest.mark.parametrize("node", ["node2", "node1"], ids=["a rank's", "the batch host"])
+@pytest.mark.parametrize(
+    "node", [pytest.param("node2", id="a rank's", marks=pytest.mark.soak), pytest.param("node1", id="the batch host")]
+)
 def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: str) -> None:
     run = start(site, *SPARE)
     site.box.cut_node(node)

@@ -447,7 +447,7 @@ def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
     """A fifo that nobody writes to does to a reader what a file server that is away does."""
     (shared / storage.TOKEN).unlink()
     os.mkfifo(shared / storage.TOKEN)
-    said, _ = run_checks(folder=str(shared), limit_s=20)
+    said, _ = run_checks(folder=str(shared), limit_s=6)
     found = {line["check"]: line for line in said if "check" in line}
     assert "does not answer within" in str(found["shared folder"]["text"])
     assert found["cpus"]["severity"] == found["temp space"]["severity"] == "ok"

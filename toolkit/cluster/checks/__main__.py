@@ -23,7 +23,8 @@ from toolkit.cluster.checks import FIRST_NODE, LAUNCHER, Finding, Request, cpus,
 
 #: How long a program or server of the node, and a file system, are waited for.
 ASKING_LIMIT_S = 15.0
-DISK_LIMIT_S = 8.0
+#: For a file system: of the time for all checks.
+DISK_LIMIT_SHARE = 0.32
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,23 @@ class Node:
         request, task = self._request, int(os.environ.get("SLURM_PROCID", "0"))
         asked = request.cpus_of(task)
         folder, temporary = Path(request.folder), Path(os.environ.get("TMPDIR") or "/tmp")
+
+        def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
+            return _disk(check, path, DISK_LIMIT_SHARE * request.limit_s, run)
+
         return {
             "network": _asking("network", "the name service", self._find_address),
             "gpus": _asking("gpus", "nvidia-smi", lambda: devices.check_gpus(request.gpus, os.environ)),
             "cpus": _quick(lambda: [cpus.check_cpus(asked)]),
             "cpus taken": _quick(lambda: [cpus.check_taken(asked)]),
             "limits": _quick(self._check_limits),
-            "shared folder": _disk(
+            "shared folder": disk(
                 "shared folder", folder.parent, lambda: storage.check_shared(folder, request.token, self._name)
             ),
-            "run folder space": _disk(
+            "run folder space": disk(
                 "run folder space", folder.parent, lambda: storage.check_space("run folder space", folder.parent)
             ),
-            "temp space": _disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),
+            "temp space": disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),
         }
 
     def _check_limits(self) -> list[Finding]:
@@ -183,12 +188,9 @@ def _quick(run: Callable[[], list[Finding]]) -> Check:
     return Check(run, 10.0, Finding("answer", "bad", "none", "does not get through its checks within 10 s"))
 
 
-def _disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
-    text = (
-        f"{path} does not answer within {DISK_LIMIT_S:g} s: its file server is away, or the mount hangs; have it "
-        "mounted anew"
-    )
-    return Check(lambda: [run()], DISK_LIMIT_S, Finding(check, "bad", "hangs", text))
+def _disk(check: str, path: Path, limit_s: float, run: Callable[[], Finding]) -> Check:
+    text = f"{path} does not answer within {limit_s:g} s: its file server is away, or the mount hangs; mount it anew"
+    return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
 
 
 def say(content: dict[str, Any]) -> None:
