@@ -196,24 +196,30 @@ def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
 # ------------------------------------------------------------------------------------------------------- time limit
 
 
-def run_in_links(site: Site, links: int, *overrides: str) -> None:
-    """A run that needs ``links`` times its limit of a minute, of which start and stop leave 30 s or more."""
-    run = submit(site, slow_project(site, 0.1), f"train.max_steps={links * 300}", "cluster.time_min=1", *overrides)
-    completed(site, run, 150.0 * links)
-    attempts = run.attempts()
-    assert {a["cause"] for a in attempts[:-1]} == {"timeout"}
-    assert len(attempts) >= links
-    nothing_lost(run)
+def run_in_links(site: Site, links: int, *delays_s: int) -> None:
+    """A run for each ``cluster.signal_delay_s``, all at once, that needs ``links`` times its limit of a minute, of which
+    start and stop leave 30 s or more."""
+    project = slow_project(site, 0.1)
+    size = [f"train.max_steps={links * 300}", "cluster.time_min=1"]
+    for delay_s in delays_s:
+        delay = [f"name=delay-{delay_s}", f"cluster.signal_delay_s={delay_s}"]
+        site.run("toolkit", "submit", "slow.yaml", *size, *delay, cwd=project)
+    for delay_s in delays_s:
+        run = site.find(f"delay-{delay_s}")
+        completed(site, run, 150.0 * links)
+        attempts = run.attempts()
+        assert {a["cause"] for a in attempts[:-1]} == {"timeout"}
+        assert len(attempts) >= links
+        nothing_lost(run)
 
 
 def test_a_run_longer_than_its_limit_goes_on_in_links_without_any_signal(site: Site) -> None:
-    run_in_links(site, 2, "cluster.signal_delay_s=0")
+    run_in_links(site, 2, 0)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("delay_s", [0, 30])
-def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site, delay_s: int) -> None:
-    run_in_links(site, 4, f"cluster.signal_delay_s={delay_s}")
+def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site) -> None:
+    run_in_links(site, 4, 0, 30)
 
 
 # ------------------------------------------------------------------------------------------------- ended by somebody
