@@ -197,8 +197,10 @@ def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
 
 
 def run_in_links(site: Site, links: int, *delays_s: int) -> None:
-    """A run for each ``cluster.signal_delay_s``, all at once, that needs ``links`` times its limit of a minute, of which
-    start and stop leave 30 s or more."""
+    """A run for each ``cluster.signal_delay_s``, all at once.
+
+    Each needs ``links`` times its limit of a minute, of which start and stop leave 30 s or more.
+    """
     project = slow_project(site, 0.1)
     size = [f"train.max_steps={links * 300}", "cluster.time_min=1"]
     for delay_s in delays_s:
