@@ -66,7 +66,7 @@ def submit(site: Site, project: Path, *overrides: str, **extra: Any) -> RunDir:
 def completed(site: Site, run: RunDir, timeout_s: float = END_S) -> dict[str, Any]:
     """The result of a run that completes."""
     result = wait_for(run.result, timeout_s, "a result")
-    assert result["state"] == "completed", result
+    assert result["state"] == "completed", f"{result['state']}: {result['why']}\n{site.run('toolkit', 'why', run.id)}"
     return result
 
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import time
 
 from toolkit import logs
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, SlurmCommands
-from toolkit.launch import patience
+from toolkit.launch import ending, patience
+from toolkit.launch.allocation import Allocation
 from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.nodes import Nodes
 from toolkit.rundir import RunDir
+
+#: A job that is being ended has ended, or is pending again, after so long: KillWait and some.
+ENDING_S = 60.0
 
 log = logs.get(__name__)
 
 
 class Comeback:
-    """Of the job that ``job_id`` names, as it has to be named to requeue it."""
+    """Of the job that ``allocation`` belongs to."""
 
-    def __init__(self, run: RunDir, job_id: str, slurm: SlurmCommands, nodes: Nodes) -> None:
+    def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
+        assert allocation.job_id is not None
         self._run = run
-        self._job_id = job_id
+        self._job_id = allocation.job_id
+        self._restart_count = allocation.restart_count
         self._slurm = slurm
         self._nodes = nodes
         self._row: JobRow | None = None
@@ -36,7 +43,7 @@ class Comeback:
     def requeue(self) -> bool:
         """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
         excluded = self._to_exclude()
-        if self._heir is None and not patience.ask(self._requeue_us, "the job cannot be requeued"):
+        if self._heir is None and not (self._is_taken_back() or self._comes_back_anyway()):
             return False
         if excluded:  # refused while the job runs
             next_job = self._job_id if self._heir is None else self._heir.job_id
@@ -44,9 +51,24 @@ class Comeback:
             patience.ask(exclude, "the bad nodes cannot be excluded", patience_s=0.0)
         return True
 
-    def _requeue_us(self) -> bool:
-        self._slurm.requeue(self._job_id)
-        return True
+    def _is_taken_back(self) -> bool:
+        def requeue() -> bool:
+            self._slurm.requeue(self._job_id)
+            return True
+
+        return bool(patience.ask(requeue, "the job cannot be requeued"))
+
+    def _comes_back_anyway(self) -> bool:
+        """A requeue is refused while the job ends: for good, or because Slurm requeues it at this very moment."""
+        deadline = time.monotonic() + ENDING_S
+        while time.monotonic() < deadline:
+            row = patience.ask(lambda: self._slurm.show_job(self._job_id), "Slurm does not say how it stands")
+            if ending.how_slurm_sees_it(row, self._restart_count) is ending.Slurm.REQUEUED:
+                return True
+            if row is None or row.is_over:
+                return False
+            time.sleep(patience.RETRY_EVERY_S)
+        return False
 
     def dismiss(self) -> None:
         """The run has ended: nobody has to come back."""

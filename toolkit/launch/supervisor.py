@@ -109,8 +109,7 @@ class Supervisor:
         self._journal = Journal(run, allocation, self._nodes)
         self._comeback: Comeback | None = None
         if slurm is not None:
-            assert allocation.job_id is not None
-            self._comeback = Comeback(run, allocation.job_id, slurm, self._nodes)
+            self._comeback = Comeback(run, allocation, slurm, self._nodes)
 
     def run(self, last_words: str | None = None) -> int:
         """Attempts until one finishes or no more may be made; returns the exit code of the job.
