@@ -773,12 +773,20 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        code = _supervise(run, where, None) if where == "local" else guarded(partial(_supervise, run, where))
+        code = _supervise(run, where, None) if where == "local" else guarded(partial(_supervise, run, where), partial(_step, run))
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
     if code != EXIT_DONE:
         raise SystemExit(code)
+
+
+def _step(run: RunDir) -> int:
+    """For the guard, whom a disk that hiccups must not end."""
+    try:
+        return run.step()
+    except OSError:
+        return 0
 
 
 def _supervise(run: RunDir, where: str, last_words: str | None) -> int:
