@@ -773,7 +773,8 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        code = _supervise(run, where, None) if where == "local" else guarded(partial(_supervise, run, where), partial(_step, run))
+        here = partial(_supervise, run, where)
+        code = here(None) if where == "local" else guarded(here, partial(_step, run))
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
