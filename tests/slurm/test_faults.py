@@ -39,7 +39,7 @@ retry: {{max_failures: 100000, max_requeues: 100000, no_progress_attempts: 6}}
 dist: {{timeout_s: 60}}
 data: {{name: digits, global_batch_size: 64}}
 optim: {{lr: 0.05}}
-train: {{max_steps: 1000000, eval_every: {EVALUATE_EVERY}, log_every: 10}}
+train: {{epochs: 1000000, max_steps: 1000000, eval_every: {EVALUATE_EVERY}, log_every: 10}}
 checkpoint: {{every_steps: {SAVE_EVERY}}}
 """
 #: The reference job; the disturbed run spends enough time in each phase for faults to hit it there.
@@ -100,10 +100,11 @@ class Disturber:
             return has_ended and self._is_training() and self.run.step() > best + SAVE_EVERY
 
         if mend is not None:
-            absence_s = self.dice.uniform(1, LONGEST_ABSENCE_S)
-            away = time.monotonic() + absence_s
-            wait_for(lambda: gets_on() or time.monotonic() > away, absence_s + 5, "the node's return")
-            mend()
+            back = time.monotonic() + self.dice.uniform(1, LONGEST_ABSENCE_S)
+            try:
+                wait_for(lambda: gets_on() or time.monotonic() > back, RECOVERY_S, "the time of the node's return")
+            finally:
+                mend()
         wait_for(gets_on, RECOVERY_S, f"new steps after {kind!r}")
         for attempt in self.run.attempts()[closed:]:
             say(f"    {attempt['cause']}, {attempt['decision']}: {attempt['line']}")
