@@ -278,6 +278,7 @@ class Supervisor:
         attempt.slurm = ending.Slurm.RUNNING if well else self._ask_slurm()
         if attempt.slurm is ending.Slurm.REQUEUED:
             attempt.lost_nodes |= unreachable(attempt.plan.hosts, self._slurmd_port)
+            attempt.lost_nodes |= self._nodes.given_up(attempt.started)
         for host in attempt.lost_nodes:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
 

@@ -118,6 +118,20 @@ def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir
     assert row.restarts == 1
 
 
+def test_what_the_sentinel_requeued_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
+    """The batch host was cut off, is back, and finds that the job has been put back into the queue for it."""
+
+    def was_cut_off(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        nodes.remember(run, "node1", "the batch host node1 has left the job's node list")
+        slurm.requeue("1")
+        ranks.events.put(RankEnded((0, 1), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    assert supervise(run, slurm, Ranks(was_cut_off), spare=1) == 75
+    (line,) = run.attempts()
+    assert (line["cause"], line["decision"], line["lost_nodes"]) == ("node_failure", "requeue", ["node1"])
+
+
 def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
     def dies_on_node1(ranks: Ranks) -> None:
         ranks.report(step=10 * (1 + len(run.attempts())), step_start=0)
