@@ -3,12 +3,15 @@
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
 host dies stays RUNNING for ever with nobody in it. The supervisor starts it as an srun step of its own, which outlives
 the srun that started it. It goes by three things: the supervisor's status file, which changes twice a second; whether
-the batch host's slurmd accepts a connection; and the job's node list, which a dead node leaves when Slurm has noticed.
+the supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and it took Slurm two minutes
+to miss the job there); and the job's node list, which a dead node leaves when Slurm has noticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,7 +49,7 @@ class Watched:
     job_id: str
     restart_count: int
     batch_host: str
-    slurmd_port: int
+    port: int  #: the supervisor's, see Presence
 
 
 class Watch:
@@ -81,10 +84,11 @@ class Watch:
         if self._clock() - self._changed < SILENT_S:
             return None
         host = self._watched.batch_host
-        self._unanswered = 0 if self._answers(host, self._watched.slurmd_port) else self._unanswered + 1
+        self._unanswered = 0 if self._answers(host, self._watched.port) else self._unanswered + 1
         if self._unanswered < LOOKS:
             return None
-        return f"the batch host {host} has been silent for {self._clock() - self._changed:.0f} s and does not answer"
+        silent_s = self._clock() - self._changed
+        return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
     def _slurms_word(self) -> str | None:
         if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S:
@@ -124,14 +128,30 @@ def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
+class Presence:
+    """A port that accepts connections for as long as this process lives."""
+
+    def __init__(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # whoever asked has gone
+                self._socket.accept()[0].close()
+
+
 class Sentinel:
     """The supervisor's side: a sentinel on some node that is not the batch host, for as long as there is one."""
 
-    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str], slurmd_port: int) -> None:
+    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
         self._run = run
         self._allocation = allocation
         self._environ = environ
-        self._port = slurmd_port
+        self._port = Presence().port
         self._process: subprocess.Popen[str] | None = None
         self._is_abandoned = False
 
@@ -183,7 +203,7 @@ class Sentinel:
 
 
 def main() -> None:
-    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST SLURMD_PORT``"""
+    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT``"""
     run_dir, job_id, restart_count, batch_host, port = sys.argv[1:]
     logs.setup("sentinel")
     stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port)), Slurm())

@@ -233,7 +233,7 @@ class Supervisor:
         """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""
         may_lose_nodes = self._config.cluster.spare_nodes or self._config.retry.allow_fewer_nodes
         if self._slurm is not None and may_lose_nodes and len(self._allocation.hosts) > 1:
-            self._sentinel = Sentinel(self._run, self._allocation, os.environ, self._slurmd_port)
+            self._sentinel = Sentinel(self._run, self._allocation, os.environ)
             self._sentinel.post()
 
     # -------------------------------------------------------------------------------------------------- one attempt
