@@ -624,7 +624,7 @@ class Supervisor:
         bad, row = self._nodes.bad, self._row
         if not bad or row is None:
             return None
-        names = hostlist.compress({*bad, *hostlist.expand(row.excluded)})
+        names = hostlist.compress(sorted({*bad, *hostlist.expand(row.excluded)}))
         options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
         could_run = patience.ask(lambda: slurm.could_run([*options, f"--exclude={names}"]), "sbatch --test-only", 0.0)
         log.info("bad nodes %s %s", names, "are excluded" if could_run else "cannot be excluded: no others are enough")
