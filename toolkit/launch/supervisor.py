@@ -619,16 +619,22 @@ class Supervisor:
         return True
 
     def _to_exclude(self, slurm: SlurmCommands) -> str | None:
-        """The node list to keep the next start off, with what the user excluded. None where the job could then never
-        start: Slurm would not refuse it, but hold it for ever (BadConstraints)."""
+        """The node list to keep the next start off, with what the user excluded: as many bad nodes, the latest first,
+        as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints)."""
         bad, row = self._nodes.bad, self._row
         if not bad or row is None:
             return None
-        names = hostlist.compress(sorted({*bad, *hostlist.expand(row.excluded)}))
         options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
-        could_run = patience.ask(lambda: slurm.could_run([*options, f"--exclude={names}"]), "sbatch --test-only", 0.0)
-        log.info("bad nodes %s %s", names, "are excluded" if could_run else "cannot be excluded: no others are enough")
-        return names if could_run else None
+        others = {*hostlist.expand(row.excluded)} - {*bad}
+        latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+        for count in range(len(latest), 0, -1):
+            names = hostlist.compress(sorted({*latest[:count], *others}))
+            arguments = [*options, f"--exclude={names}"]
+            if patience.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+                log.info("excluded from the next start: %s", names)
+                return names
+        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+        return None
 
     def _close_left_over_attempt(self, last_words: str | None) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""

@@ -110,12 +110,19 @@ def test_with_neither_the_job_is_requeued_without_the_node(
 
 
 def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
-    slurm.has_nodes_to_spare = False
+    slurm.nodes_to_spare = 0
     assert supervise(run, slurm, Ranks(loses_node2)) == 75
     assert slurm.excluded == {}
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == 1
+
+
+def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
+    nodes.remember(run, "node3", "has failed before")
+    slurm.nodes_to_spare = 1
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    assert slurm.excluded == {"1": "node2"}
 
 
 def test_what_the_sentinel_requeued_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
@@ -206,7 +213,7 @@ def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
-    slurm.has_nodes_to_spare = False
+    slurm.nodes_to_spare = 0
     preflight.bad = {"node2": "its clock is off"}
     codes = []
     for _ in range(3):
