@@ -74,6 +74,7 @@ class Disturber:
 
     def __init__(self, site: Site, run: RunDir, dice: random.Random) -> None:
         self.site, self.run, self.dice = site, run, dice
+        self._looked = 0.0
 
     @property
     def status(self) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class Disturber:
 
         def gets_on() -> bool:
             assert self.run.result() is None, self.run.result()
+            self._release_if_held()
             has_ended = len(self.run.attempts()) >= closed + ends
             return has_ended and self._is_training() and self.run.step() > best + SAVE_EVERY
 
@@ -125,6 +127,19 @@ class Disturber:
 
     def _is_training(self) -> bool:
         return self.status.get("state") == "running" and "phase" in self.status["progress"]
+
+    def _release_if_held(self) -> None:
+        """As an administrator does. A node that was cut off for so long that the job went on elsewhere may refuse its
+        next start ("Duplicate jobid"): Slurm drains the node and holds the job, and nothing of ours runs then."""
+        if time.monotonic() < self._looked + 5:
+            return
+        self._looked = time.monotonic()
+        job = self.status["job_id"]
+        if self.site.box.job(job).get("Reason") == "launch_failed_requeued_held":
+            say("    Slurm holds the job, since a node refused it; released")
+            drained = self.site.box.run(["sinfo", "--noheader", "--states=drain", "--format=%N"]).stdout.split()
+            self.site.box.run(["scontrol", "update", f"nodename={','.join(drained)}", "state=resume"])
+            self.site.box.run(["scontrol", "release", job])
 
     def _nodes_are_well(self) -> bool:
         states = self.site.box.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"]).stdout.split()
