@@ -267,7 +267,8 @@ class _SrunStep:
                 self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=step)
                 return
         except SlurmError as error:
-            log.warning("the step cannot be signalled (%s); ending srun instead", error)
+            instead = "; ending srun instead" if number is signal.SIGKILL else ""
+            log.warning("%s for the step: %s%s", number.name, error, instead)
         if number is signal.SIGKILL:
             self._process.terminate()
 
