@@ -642,7 +642,8 @@ class Supervisor:
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        lost = unreachable(status["nodes"], self._slurmd_port) if self._slurm else set()
+        gone = unreachable(status["nodes"], self._slurmd_port) if self._slurm else set()
+        lost = gone | self._nodes.given_up(status["started"])  # which may be back
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
@@ -655,7 +656,7 @@ class Supervisor:
         log.warning("attempt %d: %s", number, why)
         reports = {0: status.get("progress") or {}}
         plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
-        for host in lost:
+        for host in gone:
             self._nodes.condemn(host, why)
         left = _Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
         self._add_attempt_line(left, Ending(cause, decision, why))

@@ -118,6 +118,16 @@ def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir
     assert row.restarts == 1
 
 
+def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm: FakeSlurm) -> None:
+    left = {"attempt": 1, "started": time.time(), "updated": time.time(), "nodes": list(HOSTS), "tasks": [1, 1, 1]}
+    run.write_status(left)
+    nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], first["line"]) == ("node_failure", "requeue", "lost node1")
+    assert "node1" in second["nodes"]
+
+
 def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
     nodes.remember(run, "node3", "has failed before")
     slurm.nodes_to_spare = 1
