@@ -93,6 +93,10 @@ class RunDir:
             return {}
         return status if isinstance(status, dict) else {}
 
+    def step(self) -> int:
+        """The last step that rank 0 has told the supervisor; 0 before the first."""
+        return (self.status().get("progress") or {}).get("step") or 0
+
     def write_status(self, status: dict[str, Any]) -> None:
         """Replace ``status.json``; rewritten each second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status, durable=False)

@@ -181,10 +181,10 @@ def test_a_killed_supervisor_is_replaced_and_the_requeued_job_goes_on(site: Site
 
 def pid_of_supervisor(site: Site, run: RunDir) -> int:
     """As we see it: status.json has the pid of the node's own namespace."""
-    inner = run.status()["pid"]
+    inner, host = run.status()["pid"], run.status()["host"]
 
     def is_it(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
         return next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(inner)
 
-    return wait_for(lambda: next((p for p, _ in site.box.processes("node1") if is_it(p)), None), START_S, "it")
+    return wait_for(lambda: next((p for p, _ in site.box.processes(host) if is_it(p)), None), START_S, "it")

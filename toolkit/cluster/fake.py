@@ -46,7 +46,7 @@ class FakeSlurm:
         self.is_up = True  #: False: no controller answers
         self.accounting = accounting
         self.preempt_mode = preempt_mode  #: "REQUEUE" or "CANCEL"
-        self.has_nodes_to_spare = True  #: False: a job that excludes a node could never start
+        self.nodes_to_spare = 100  #: a job that excludes more could never start
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
@@ -101,7 +101,8 @@ class FakeSlurm:
 
     def could_run(self, arguments: Sequence[str]) -> bool:
         self._contact()
-        return self.has_nodes_to_spare
+        excluded = [a.partition("=")[2] for a in arguments if a.startswith("--exclude=")]
+        return sum(len(hostlist.expand(names)) for names in excluded) <= self.nodes_to_spare
 
     def slurmd_port(self) -> int:
         self._contact()

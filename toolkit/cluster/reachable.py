@@ -21,14 +21,16 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
     at the most, or a multiple of it for more than ``AT_ONCE`` hosts.
     """
     names = [here, *hosts]
-
-    def answers(host: str) -> bool:
-        try:
-            with socket.create_connection((host, port), timeout=timeout_s):
-                return True
-        except OSError:
-            return False
-
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        missing = {host for host, there in zip(names, pool.map(answers, names), strict=True) if not there}
+        there = pool.map(lambda host: answers(host, port, timeout_s), names)
+        missing = {host for host, is_there in zip(names, there, strict=True) if not is_there}
     return set() if here in missing else missing
+
+
+def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
+    """Whether ``host`` accepts a connection on ``port``."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from toolkit import logs
 from toolkit.cluster import hostlist
@@ -47,7 +48,7 @@ class Comeback:
             return False
         if excluded:  # refused while the job runs
             next_job = self._job_id if self._heir is None else self._heir.job_id
-            exclude = lambda: self._slurm.exclude_nodes(next_job, excluded)  # noqa: E731
+            exclude = partial(self._slurm.exclude_nodes, next_job, excluded)
             patience.ask(exclude, "the bad nodes cannot be excluded", patience_s=0.0)
         return True
 
@@ -76,14 +77,19 @@ class Comeback:
             self._heir.dismiss()
 
     def _to_exclude(self) -> str | None:
-        """The node list to keep the next start off, with what the user excluded. None where the job could then never
-        start: Slurm would not refuse it, but hold it for ever (BadConstraints)."""
+        """The node list to keep the next start off, with what the user excluded: as many bad nodes, the latest first,
+        as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints)."""
         bad, row = self._nodes.bad, self._row
         if not bad or row is None:
             return None
-        names = hostlist.compress({*bad, *hostlist.expand(row.excluded)})
         options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
-        ask = lambda: self._slurm.could_run([*options, f"--exclude={names}"])  # noqa: E731
-        could_run = patience.ask(ask, "sbatch --test-only", patience_s=0.0)
-        log.info("bad nodes %s %s", names, "are excluded" if could_run else "cannot be excluded: no others are enough")
-        return names if could_run else None
+        others = {*hostlist.expand(row.excluded)} - {*bad}
+        latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+        for count in range(len(latest), 0, -1):
+            names = hostlist.compress(sorted({*latest[:count], *others}))
+            arguments = [*options, f"--exclude={names}"]
+            if patience.ask(partial(self._slurm.could_run, arguments), "sbatch --test-only", 0.0):
+                log.info("excluded from the next start: %s", names)
+                return names
+        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+        return None

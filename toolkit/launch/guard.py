@@ -16,20 +16,22 @@ from toolkit import logs
 from toolkit.errors import ToolkitError
 from toolkit.launch import tether
 
-#: Whatever kills a supervisor so often will kill the next one, too.
+#: Whatever kills a supervisor so often in a row, with no new step in between, will kill the next one, too.
 MAX_DEATHS = 3
 
 log = logs.get(__name__)
 
 
-def guarded(supervise: Callable[[str | None], int]) -> int:
+def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = lambda: 0) -> int:
     """``supervise(None)`` in a child process; its exit code.
 
     When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are handed on; when
-    it is killed after one, the job is over and the code is 128 + the signal. Raises ToolkitError after three deaths.
+    it is killed after one, the job is over and the code is 128 + the signal. Raises ToolkitError after three deaths in
+    a row between which ``step``, the highest one that the run has been at, did not grow.
     """
     last_words: str | None = None
-    for death in range(1, MAX_DEATHS + 1):
+    deaths, best = 0, step()
+    while deaths < MAX_DEATHS:
         ending = _run_child(supervise, last_words)
         if ending.code >= 0:
             return ending.code
@@ -37,7 +39,9 @@ def guarded(supervise: Callable[[str | None], int]) -> int:
         if ending.was_told_to_end:
             return 128 - ending.code
         last_words = f"the supervisor on {os.uname().nodename} was killed by {name}"
-        log.error("%s, %d times now", last_words, death)
+        reached = step()
+        deaths, best = (1, reached) if reached > best else (deaths + 1, best)
+        log.error("%s, %d times in a row without a new step", last_words, deaths)
     raise ToolkitError(f"{last_words}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
 
 

@@ -61,6 +61,10 @@ class Nodes:
     def _is_enough(self, count: int) -> bool:
         return count >= (1 if self._allow_fewer else self._wanted)
 
+    def given_up(self, since: float) -> set[str]:
+        """Nodes that were found bad since then, by the sentinel: perhaps ours, if it was cut off for a while."""
+        return {host for host, bad in remembered(self._run).items() if bad.since > since}
+
     def condemn(self, host: str, why: str) -> None:
         """This job does not use ``host`` any more, and the run remembers it."""
         if host not in self._out:

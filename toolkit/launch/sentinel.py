@@ -3,12 +3,13 @@
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
 host dies stays RUNNING for ever with nobody in it. The supervisor starts it as an srun step of its own, which outlives
 the srun that started it. It goes by three things: the supervisor's status file, which changes twice a second; whether
-the batch host's slurmd accepts a connection; and the job's node list, which a dead node leaves when Slurm has noticed.
+the supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and it took Slurm two minutes
+to miss the job there); and the job's node list, which a dead node leaves when Slurm has noticed.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 from toolkit import fsio, logs
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step_environment
-from toolkit.cluster.reachable import unreachable
+from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
@@ -49,7 +50,7 @@ class Watched:
     job_id: str
     restart_count: int
     batch_host: str
-    slurmd_port: int
+    port: int  #: the supervisor's, see Presence
 
 
 class Watch:
@@ -60,7 +61,7 @@ class Watch:
         watched: Watched,
         slurm: SlurmCommands,
         clock: Callable[[], float] = time.monotonic,
-        answers: Callable[[str, int], bool] = lambda host, port: not unreachable([host], port, here=_here()),
+        answers: Callable[[str, int], bool] = answers,
     ) -> None:
         self._watched = watched
         self._slurm = slurm
@@ -84,10 +85,11 @@ class Watch:
         if self._clock() - self._changed < SILENT_S:
             return None
         host = self._watched.batch_host
-        self._unanswered = 0 if self._answers(host, self._watched.slurmd_port) else self._unanswered + 1
+        self._unanswered = 0 if self._answers(host, self._watched.port) else self._unanswered + 1
         if self._unanswered < LOOKS:
             return None
-        return f"the batch host {host} has been silent for {self._clock() - self._changed:.0f} s and does not answer"
+        silent_s = self._clock() - self._changed
+        return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
     def _slurms_word(self) -> str | None:
         if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S:
@@ -104,10 +106,6 @@ class Watch:
         if row.state != "RUNNING" or host in hostlist.expand(row.node_list):
             return None
         return f"the batch host {host} has left the job's node list"
-
-
-def _here() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class Over(Exception):
@@ -131,14 +129,30 @@ def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
+class Presence:
+    """A port that accepts connections for as long as this process lives."""
+
+    def __init__(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # whoever asked has gone
+                self._socket.accept()[0].close()
+
+
 class Sentinel:
     """The supervisor's side: a sentinel on some node that is not the batch host, for as long as there is one."""
 
-    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str], slurmd_port: int) -> None:
+    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
         self._run = run
         self._allocation = allocation
         self._environ = environ
-        self._port = slurmd_port
+        self._port = Presence().port
         self._process: subprocess.Popen[str] | None = None
         self._is_abandoned = False
 
@@ -190,7 +204,7 @@ class Sentinel:
 
 
 def main() -> None:
-    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST SLURMD_PORT``"""
+    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT``"""
     run_dir, job_id, restart_count, batch_host, port = sys.argv[1:]
     logs.setup("sentinel")
     stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port)), Slurm())

@@ -226,17 +226,18 @@ class SrunLauncher:
             text=True,
             start_new_session=True,
         )
-        step = _SrunStep(process, plan.name or "", allocation.job_id, self._slurm, events)
+        step = _SrunStep(process, plan, allocation.job_id, self._slurm, events)
         threading.Thread(target=step.wait, daemon=True).start()
         return step
 
 
 class _SrunStep:
     def __init__(
-        self, process: subprocess.Popen[str], name: str, job_id: str, slurm: SlurmCommands, events: Events
+        self, process: subprocess.Popen[str], plan: SrunPlan, job_id: str, slurm: SlurmCommands, events: Events
     ) -> None:
         self._process = process
-        self._name = name
+        self._name = plan.name or ""
+        self._hosts = plan.hosts
         self._job_id = job_id
         self._slurm = slurm
         self._events = events
@@ -245,7 +246,7 @@ class _SrunStep:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             log.info("%s", line.rstrip())
-            event = parse_srun_line(line)
+            event = parse_srun_line(line, self._hosts)
             if event is not None:
                 self._events.put(event)
         self._events.put(StepEnded(self._process.wait()))
@@ -266,7 +267,8 @@ class _SrunStep:
                 self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=step)
                 return
         except SlurmError as error:
-            log.warning("the step cannot be signalled (%s); ending srun instead", error)
+            instead = "; ending srun instead" if number is signal.SIGKILL else ""
+            log.warning("%s for the step: %s%s", number.name, error, instead)
         if number is signal.SIGKILL:
             self._process.terminate()
 
@@ -278,6 +280,8 @@ def silence(srun: subprocess.Popen[str]) -> None:
 
 
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
+#: A node that was away and has started again, before Slurm has noticed: its slurmd knows nothing of the step.
+_NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on node (?P<index>\d+)")
 _SRUN_ENDED = re.compile(
     r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
 )
@@ -286,14 +290,24 @@ _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def parse_srun_line(line: str) -> RankEnded | NodeFailed | None:
+def parse_srun_line(line: str, hosts: Sequence[str] = ()) -> RankEnded | NodeFailed | None:
     """Which ranks ended badly, from srun's ``srun: error: node2: tasks 2-3: Exited with exit code 1``, or which node
-    was lost; None for the other lines."""
+    was lost; None for the other lines. ``hosts`` are the step's, for lines that say a node's number in the step."""
     lost = _NODE_FAILED.match(line)
     if lost:
         return NodeFailed(lost["host"])
+    forgot = _NODE_FORGOT.match(line)
+    if forgot:
+        return NodeFailed(sorted(set(hosts), key=_slurms_order)[int(forgot["index"])])
     match = _SRUN_ENDED.match(line)
     return None if match is None else _rank_ended(match)
+
+
+def _slurms_order(host: str) -> tuple[str, int]:
+    """Also an arbitrary distribution's nodes are numbered in this order, whichever ranks are on them."""
+    number = re.search(r"\d*$", host)
+    assert number is not None
+    return host[: number.start()], int(number[0] or -1)
 
 
 def _rank_ended(match: re.Match[str]) -> RankEnded:

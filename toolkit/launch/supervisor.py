@@ -208,7 +208,7 @@ class Supervisor:
         """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""
         may_lose_nodes = self._config.cluster.spare_nodes or self._config.retry.allow_fewer_nodes
         if self._slurm is not None and may_lose_nodes and len(self._allocation.hosts) > 1:
-            self._sentinel = Sentinel(self._run, self._allocation, os.environ, self._slurmd_port)
+            self._sentinel = Sentinel(self._run, self._allocation, os.environ)
             self._sentinel.post()
 
     # -------------------------------------------------------------------------------------------------- one attempt
@@ -252,7 +252,7 @@ class Supervisor:
         well = attempt.exit_code == 0 and not attempt.failures
         attempt.slurm = ending.Slurm.RUNNING if well else self._ask_slurm()
         if attempt.slurm is ending.Slurm.REQUEUED:
-            attempt.lost_nodes |= self._unreachable(attempt.plan.hosts)
+            attempt.lost_nodes |= self._unreachable(attempt.plan.hosts) | self._nodes.given_up(attempt.started)
         for host in attempt.lost_nodes:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
 
@@ -540,7 +540,8 @@ class Supervisor:
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        lost = self._unreachable(status["nodes"]) if self._slurm else set()
+        gone = self._unreachable(status["nodes"]) if self._slurm else set()
+        lost = gone | self._nodes.given_up(status["started"])  # which may be back
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
@@ -553,7 +554,7 @@ class Supervisor:
         log.warning("attempt %d: %s", number, why)
         reports = {0: status.get("progress") or {}}
         plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
-        for host in lost:
+        for host in gone:
             self._nodes.condemn(host, why)
         left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
         self._journal.add(left, Ending(cause, decision, why))
@@ -595,12 +596,21 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        code = _supervise(run, where, None) if where == "local" else guarded(partial(_supervise, run, where))
+        here = partial(_supervise, run, where)
+        code = here(None) if where == "local" else guarded(here, partial(_step, run))
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
     if code != EXIT_DONE:
         raise SystemExit(code)
+
+
+def _step(run: RunDir) -> int:
+    """For the guard, whom a disk that hiccups must not end."""
+    try:
+        return run.step()
+    except OSError:
+        return 0
 
 
 def _supervise(run: RunDir, where: str, last_words: str | None) -> int:

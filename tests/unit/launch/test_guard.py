@@ -24,7 +24,7 @@ def supervise(last_words):
     {BODY}
 
 try:
-    code = guarded(supervise)
+    code = guarded(supervise, lambda: len(list(folder.glob("step-*"))))
 except ToolkitError as error:
     (folder / "error").write_text(str(error))
     code = 1
@@ -56,6 +56,12 @@ def test_the_third_death_is_the_last(tmp_path: Path) -> None:
     assert start(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)").wait(20) == 1
     assert len(list(tmp_path.glob("started-*"))) == 3
     assert "killed by SIGSEGV, and 2 others before it" in (tmp_path / "error").read_text()
+
+
+def test_deaths_between_which_the_run_gets_on_are_not_counted_together(tmp_path: Path) -> None:
+    body = "(folder / f'step-{min(deaths, 4)}').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    assert start(tmp_path, body).wait(20) == 1
+    assert len(list(tmp_path.glob("started-*"))) == 5 + 2
 
 
 def test_signals_are_handed_on(tmp_path: Path) -> None:

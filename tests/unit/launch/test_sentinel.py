@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
+from toolkit.cluster.reachable import answers
 from toolkit.launch.sentinel import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
 
@@ -97,3 +100,14 @@ def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
 def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None:
     world.slurm.is_up = False
     assert world.looks(600, speaking=True) is None
+
+
+def test_a_supervisor_accepts_connections_for_as_long_as_it_lives() -> None:
+    code = "from toolkit.launch.sentinel import Presence; print(Presence().port, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as supervisor:
+        assert supervisor.stdout is not None
+        port = int(supervisor.stdout.readline())
+        assert all(answers("127.0.0.1", port) for _ in range(300))  # more than any backlog
+        supervisor.kill()
+    assert not answers("127.0.0.1", port)

@@ -15,7 +15,7 @@ import pytest
 
 from toolkit import rundir
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import LocalLauncher, RankEnded, StepEnded, parse_srun_line, tethered
+from toolkit.launch.steps import LocalLauncher, NodeFailed, RankEnded, StepEnded, parse_srun_line, tethered
 
 TIMEOUT_S = 20
 
@@ -52,6 +52,11 @@ def test_srun_says_which_rank_ended_how(
 )
 def test_other_lines_of_srun_end_no_rank(line: str) -> None:
     assert parse_srun_line(line) is None
+
+
+def test_a_node_that_srun_gives_by_its_number_is_found_in_slurms_order() -> None:
+    line = "srun: error: Aborting, io error and missing step on node 1\n"
+    assert parse_srun_line(line, ["node10", "node10", "node9", "node11"]) == NodeFailed("node10")
 
 
 def gone(pid: int) -> bool:

@@ -110,12 +110,43 @@ def test_with_neither_the_job_is_requeued_without_the_node(
 
 
 def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
-    slurm.has_nodes_to_spare = False
+    slurm.nodes_to_spare = 0
     assert supervise(run, slurm, Ranks(loses_node2)) == 75
     assert slurm.excluded == {}
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == 1
+
+
+def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm: FakeSlurm) -> None:
+    left = {"attempt": 1, "started": time.time(), "updated": time.time(), "nodes": list(HOSTS), "tasks": [1, 1, 1]}
+    run.write_status(left)
+    nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], first["line"]) == ("node_failure", "requeue", "lost node1")
+    assert "node1" in second["nodes"]
+
+
+def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
+    nodes.remember(run, "node3", "has failed before")
+    slurm.nodes_to_spare = 1
+    assert supervise(run, slurm, Ranks(loses_node2)) == 75
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_what_the_sentinel_requeued_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
+    """The batch host was cut off, is back, and finds that the job has been put back into the queue for it."""
+
+    def was_cut_off(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        nodes.remember(run, "node1", "the batch host node1 has left the job's node list")
+        slurm.requeue("1")
+        ranks.events.put(RankEnded((0, 1), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    assert supervise(run, slurm, Ranks(was_cut_off), spare=1) == 75
+    (line,) = run.attempts()
+    assert (line["cause"], line["decision"], line["lost_nodes"]) == ("node_failure", "requeue", ["node1"])
 
 
 def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
@@ -192,7 +223,7 @@ def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
-    slurm.has_nodes_to_spare = False
+    slurm.nodes_to_spare = 0
     preflight.bad = {"node2": "its clock is off"}
     codes = []
     for _ in range(3):
