@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check box bench soak lock clean
+.PHONY: help train test check box bench soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -44,11 +44,12 @@ bench: .venv/ready-dev  ## speed as ratios to a hand-written loop, in one run
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
 
-soak: .venv/ready-dev  ## the long suites, on every Slurm version and profile
+BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
+soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours, each a target of its own
+soak-local: .venv/ready-dev
 	$(PYTEST) -m "soak and not slurm"
-	for slurm in 22.05 24.11; do for profile in plain strict; do \
-	  TOOLKIT_BOX_SLURM=$$slurm TOOLKIT_BOX_PROFILE=$$profile $(PYTEST) -m slurm tests/slurm || exit 1; \
-	done; done
+soak-%: .venv/ready-dev
+	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) -m slurm tests/slurm
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
