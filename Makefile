@@ -40,9 +40,10 @@ check: .venv/ready-dev  ## lint, format, types
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios to a hand-written loop, in one run
+bench: .venv/ready-dev  ## speed as ratios, in one run: our loop beside a hand-written one, our restart beside torchrun's
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
+	$(BIN)/python -m tests.bench.restart
 
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
 soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours, each a target of its own
