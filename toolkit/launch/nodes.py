@@ -9,12 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, logs
+from toolkit.cluster import hostlist
+from toolkit.cluster.commands import JobRow, SlurmCommands
+from toolkit.launch import patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import SUSPICIONS_TO_CONDEMN
+from toolkit.launch.heir import options_of_job
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -107,6 +112,26 @@ def remembered(run: RunDir) -> dict[str, BadNode]:
 def forget(run: RunDir) -> None:
     """All nodes are good again."""
     _path(run).unlink(missing_ok=True)
+
+
+def to_exclude(
+    run: RunDir, row: JobRow, slurm: SlurmCommands, bad: Mapping[str, BadNode], environ: Mapping[str, str]
+) -> str | None:
+    """The node list to keep the next start of our job off, with what the user excluded: as many bad nodes, the latest
+    first, as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints).
+    """
+    options = [o for o in options_of_job(environ, row, run) if not o.startswith("--exclude=")]
+    others = {*hostlist.expand(row.excluded)} - {*bad}
+    latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+    for count in range(len(latest), 0, -1):
+        names = hostlist.compress(sorted({*latest[:count], *others}))
+        arguments = [*options, f"--exclude={names}"]
+        if patience.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+            log.info("excluded from the next start: %s", names)
+            return names
+    if bad:
+        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+    return None
 
 
 def _path(run: RunDir) -> Path:

@@ -27,7 +27,6 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
-from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
 from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT, unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
@@ -42,10 +41,10 @@ from toolkit.launch import ending, hang, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, Past, RankFailure, Stop, judge
 from toolkit.launch.guard import guarded
-from toolkit.launch.heir import Heir, options_of_job
+from toolkit.launch.heir import Heir
 from toolkit.launch.intent import Intent
 from toolkit.launch.lookout import Lookout
-from toolkit.launch.nodes import Nodes
+from toolkit.launch.nodes import Nodes, to_exclude
 from toolkit.launch.notify import notify
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
@@ -604,7 +603,7 @@ class Supervisor:
         slurm, job_id = self._slurm, self._allocation.job_id
         assert slurm is not None
         assert job_id is not None
-        excluded = self._to_exclude(slurm)
+        excluded = self._row and to_exclude(self._run, self._row, slurm, self._nodes.bad, os.environ)
         if self._heir is None:  # else it waits for our end, and finds the run waiting to be continued
 
             def requeue() -> bool:
@@ -617,24 +616,6 @@ class Supervisor:
             heir_or_we = job_id if self._heir is None else self._heir.job_id
             patience.ask(lambda: slurm.exclude_nodes(heir_or_we, excluded), "the bad nodes cannot be excluded", 0.0)
         return True
-
-    def _to_exclude(self, slurm: SlurmCommands) -> str | None:
-        """The node list to keep the next start off, with what the user excluded: as many bad nodes, the latest first,
-        as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints)."""
-        bad, row = self._nodes.bad, self._row
-        if not bad or row is None:
-            return None
-        options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
-        others = {*hostlist.expand(row.excluded)} - {*bad}
-        latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
-        for count in range(len(latest), 0, -1):
-            names = hostlist.compress(sorted({*latest[:count], *others}))
-            arguments = [*options, f"--exclude={names}"]
-            if patience.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
-                log.info("excluded from the next start: %s", names)
-                return names
-        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
-        return None
 
     def _close_left_over_attempt(self, last_words: str | None) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""
