@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from toolkit import logs
@@ -12,7 +13,7 @@ from toolkit.cluster.commands import JobRow, SlurmCommands
 from toolkit.launch import ending, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.heir import Heir, options_of_job
-from toolkit.launch.nodes import Nodes
+from toolkit.launch.nodes import BadNode, Nodes
 from toolkit.rundir import RunDir
 
 #: A job that is being ended has ended, or is pending again, after so long: KillWait and some.
@@ -43,7 +44,8 @@ class Comeback:
 
     def requeue(self) -> bool:
         """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
-        excluded = self._to_exclude()
+        row = self._row
+        excluded = row and to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
         if self._heir is None and not (self._is_taken_back() or self._comes_back_anyway()):
             return False
         if excluded:  # refused while the job runs
@@ -76,20 +78,22 @@ class Comeback:
         if self._heir is not None:
             self._heir.dismiss()
 
-    def _to_exclude(self) -> str | None:
-        """The node list to keep the next start off, with what the user excluded: as many bad nodes, the latest first,
-        as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints)."""
-        bad, row = self._nodes.bad, self._row
-        if not bad or row is None:
-            return None
-        options = [o for o in options_of_job(os.environ, row, self._run) if not o.startswith("--exclude=")]
-        others = {*hostlist.expand(row.excluded)} - {*bad}
-        latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
-        for count in range(len(latest), 0, -1):
-            names = hostlist.compress(sorted({*latest[:count], *others}))
-            arguments = [*options, f"--exclude={names}"]
-            if patience.ask(partial(self._slurm.could_run, arguments), "sbatch --test-only", 0.0):
-                log.info("excluded from the next start: %s", names)
-                return names
+
+def to_exclude(
+    run: RunDir, row: JobRow, slurm: SlurmCommands, bad: Mapping[str, BadNode], environ: Mapping[str, str]
+) -> str | None:
+    """The node list to keep the next start of our job off, with what the user excluded: as many bad nodes, the latest
+    first, as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints).
+    """
+    options = [o for o in options_of_job(environ, row, run) if not o.startswith("--exclude=")]
+    others = {*hostlist.expand(row.excluded)} - {*bad}
+    latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+    for count in range(len(latest), 0, -1):
+        names = hostlist.compress(sorted({*latest[:count], *others}))
+        arguments = [*options, f"--exclude={names}"]
+        if patience.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+            log.info("excluded from the next start: %s", names)
+            return names
+    if bad:
         log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
-        return None
+    return None

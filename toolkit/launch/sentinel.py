@@ -10,6 +10,7 @@ to miss the job there); and the job's node list, which a dead node leaves when S
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.comeback import to_exclude
 from toolkit.launch.steps import silence, tethered
 from toolkit.rundir import RunDir
 
@@ -51,6 +53,7 @@ class Watched:
     restart_count: int
     batch_host: str
     port: int  #: the supervisor's, see Presence
+    nodes: int  #: of the job, spare ones included
 
 
 class Watch:
@@ -124,9 +127,27 @@ def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
         if why is not None:
             log.error("%s: requeueing job %s", why, watched.job_id)
             nodes.remember(watched.run, watched.batch_host, why)
-            patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
+            requeue(watched, slurm)
             return
         time.sleep(LOOK_EVERY_S)
+
+
+def requeue(watched: Watched, slurm: SlurmCommands) -> None:
+    """Put the job back into the queue, without its batch host.
+
+    That may just have been cut off. If it comes back and is chosen again while it still has the job of before, it
+    refuses ("Duplicate jobid"), and Slurm drains the node and holds the job until somebody releases it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends us, too; KillWait is time enough for the rest
+    row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
+    for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
+        like_our_job.pop(of_our_step, None)
+    bad = nodes.remembered(watched.run)
+    excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
+    patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
+    if excluded:
+        patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "the bad nodes cannot be excluded", 0.0)
 
 
 class Presence:
@@ -186,7 +207,7 @@ class Sentinel:
     def _argv(self, host: str) -> list[str]:
         job = self._allocation
         command = [sys.executable, "-P", "-m", "toolkit.launch.sentinel", str(self._run.path), str(job.job_id)]
-        command += [str(job.restart_count), job.hosts[0], str(self._port)]
+        command += [str(job.restart_count), job.hosts[0], str(self._port), str(len(job.hosts))]
         step = Step(
             command=command,
             hosts=[host],
@@ -204,10 +225,10 @@ class Sentinel:
 
 
 def main() -> None:
-    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT``"""
-    run_dir, job_id, restart_count, batch_host, port = sys.argv[1:]
+    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT NODES``"""
+    run_dir, job_id, restart_count, batch_host, port, count = sys.argv[1:]
     logs.setup("sentinel")
-    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port)), Slurm())
+    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port), int(count)), Slurm())
 
 
 if __name__ == "__main__":

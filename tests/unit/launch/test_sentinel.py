@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.cluster.reachable import answers
+from toolkit.launch import nodes, sentinel
 from toolkit.launch.sentinel import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
 
@@ -27,7 +29,8 @@ class World:
         self.slurm.start(self.job, "node[1-2]")
         self.updated = 0.0
         self.speak()
-        watched = Watched(run, self.job, 0, "node1", 6818)
+        watched = Watched(run, self.job, 0, "node1", 6818, nodes=2)
+        self.watched = watched
         self.watch = Watch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
 
     def speak(self, state: str = "running") -> None:
@@ -100,6 +103,17 @@ def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
 def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None:
     world.slurm.is_up = False
     assert world.looks(600, speaking=True) is None
+
+
+def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), excluded="node7")
+    nodes.remember(world.run, "node1", "is gone")
+    before = signal.getsignal(signal.SIGTERM)
+    sentinel.requeue(world.watched, world.slurm)
+    signal.signal(signal.SIGTERM, before)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
 
 
 def test_a_supervisor_accepts_connections_for_as_long_as_it_lives() -> None:
