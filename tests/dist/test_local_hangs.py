@@ -105,6 +105,7 @@ def recorded(run: RunDir, rank: int) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.soak
 def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp_path: Path) -> None:
     """An evaluation and a save, each longer than the bound, on all ranks and on rank 0 alone."""
     overrides = ["train.max_steps=10", "train.eval_every=10", "checkpoint.every_steps=10"]
