@@ -247,7 +247,9 @@ class Box:
         self._ip(LOGIN, f"link set {node} down")
 
     def join_node(self, node: str) -> None:
+        """Back on the network; if Slurm has given it up, it looks again at once, and not after some two minutes."""
         self._ip(LOGIN, f"link set {node} up")
+        self.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
 
     def slow_network(self, rate: str | None) -> None:
         """Limits what each node receives to `rate` (tc's notation, such as 100mbit), with no limit for None."""

@@ -177,12 +177,7 @@ def kill_the_batch_host(it: Disturber) -> Mend:
 def cut_a_node_off(it: Disturber) -> Mend:
     node = it.dice.choice(sorted({*it.status["nodes"], it.status["host"]}))
     it.site.box.cut_node(node)
-
-    def join() -> None:
-        it.site.box.join_node(node)  # an administrator has Slurm look at it, which it does by itself after two minutes
-        it.site.box.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
-
-    return join
+    return lambda: it.site.box.join_node(node)
 
 
 def preempt(it: Disturber) -> None:
