@@ -311,7 +311,9 @@ def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, st
     except OSError as error:
         raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
     if done.returncode != 0:
-        failed = _ProgramUnheard if any(words in done.stderr for words in _UNHEARD) else _ProgramFailed
+        # A signal is no answer either: Slurm's SIGTERM for a job that it requeues reaches our children, too.
+        is_unheard = done.returncode < 0 or any(words in done.stderr for words in _UNHEARD)
+        failed = _ProgramUnheard if is_unheard else _ProgramFailed
         raise failed(argv, done.returncode, done.stderr)
     return done.stdout
 

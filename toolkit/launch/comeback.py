@@ -19,6 +19,9 @@ from toolkit.rundir import RunDir
 #: A job that is being ended has ended, or is pending again, after so long: KillWait and some.
 ENDING_S = 60.0
 
+#: The requeue ends us, too, but not before KillWait; its SIGTERM may end the first try to exclude nodes.
+EXCLUDE_S = 10.0
+
 log = logs.get(__name__)
 
 
@@ -51,7 +54,7 @@ class Comeback:
         if excluded:  # refused while the job runs
             next_job = self._job_id if self._heir is None else self._heir.job_id
             exclude = partial(self._slurm.exclude_nodes, next_job, excluded)
-            patience.ask(exclude, "the bad nodes cannot be excluded", patience_s=0.0)
+            patience.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
         return True
 
     def _is_taken_back(self) -> bool:

@@ -28,7 +28,7 @@ from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.comeback import to_exclude
+from toolkit.launch.comeback import EXCLUDE_S, to_exclude
 from toolkit.launch.steps import silence, tethered
 from toolkit.rundir import RunDir
 
@@ -147,7 +147,7 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
     patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
     if excluded:
-        patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "the bad nodes cannot be excluded", 0.0)
+        patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
 
 
 class Presence:

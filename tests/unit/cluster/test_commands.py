@@ -21,7 +21,7 @@ from toolkit.cluster.commands import (
     step_environment,
     submit_environment,
 )
-from toolkit.errors import SlurmError
+from toolkit.errors import SlurmError, SlurmRefusedError
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
 RUNNING = """JobId=1 JobName=my job
@@ -351,3 +351,12 @@ def test_importing_the_package_is_cheap_and_brings_neither_torch_nor_submitit() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert json.loads(done.stdout) == []
+
+
+def test_a_program_that_a_signal_ends_has_not_been_refused(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\nkill -TERM $$\n")
+    program.chmod(0o755)
+    with pytest.raises(SlurmError) as caught:
+        Slurm({"PATH": f"{tmp_path}:/bin:/usr/bin"}).exclude_nodes("1", "node3")
+    assert not isinstance(caught.value, SlurmRefusedError)
