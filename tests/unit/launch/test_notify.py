@@ -59,6 +59,8 @@ def test_the_command_is_told_run_state_and_reason_and_reads_the_result(
     job = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask", "RANK": "0", "PYTHONPATH": f"{run.code}:/lib/mine"}
     for name, value in {**job, "PYTHONSAFEPATH": "1", "SLURM_CONF": "/etc/s.conf", "TOOLKIT_RUN_DIR": "/r"}.items():
         monkeypatch.setenv(name, value)
+    for name in [name for name in os.environ if name.startswith("TOOLKIT_") and name != "TOOLKIT_RUN_DIR"]:
+        monkeypatch.delenv(name)  # of whoever runs the tests
     notify.notify(run)
     assert said(tmp_path) == [result]
     environ = dict(line.split("=", 1) for line in (tmp_path / "note.env").read_text().splitlines() if "=" in line)
