@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from toolkit.launch import nodes, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import EXCLUDE_S, to_exclude
 from toolkit.launch.steps import silence, tethered
+from toolkit.launch.store import listen, wildcard
 from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 5.0
@@ -154,9 +154,7 @@ class Presence:
     """A port that accepts connections for as long as this process lives."""
 
     def __init__(self) -> None:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+        self._socket = listen(wildcard())
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

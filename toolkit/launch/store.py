@@ -41,7 +41,8 @@ class StoreHost:
     """The child that serves an attempt's store; what the ranks report goes into the queue as :class:`Report`."""
 
     def __init__(self, world_size: int, host: str, environ: Mapping[str, str], events: Events, log_path: Path) -> None:
-        listener = _listen(host)
+        listener = listen(host)
+        listener.set_inheritable(True)
         self.port: int = listener.getsockname()[1]
         command = [sys.executable, "-P", "-m", "toolkit.dist.store_host", "--fd", str(listener.fileno())]
         command += ["--port", str(self.port), "--world-size", str(world_size)]
@@ -98,9 +99,12 @@ class StoreHost:
         self._process.wait()
 
 
-def _listen(host: str) -> socket.socket:
+def wildcard() -> str:
+    """The address that stands for all of this node's."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen(host: str) -> socket.socket:
     """A listening socket on a free port: bound before the ranks start, so that no other job can take the port."""
     family = socket.AF_INET6 if host == "::" else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6)
-    listener.set_inheritable(True)
-    return listener
+    return socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6)

@@ -50,7 +50,7 @@ from toolkit.launch.notify import notify
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
-from toolkit.launch.store import Report, StoreHost, StoreHostEnded
+from toolkit.launch.store import Report, StoreHost, StoreHostEnded, wildcard
 from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
@@ -226,7 +226,7 @@ class Supervisor:
         self._journal.set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
-        host = "127.0.0.1" if self._allocation.job_id is None else _wildcard()
+        host = "127.0.0.1" if self._allocation.job_id is None else wildcard()
         store_log = self._run.attempt_logs(attempt.number) / "store.log"
         store = StoreHost(plan.world_size, host, environ, self._events, store_log)
         try:
@@ -577,10 +577,6 @@ def _exit_code(verdict: Ending) -> int:
     if verdict.cause is Cause.COMPLETED:
         return EXIT_DONE
     return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
-
-
-def _wildcard() -> str:
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 # ------------------------------------------------------------------------------------------------------------- entry
