@@ -31,13 +31,15 @@ LONG = ["train.epochs=2000", "checkpoint.every_steps=20"]
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment of its own for each test; whatever it leaves running is a failure."""
+    """An environment of its own for each test; whatever stays behind is a failure. Who waits for a result has it a
+    moment before the supervisor that wrote it has ended."""
     variables = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
     yield variables
-    left = processes_with(f"TOOLKIT_RUNS={tmp_path}/runs")
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    try:
+        wait_for(lambda: nobody_left(variables), 10, "no process of the run")
+    finally:
+        for pid in processes_with(f"TOOLKIT_RUNS={tmp_path}/runs"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start(env: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
@@ -108,7 +110,6 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(env: dict[str, str]) -> No
     (attempt,) = run.attempts()
     assert (attempt["cause"], attempt["decision"]) == ("stopped", "finish")
     assert newest_step(run.checkpoints) == attempt["step_end"]
-    wait_for(lambda: nobody_left(env), 10, "no process of the run")
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint_to_the_result_of_an_undisturbed_one(env: dict[str, str]) -> None:
@@ -147,7 +148,6 @@ def test_nothing_outlives_a_supervisor_killed_with_sigkill(env: dict[str, str]) 
         out, _ = process.communicate(timeout=START_S)
     assert process.returncode == 1
     assert "wrote no result" in out
-    wait_for(lambda: nobody_left(env), 10, "no process of the run")
 
 
 def test_a_run_cancelled_from_elsewhere_ends_for_the_one_who_waits(env: dict[str, str]) -> None:

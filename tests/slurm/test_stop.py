@@ -229,6 +229,11 @@ def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site
 
 def in_the_queue(site: Site, run: RunDir) -> None:
     assert run.status()["state"] == "queued"
+    assert f"scontrol release {site.job_of(run)}" in site.run("toolkit", "status", run.id)
+
+
+def in_the_preflight(site: Site, run: RunDir) -> None:
+    wait_for(lambda: [*run.path.glob(".preflight-*")], START_S, "the checks of the nodes")
 
 
 def at_the_start(site: Site, run: RunDir) -> None:
@@ -247,7 +252,7 @@ def in_the_queue_again(site: Site, run: RunDir) -> None:
     wait_for(lambda: site.box.job(site.job_of(run))["JobState"] == "PENDING", 60, "the requeued job to wait")
 
 
-PHASES = [in_the_queue, at_the_start, in_training, in_the_queue_again]
+PHASES = [in_the_queue, in_the_preflight, at_the_start, in_training, in_the_queue_again]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -261,7 +266,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
     row = site.box.wait_job(job, 60)
     assert row["JobState"] == "CANCELLED"
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
-    if how == "toolkit" or phase in (at_the_start, in_training):
+    if how == "toolkit" or phase in (in_the_preflight, at_the_start, in_training):
         assert wait_for(run.result, 10, "a result")["state"] == "cancelled"
     assert all(a["decision"] != "requeue" or a["cause"] == "preempted" for a in run.attempts())
 

@@ -10,25 +10,30 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import RequestError, ToolkitError
 from toolkit.rundir import RunDir
 
+if TYPE_CHECKING:  # what asks Slurm is imported when Slurm is asked
+    from toolkit.cluster.commands import JobStatus
+
 #: A supervisor rewrites its status each second; one that is silent for this long may be dead: Slurm is asked.
 SILENT_S = 30.0
-ACTIVE = ("queued", "starting", "running", "stopping", "restarting", "requeued")
+WAITING = ("queued", "requeued")
+ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """One row for each run from its own files; Slurm is asked, once for all, only about runs that are silent."""
+    """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are silent."""
     rows = [_row(run) for run in runs]
-    silent = {row["job_id"]: row for row in rows if row["silent"] and row["executor"] == "slurm" and row["job_id"]}
-    if silent:
-        for job_id, state in _ask_slurm(list(silent)).items():
-            silent[job_id]["slurm"] = state
+    asked = [row for row in rows if row["executor"] == "slurm" and (row["silent"] or row["state"] in WAITING)]
+    jobs = {row["job_id"]: row for row in asked if row["job_id"]}
+    if jobs:
+        for job_id, job in _ask_slurm(list(jobs)).items():
+            jobs[job_id].update(slurm=job.state, reason=job.reason)
     for row in rows:
         row["state"] = _honest_state(row)
     return rows
@@ -62,34 +67,55 @@ def _row(run: RunDir) -> dict[str, Any]:
         "updated": status.get("updated"),
         "silent": state in ACTIVE and time.time() - status.get("updated", 0.0) > SILENT_S,
         "slurm": None,
+        "reason": None,
         "why": result.get("why"),
         "path": str(run.path),
     }
 
 
-def _ask_slurm(job_ids: list[str]) -> dict[str, str | None]:
-    """One call for all jobs; a controller that does not answer leaves them unknown, which is never "dead"."""
+def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
+    """One call for all; whom Slurm does not know is left out. A controller that does not answer leaves all of them
+    unknown, which is never "dead"."""
     from toolkit.cluster.commands import Slurm
 
     try:
         answers = Slurm().show_jobs(job_ids)
     except ToolkitError:
         return {}
-    return {job_id: status.state if status else None for job_id, status in answers.items()}
+    return {job_id: job for job_id, job in answers.items() if job}
 
 
 def _honest_state(row: dict[str, Any]) -> str:
     from toolkit.cluster import states
 
     state = str(row["state"])
-    if not row["silent"]:
+    if row["slurm"] is None and not row["silent"]:
         return state
     if row["executor"] == "slurm":
         if row["slurm"] is None:
             return f"{state}? (silent)"
-        return f"lost ({row['slurm']})" if states.is_over(row["slurm"]) else f"{state} ({row['slurm']})"
+        if states.is_over(row["slurm"]):
+            return f"lost ({row['slurm']})"
+        return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
     here = row["host"] in (None, socket.gethostname())
     return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
+
+
+def _waits(row: dict[str, Any]) -> bool:
+    return row["slurm"] == "PENDING" and row["reason"] not in (None, "None")
+
+
+def _held_lines(rows: list[dict[str, Any]]) -> str:
+    """Jobs that never start by themselves; Slurm's reasons for it are in squeue(1) and, with blanks, in its source."""
+    held = [row for row in rows if _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)]
+    return "".join(
+        f"\n{row['run']}: Slurm holds job {row['job_id']} ({row['reason']}); when that is mended, "
+        f"`scontrol release {row['job_id']}` lets it go on"
+        for row in held
+    )
+
+
+_FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 
 
 def _alive(pid: int | None) -> bool:
@@ -101,7 +127,7 @@ def status_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
-    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows) + _slow_lines(rows)
+    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows) + _held_lines(rows) + _slow_lines(rows)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ _ADVICE = {
     "stopped": "`toolkit resume {run}` goes on from the last checkpoint",
     "cancelled": "`toolkit resume {run}` goes on from the last checkpoint",
     "failed": "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
-    "requeued": "nothing to do; it goes on when Slurm starts the job again",
+    "requeued": "nothing to do; it goes on when Slurm starts the job again (what it waits for: `toolkit status {run}`)",
 }
 
 

@@ -98,7 +98,6 @@ class Supervisor:
         self._slurm = slurm
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
-        self._stop: Stop | None = None
         self._row: JobRow | None = None
         self._sentinel: Sentinel | None = None
         self._owner = ""
@@ -180,6 +179,8 @@ class Supervisor:
         tasks = (*job.without(spare).tasks, *[0] * spare)
         gpus = job.gpus_per_node
         report = check_nodes(self._run.path, job.hosts, tasks, job.cpus_per_task, gpus, environ=os.environ)
+        if not report.is_fine and self._is_being_ended():
+            return None  # what ends us ended the checks, too: they say nothing of the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
         if self._fruitless_requeues() >= MAX_FRUITLESS_REQUEUES:
@@ -187,6 +188,10 @@ class Supervisor:
         for host, why in report.bad.items():
             self._nodes.condemn(host, why)
         return None if self._nodes.plan() is not None else self._requeue_for(report.bad)
+
+    def _is_being_ended(self) -> bool:
+        now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
+        return not self._events.empty() or now not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
 
     def _fruitless_requeues(self) -> int:
         """The latest attempts that ended before any rank had started, for bad nodes."""
@@ -217,6 +222,30 @@ class Supervisor:
         plan = self._nodes.plan()
         assert plan is not None, "the verdict before was to restart"
         attempt = Attempt(self._journal.next_number(), time.time(), plan)
+        if self._was_told_to_end(attempt):
+            attempt.exit_code = EXIT_STOPPED
+        else:
+            self._run_ranks(attempt)
+        attempt.ended = time.time()
+        self._read_error_files(attempt)
+        hang.remove_unused(self._run.attempt_logs(attempt.number))
+        self._look_after_nodes(attempt)
+        verdict = judge(self._facts(attempt))
+        self._suspect(verdict)
+        self._record(attempt, verdict)
+        return verdict
+
+    def _was_told_to_end(self, attempt: Attempt) -> bool:
+        """By a signal that came while there were no ranks: in the preflight, or between two attempts."""
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _Signalled):
+                attempt.stop, attempt.stop_asked = self._why_stop(event.number), time.time()
+                log.warning("%s: the ranks are not started", event.number.name)
+        return attempt.stop is not None
+
+    def _run_ranks(self, attempt: Attempt) -> None:
+        plan = attempt.plan
         if not self._foreign:
             attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
             if self._slurm is not None:
@@ -232,20 +261,10 @@ class Supervisor:
         try:
             environ["MASTER_PORT"] = str(store.port)
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
-            if self._stop is not None:  # it came between two attempts
-                self._ask_to_stop(attempt, step, store, self._stop)
             self._watch(attempt, step, store)
         finally:
             store.close()
-        attempt.ended = time.time()
         self._drain(attempt, step, store)
-        self._read_error_files(attempt)
-        hang.remove_unused(self._run.attempt_logs(attempt.number))
-        self._look_after_nodes(attempt)
-        verdict = judge(self._facts(attempt))
-        self._suspect(verdict)
-        self._record(attempt, verdict)
-        return verdict
 
     def _look_after_nodes(self, attempt: Attempt) -> None:
         """Which are lost; a job that Slurm has put back into the queue may have been so for a dead node."""
@@ -407,18 +426,18 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------- the stop path
 
     def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
+        log.warning("%s: asking the ranks to stop", number.name)
+        self._ask_to_stop(attempt, step, store, self._why_stop(number))
+
+    def _why_stop(self, number: signal.Signals) -> Stop:
         wanted = intent.asked(self._run)
         if wanted is Intent.CANCEL:
-            stop = Stop.CANCEL
-        elif wanted is Intent.STOP or number is signal.SIGINT or self._allocation.job_id is None:
-            stop = Stop.USER
-        elif number in (signal.SIGUSR1, signal.SIGUSR2) and self._may_be_the_clocks():
-            stop = Stop.CLOCK
-        else:
-            stop = Stop.SIGNAL
-        log.warning("%s: asking the ranks to stop", number.name)
-        self._stop = stop
-        self._ask_to_stop(attempt, step, store, stop)
+            return Stop.CANCEL
+        if wanted is Intent.STOP or number is signal.SIGINT or self._allocation.job_id is None:
+            return Stop.USER
+        if number in (signal.SIGUSR1, signal.SIGUSR2) and self._may_be_the_clocks():
+            return Stop.CLOCK
+        return Stop.SIGNAL
 
     def _may_be_the_clocks(self) -> bool:
         """Whether it is the time for the signal that ``cluster.signal_delay_s`` asks Slurm for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
+from toolkit.cluster import commands
+from toolkit.cluster.commands import JobStatus
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
 
 
@@ -41,6 +44,29 @@ def test_status_as_json_is_json_also_when_the_loss_is_no_number(
 
     (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert (row["run"], row["loss"], row["metrics"]) == (run.id, None, {"eval/accuracy": None})
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("Resources", "requeued (PENDING, Resources)"),
+        ("launch failed requeued held", "`scontrol release 7` lets it go on"),
+        ("BadConstraints", "Slurm holds job 7 (BadConstraints)"),
+        (None, "requeued (PENDING)"),
+    ],
+)
+def test_status_says_what_slurm_lets_a_job_wait_for(
+    reason: str | None, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    waits = rundir.create("digits")
+    waits.config.write_text("")
+    waits.write_status({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()})
+    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "PENDING", reason)})
+    assert cli.main(["status"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert says in out
+    assert ("release" in out) == (reason not in ("Resources", None))
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json"])

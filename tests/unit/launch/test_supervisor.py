@@ -194,6 +194,29 @@ def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verd
     assert run.attempts()[0]["cause"] == "stopped"
 
 
+def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarting = Supervisor._record
+
+    def record(self: Supervisor, *args: Any) -> None:
+        restarting(self, *args)
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(ended(0))
+
+    monkeypatch.setattr(Supervisor, "_record", record)
+    assert supervise(run, Ranks(crashes)) == 75
+    assert [(line["cause"], line["decision"]) for line in run.attempts()] == [
+        ("crashed", "restart"),
+        ("stopped", "finish"),
+    ]
+    assert (run.result() or {})["state"] == "stopped"
+
+
 def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
     def told(ranks: Ranks) -> None:
         intent.ask(run, Intent.CANCEL)

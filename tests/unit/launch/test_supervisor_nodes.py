@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,16 @@ def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Preflight:
-    """Finds ``bad`` what the test says."""
+    """Finds ``bad`` what the test says; ``meanwhile`` happens."""
 
     def __init__(self) -> None:
         self.bad: dict[str, str] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
         self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     def __call__(self, folder: Path, hosts: tuple[str, ...], tasks: tuple[int, ...], *args: Any, **more: Any) -> Report:
         self.asked.append((hosts, tasks))
+        self.meanwhile()
         return Report(hosts, {}, self.bad, {}, (), 0.1)
 
 
@@ -70,7 +74,10 @@ def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fe
     config = JobConfig()
     config.cluster.spare_nodes = spare
     config.retry.allow_fewer_nodes = fewer
-    return Supervisor(run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), ranks, slurm).run()
+    row = slurm.show_job("1")
+    assert row is not None
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=row.restarts)
+    return Supervisor(run, config, allocation, ranks, slurm).run()
 
 
 def loses_node2(ranks: Ranks) -> None:
@@ -220,6 +227,34 @@ def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
     assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
     assert "node2: its clock is off" in line["line"]
     assert slurm.excluded == {"1": "node2"}
+
+
+@pytest.mark.parametrize(
+    ("what", "cause", "code"),
+    [(FakeSlurm.cancel, "cancelled", 1), (FakeSlurm.preempt, "preempted", 75)],
+)
+def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
+    run: RunDir,
+    slurm: FakeSlurm,
+    preflight: Preflight,
+    what: Callable[[FakeSlurm, str], None],
+    cause: str,
+    code: int,
+) -> None:
+    def ends() -> None:
+        what(slurm, "1")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    preflight.bad = {"node2": "it did not answer", "node3": "it did not answer"}
+    preflight.meanwhile = ends
+    assert supervise(run, slurm, Ranks()) == code
+    (line,) = run.attempts()
+    assert (line["cause"], line["step_end"]) == (cause, None)
+    assert run.status()["bad_nodes"] == {}
+    assert slurm.excluded == {}
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
