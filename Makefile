@@ -45,12 +45,13 @@ bench: .venv/ready-dev  ## speed as ratios, in one run: our loop beside a hand-w
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.restart
 
+STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
-soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours, each a target of its own
+soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours. A part: soak-24.11-strict STORIES=tests/slurm/test_stop.py
 soak-local: .venv/ready-dev
 	$(PYTEST) -m "soak and not slurm"
 soak-%: .venv/ready-dev
-	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) -m slurm tests/slurm
+	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) -m slurm $(STORIES)
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock

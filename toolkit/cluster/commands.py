@@ -77,6 +77,14 @@ class JobStatus:
         return states.is_over(self.state)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What we go by of a cluster's configuration, with Slurm's own defaults."""
+
+    slurmd_port: int = DEFAULT_SLURMD_PORT  #: on which every node's slurmd listens
+    kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
+
+
 class SlurmCommands(Protocol):
     """What the rest of the toolkit asks of Slurm; `Slurm` and `toolkit.cluster.fake.FakeSlurm` answer."""
 
@@ -120,8 +128,8 @@ class SlurmCommands(Protocol):
         """Whether a job with these options could ever start. One that could not is held for ever, without a word."""
         ...
 
-    def slurmd_port(self) -> int:
-        """The port on which every node's slurmd listens."""
+    def settings(self) -> Settings:
+        """How this cluster is set up."""
         ...
 
 
@@ -192,9 +200,13 @@ class Slurm:
             return False
         return True
 
-    def slurmd_port(self) -> int:
-        found = re.search(r"^SlurmdPort\s*=\s*(\d+)", self._run(["scontrol", "show", "config"]), re.MULTILINE)
-        return int(found[1]) if found else DEFAULT_SLURMD_PORT
+    def settings(self) -> Settings:
+        text = self._run(["scontrol", "show", "config"])
+        found = dict(re.findall(r"^(SlurmdPort|KillWait)\s*=\s*(\d+)", text, re.MULTILINE))
+        default = Settings()
+        return Settings(
+            int(found.get("SlurmdPort", default.slurmd_port)), float(found.get("KillWait", default.kill_wait_s))
+        )
 
     # ------------------------------------------------------------------------------------------------- asking
 

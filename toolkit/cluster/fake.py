@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.cluster import hostlist
-from toolkit.cluster.commands import JobRow, JobStatus, parse_duration
-from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT
+from toolkit.cluster.commands import JobRow, JobStatus, Settings, parse_duration
 from toolkit.cluster.states import Phase, phase
 from toolkit.errors import SlurmError
 
@@ -104,9 +103,9 @@ class FakeSlurm:
         excluded = [a.partition("=")[2] for a in arguments if a.startswith("--exclude=")]
         return sum(len(hostlist.expand(names)) for names in excluded) <= self.nodes_to_spare
 
-    def slurmd_port(self) -> int:
+    def settings(self) -> Settings:
         self._contact()
-        return DEFAULT_SLURMD_PORT
+        return Settings()
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()

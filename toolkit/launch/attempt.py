@@ -33,6 +33,7 @@ class Attempt:
     stop_asked: float | None = None
     kill_at: float | None = None
     killed: bool = False
+    leave_at: float | None = None  #: when to look whether Slurm is ending the job
     slurm: ending.Slurm = ending.Slurm.ABSENT
     exit_code: int | None = None
     ended: float = 0.0

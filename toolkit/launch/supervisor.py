@@ -26,8 +26,8 @@ from typing import Any
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
-from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
-from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT, unreachable
+from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
+from toolkit.cluster.reachable import unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
@@ -62,6 +62,10 @@ MAX_FRUITLESS_REQUEUES = 2
 #: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
 SLOW_START_S = 60.0
 KILL_AGAIN_S = 10.0
+#: Ranks that got SIGKILL are gone after this long.
+DYING_S = 1.0
+#: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
+VERDICT_S = 5.0
 #: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
 STOP_LIMIT_S = 150.0
 #: A foreign script gets this long after SIGTERM.
@@ -101,7 +105,7 @@ class Supervisor:
         self._row: JobRow | None = None
         self._sentinel: Sentinel | None = None
         self._owner = ""
-        self._slurmd_port = DEFAULT_SLURMD_PORT
+        self._settings = Settings()
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
@@ -162,11 +166,11 @@ class Supervisor:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
 
     def _look_at_the_job(self) -> None:
-        """Once at the start: the time limit, whether Slurm lets us requeue, and where nodes can be asked after."""
+        """Once at the start: the time limit, whether Slurm lets us requeue, and how the cluster is set up."""
         self._row = self._show_job(patience_s=0.0)
         if self._slurm is not None:
-            port = patience.ask(self._slurm.slurmd_port, "Slurm does not say its nodes' port", patience_s=0.0)
-            self._slurmd_port = port or self._slurmd_port
+            settings = patience.ask(self._slurm.settings, "Slurm does not say how it is set up", patience_s=0.0)
+            self._settings = settings or self._settings
 
     def _check_nodes(self) -> Ending | None:
         """Preflight: bad nodes are not used. A verdict, recorded, if too few are left; None if the run can start.
@@ -276,7 +280,7 @@ class Supervisor:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
 
     def _unreachable(self, hosts: Sequence[str]) -> set[str]:
-        return unreachable(hosts, self._slurmd_port, here=self._allocation.hosts[0])
+        return unreachable(hosts, self._settings.slurmd_port, here=self._allocation.hosts[0])
 
     def _suspect(self, verdict: Ending) -> None:
         """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
@@ -316,6 +320,8 @@ class Supervisor:
             if attempt.kill_at is not None and now >= attempt.kill_at:
                 attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
                 step.kill()
+                if attempt.leave_at is not None:
+                    attempt.leave_at = min(attempt.leave_at, now + DYING_S)
             if attempt.killed and self._all_reachable_have_ended(attempt):
                 step.abandon()
             if now >= next_status:
@@ -324,6 +330,7 @@ class Supervisor:
                 self._watch_the_clock(attempt, step, store)
                 self._watch_for_hangs(attempt, step)
                 self._look_for_dead_nodes(attempt)
+                self._leave_the_rest_to_slurm(attempt, step)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
             try:
@@ -427,7 +434,22 @@ class Supervisor:
 
     def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
         log.warning("%s: asking the ranks to stop", number.name)
+        if number is signal.SIGTERM and self._slurm is not None:
+            wait_s = self._settings.kill_wait_s
+            attempt.leave_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
         self._ask_to_stop(attempt, step, store, self._why_stop(number))
+
+    def _leave_the_rest_to_slurm(self, attempt: Attempt, step: Step) -> None:
+        """KillWait after it has told a job to end Slurm kills all that is left of it: this process, too, whose verdict
+        nobody would ever read. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)"""
+        if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
+            return
+        attempt.leave_at = None
+        now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
+        if now not in (ending.Slurm.RUNNING, ending.Slurm.PREEMPTED, ending.Slurm.UNKNOWN):
+            log.warning("Slurm ends the job: not waiting for its ranks any longer")
+            attempt.stopped.clear()  # whether the others have committed, too, nobody will say
+            step.abandon()
 
     def _why_stop(self, number: signal.Signals) -> Stop:
         wanted = intent.asked(self._run)

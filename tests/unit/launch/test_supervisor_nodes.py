@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 from tests.unit.launch.test_supervisor import Ranks, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit import fsio, rundir
+from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.launch import nodes, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import Report
-from toolkit.launch.steps import NodeFailed, RankEnded
+from toolkit.launch.steps import NodeFailed, RankEnded, StepEnded
 from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
@@ -255,6 +257,46 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     row = slurm.show_job("1")
     assert row is not None
     assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
+
+
+def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its SIGTERM came between fork and exec; Slurm does not know the step any more, and srun waits for it."""
+    monkeypatch.setattr(supervisor, "DYING_S", 0.0)
+    monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 60.0)
+
+    def told(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        slurm.cancel("1")
+        ranks.events.put(supervisor._Signalled(signal.SIGTERM))
+        ranks.events.put(RankEnded((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
+
+    ranks = Ranks(told)
+    assert supervise(run, slurm, ranks) == 1
+    assert ranks.abandoned
+    assert (run.result() or {})["state"] == "cancelled"
+
+
+def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "settings", lambda: Settings(kill_wait_s=0.0))
+
+    def told(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        ranks.events.put(supervisor._Signalled(signal.SIGTERM))
+        later = threading.Timer(2 * supervisor.STATUS_EVERY_S, lambda: stops(ranks))
+        later.start()
+
+    def stops(ranks: Ranks) -> None:
+        ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(StepEnded(75))
+
+    ranks = Ranks(told)
+    assert supervise(run, slurm, ranks) == 75
+    assert not ranks.abandoned
+    assert "committed, nothing is lost" in run.attempts()[0]["line"]
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
