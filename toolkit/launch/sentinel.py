@@ -25,7 +25,7 @@ from toolkit.cluster import hostlist
 from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step_environment
 from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
-from toolkit.launch import nodes, patience
+from toolkit.launch import ending, nodes, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import EXCLUDE_S, to_exclude
 from toolkit.launch.steps import silence, tethered
@@ -140,6 +140,9 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends us, too; KillWait is time enough for the rest
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    if ending.how_slurm_sees_it(row, watched.restart_count) is ending.Slurm.CANCELLED:
+        log.info("job %s has been cancelled: leaving it so", watched.job_id)
+        return
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)

@@ -116,6 +116,18 @@ def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
 
 
+def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        world.slurm.cancel(world.job)
+        sentinel.requeue(world.watched, world.slurm)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
 def test_a_supervisor_accepts_connections_for_as_long_as_it_lives() -> None:
     code = "from toolkit.launch.sentinel import Presence; print(Presence().port, flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
