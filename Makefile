@@ -23,7 +23,8 @@ help:  ## this list
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.lock
-	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements-dev.lock
+	@# The box's unprivileged users cannot write bytecode here: each of their ranks would compile torch again, for 10 s.
+	$(BIN)/uv pip install -q --python $(BIN)/python --compile-bytecode --require-hashes -r requirements-dev.lock
 	@touch $@
 
 # --- what people do
