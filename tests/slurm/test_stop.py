@@ -122,8 +122,13 @@ def test_where_preemption_cancels_it_requeues_itself(site: Site) -> None:
 
 
 def test_where_requeue_is_forbidden_an_heir_takes_over(site: Site) -> None:
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", no_requeue=True)
+    nodes = ["cluster.exclude=node4", "cluster.exclusive=true"]
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", *nodes, no_requeue=True)
     reached(run, 50)
+    ours = site.job_of(run)
+    (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
+    for asked in ("ExcNodeList", "OverSubscribe"):
+        assert site.box.job(heir)[asked] == site.box.job(ours)[asked]
     site.preempt()
     completed(site, run)
     came_back(run)

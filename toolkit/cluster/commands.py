@@ -45,6 +45,7 @@ class JobRow:
     time_limit_s: float | None = None  #: None: unlimited, or the partition's
     node_list: str = ""
     excluded: str = ""  #: node list, as asked for
+    options: tuple[str, ...] = ()  #: of sbatch: what was asked for beside sizes, which the job's environment tells
     batch_host: str | None = None
     exit_code: int | None = None  #: 0 until the job ends
     exit_signal: int | None = None
@@ -524,6 +525,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         time_limit_s=parse_duration(fields.get("TimeLimit")),
         node_list=fields.get("NodeList", ""),
         excluded=fields.get("ExcNodeList", ""),
+        options=tuple(_options(fields)),
         batch_host=fields.get("BatchHost"),
         exit_code=code,
         exit_signal=signal,
@@ -531,6 +533,30 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         work_dir=fields.get("WorkDir"),
         stdout_path=fields.get("StdOut"),
     )
+
+
+_OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
+_OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
+_EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
+#: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02, with ``=`` before a task's number since 24.05.
+_GRES = re.compile(r"gres[:/]([^,]+)")
+
+
+def _options(fields: Mapping[str, str]) -> Iterator[str]:
+    """sbatch's options, read back from what scontrol shows of a job, wherever they were written."""
+    for field, option in _OPTIONS.items():
+        if field in fields:
+            yield f"--{option}={fields[field]}"
+    gres = [item.replace("=", ":") for item in _GRES.findall(fields.get("TresPerNode", ""))]
+    if gres:
+        yield f"--gres={','.join(gres)}"
+    for field, option in _OPTIONS_OF_GPUS.items():
+        for item in _GRES.findall(fields.get(field, "")):
+            name, _, number = item.replace("=", ":").partition(":")
+            if name == "gpu":
+                yield f"--{option}={number}"
+    if fields.get("OverSubscribe") in _EXCLUSIVE:
+        yield _EXCLUSIVE[fields["OverSubscribe"]]
 
 
 def parse_time(text: str | None) -> float | None:

@@ -186,6 +186,7 @@ class FakeSlurm:
             can_requeue="--no-requeue" not in options,
             submit_time=self.now,
             time_limit_s=_time_limit(options.get("--time", "")),
+            options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
         )
 
     def _find(self, job_id: str) -> list[JobRow]:
@@ -243,6 +244,9 @@ class FakeSlurm:
             self._put_back(row)
         else:  # PreemptTime and EndTime are equal then: that tells it from a scancel during the grace
             self._complete(replace(row, preempt_time=self.now), "PREEMPTED")
+
+
+_SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")
 
 
 def _option(argument: str) -> tuple[str, str]:

@@ -35,7 +35,6 @@ _OPTIONS: Mapping[str, str] = {
     "ntasks": "SLURM_NTASKS",
     "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
     "cpus-per-task": "SLURM_CPUS_PER_TASK",
-    "gpus-per-node": "SLURM_GPUS_PER_NODE",
     "mem": "SLURM_MEM_PER_NODE",
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
     "clusters": "SLURM_CLUSTERS",
@@ -77,7 +76,8 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
     for option, name in _OPTIONS.items():
         if environ.get(name):
             yield f"--{option}={environ[name]}"
-    yield from _options_of_config(run)
+    yield from row.options
+    yield from _extra_options(run)
     if row.time_limit_s is not None:
         yield f"--time={max(1, round(row.time_limit_s / 60))}"
 
@@ -90,14 +90,9 @@ def _options(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[s
     yield "--open-mode=append"
 
 
-def _options_of_config(run: RunDir) -> Iterator[str]:
-    """What a job's environment does not tell: the keys of `toolkit submit`. An sbatch script's lines are not seen."""
+def _extra_options(run: RunDir) -> Iterator[str]:
+    """What neither a job's environment nor Slurm tells: mail, comments. An sbatch script's lines are not seen."""
     cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
-    for name in ("constraint", "exclude"):
-        if getattr(cluster, name):
-            yield f"--{name}={getattr(cluster, name)}"
-    if cluster.exclusive:
-        yield "--exclusive"
     for key, value in cluster.extra.items():
         flag = str(key).replace("_", "-")
         if flag not in _NOT_INHERITED and value is not False:

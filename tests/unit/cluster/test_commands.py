@@ -46,6 +46,19 @@ RUNNING = """JobId=1 JobName=my job
    StdOut=/logs/a b.out
    Power=
 """
+#: The line that tells what was asked for, and sbatch's options for it.
+ASKED = {
+    "Features=(null) OverSubscribe=OK Licenses=(null)": (),
+    "Features=a100&ib DelayBoot=00:00:00": ("--constraint=a100&ib",),
+    "ReqNodeList=node[2-3] ExcNodeList=node7": ("--exclude=node7", "--nodelist=node[2-3]"),
+    "OverSubscribe=NO Contiguous=0 Licenses=matlab:1 Network=(null)": ("--licenses=matlab:1", "--exclusive"),
+    "OverSubscribe=USER": ("--exclusive=user",),
+    "TresPerNode=gres:gpu:a100:4,gres:shard:2": ("--gres=gpu:a100:4,shard:2",),  # 22.05
+    "TresPerNode=gres/gpu:1": ("--gres=gpu:1",),  # 24.11
+    "TresPerTask=gres:gpu:1": ("--gpus-per-task=1",),
+    "TresPerTask=cpu=2,gres/gpu=1": ("--gpus-per-task=1",),
+    "MemPerTres=gres/gpu:100 TresPerJob=gres/gpu:a100:2": ("--gpus=a100:2", "--mem-per-gpu=100"),
+}
 ELEMENT = """JobId=4 ArrayJobId=2 ArrayTaskId=1 JobName=wrap
    JobState=RUNNING Reason=None Dependency=(null)
    Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
@@ -103,6 +116,11 @@ def test_a_job_is_read_with_its_times_and_free_texts() -> None:
 def test_a_comment_cannot_pretend_to_be_a_state() -> None:
     (row,) = parse_jobs(RUNNING.replace("Comment=x ", "Comment=x\n   JobState=COMPLETED "))
     assert row.state == "RUNNING"
+
+
+@pytest.mark.parametrize(("line", "options"), ASKED.items())
+def test_what_was_asked_for_can_be_asked_for_again(line: str, options: tuple[str, ...]) -> None:
+    assert parse_jobs(f"JobId=1 JobName=wrap\n   {line}\n")[0].options == options
 
 
 def test_an_array_element_is_requeued_by_its_index_and_its_unsplit_rest_by_no_index() -> None:

@@ -21,7 +21,7 @@ from toolkit.launch.heir import _OPTIONS, PREDECESSOR_VARIABLE, RUN_VARIABLE, He
 from toolkit.launch.intent import Intent
 from toolkit.rundir import RunDir
 
-#: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --gpus-per-node=a100:4 --mem=2G`.
+#: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --mem=2G`.
 OURS = {
     "SLURM_JOB_NAME": "train it's",
     "SLURM_JOB_PARTITION": "gpu",
@@ -30,7 +30,6 @@ OURS = {
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_NTASKS": "7",
     "SLURM_CPUS_PER_TASK": "6",
-    "SLURM_GPUS_PER_NODE": "a100:4",
     "SLURM_MEM_PER_NODE": "2048",
 }
 
@@ -63,7 +62,7 @@ def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow) -> list[str]:
 
 def test_the_heir_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDir) -> None:
     slurm = FakeSlurm()
-    *options, script = submitted(run, slurm, running(slurm, "--time=90"))
+    *options, script = submitted(run, slurm, running(slurm, "--time=90", "--gres=gpu:a100:4"))
     assert sorted(options) == sorted(
         [
             "--job-name=train it's",
@@ -73,7 +72,7 @@ def test_the_heir_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDi
             "--nodes=2",
             "--ntasks=7",
             "--cpus-per-task=6",
-            "--gpus-per-node=a100:4",
+            "--gres=gpu:a100:4",
             "--mem=2048",
             "--time=90",
             "--no-requeue",
@@ -280,14 +279,13 @@ def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert fate_of("1", slurm) is Slurm.PREEMPTED
 
 
-def test_the_heir_inherits_what_the_config_says_of_the_nodes(run: RunDir) -> None:
+def test_the_heir_inherits_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
     config = JobConfig()
-    config.cluster.constraint, config.cluster.exclude, config.cluster.exclusive = "a100&ib", "node7", True
     config.cluster.extra = {"no_requeue": True, "hold": True, "licenses": "matlab:1", "mail_type": "FAIL"}
     run.config.write_text(dump_config(config))
     slurm = FakeSlurm()
     given = submitted(run, slurm, running(slurm))
-    for option in ("--constraint=a100&ib", "--exclude=node7", "--exclusive", "--licenses=matlab:1", "--mail-type=FAIL"):
+    for option in ("--licenses=matlab:1", "--mail-type=FAIL"):
         assert option in given
     assert "--hold" not in given
     assert given.count("--no-requeue") == 1
