@@ -131,6 +131,17 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
             sub.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
 
+    check = _add(commands, "resume-check", _resume_check, "train twice, once with a kill in it, and compare every step")
+    _takes_config(check)
+    check.add_argument("--steps", type=int, default=60, help="of each of the two runs; default 60")
+    check.add_argument("--at", type=int, metavar="STEP", help="where the blow falls; default: a random one")
+    check.add_argument("--how", default="kill", help="kill (default) or stop: a signal after which the run commits")
+    check.add_argument("--then-ranks", type=int, metavar="N", help="go on with another number of ranks")
+    check.add_argument("--tolerance", type=float, default=1e-3, help="for the loss, with --then-ranks; default 1e-3")
+    check.add_argument("--seed", type=int, help="repeats a check; default: a random one, which is printed")
+    check.add_argument("--executor", default="auto", help="auto (default), slurm, local")
+    check.add_argument("--json", action="store_true", help="one JSON document")
+
     env = _add(commands, "env", _env, "the placement that this process derives, and from what")
     env.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -260,6 +271,18 @@ def _end(name: str, how: str, text: str) -> int:
     getattr(attach(run), how)()
     print(f"run {run.id}: {text.format(run=run.id)}")
     return EXIT_DONE
+
+
+def _resume_check(args: argparse.Namespace) -> int:
+    from toolkit import logs
+    from toolkit.cli import show
+    from toolkit.diagnose import resume_check
+
+    logs.setup()
+    plan = resume_check.Plan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
+    report = resume_check.check(args.config, args.overrides, plan, args.executor)
+    print(show.as_json(resume_check.as_dict(report)) if args.json else resume_check.page(report))
+    return EXIT_DONE if report.is_identical else EXIT_FAILED
 
 
 def _env(args: argparse.Namespace) -> int:

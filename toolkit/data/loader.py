@@ -64,8 +64,8 @@ class Loader:
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
-        sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
-        self._source = _source(dataset, sampler, seed=seed, workers=workers, device=self._device)
+        self._sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
+        self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device)
 
     def at(self, step: int) -> Batch | None:
         """This rank's samples of global batch ``step`` (counted from 0); None on a rank whose share count is 0.
@@ -76,6 +76,10 @@ class Loader:
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
         self.data_wait_s = self._clock() - started
         return batch
+
+    def samples(self, step: int) -> list[int]:
+        """Which samples ``at(step)`` gives, as indices of the data set."""
+        return self._sampler.at(step).indices.tolist() if self._has_data else []
 
     def close(self) -> None:
         """End the workers, if any."""

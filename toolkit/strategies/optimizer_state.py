@@ -32,6 +32,11 @@ class OptimizerState:
             self._make_slots()
         return {name: Replicated(slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None}
 
+    def live(self) -> dict[str, Tensor]:
+        """``optimizer/<parameter>/<slot>`` of the slots that there are now, and are tensors."""
+        found = ((name.replace("optim/", "optimizer/", 1), slots[slot]) for name, slots, slot in self._named())
+        return {name: value for name, value in found if isinstance(value, Tensor)}
+
     def filled(self, values: Mapping[str, Json]) -> None:
         """The tensors of :meth:`entries` hold a checkpoint's; ``values`` are its slots that are no tensors."""
         self._unfilled, self._stepped = False, True

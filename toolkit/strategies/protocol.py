@@ -77,6 +77,12 @@ class Strategy(Protocol):
     def state(self) -> State:
         """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
 
+    def live(self) -> Mapping[str, Tensor]:
+        """This rank's own ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>`` as they are now.
+
+        Nothing is sent or equalised for it: whoever looks changes nothing.
+        """
+
     def loaded(self, values: Mapping[str, Json]) -> None:
         """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
 

@@ -108,6 +108,11 @@ class Spmd:
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
         return weights | self._optimizer_state.entries()
 
+    def live(self) -> dict[str, Tensor]:
+        weights = {f"weights/{name}": value for name, value in self._model.named_parameters()}
+        buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
+        return weights | buffers | self._optimizer_state.live()
+
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._optimizer_state.filled(values)
         self._buffers_equal = True

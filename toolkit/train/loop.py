@@ -23,7 +23,8 @@ from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
-from toolkit.train.state import Checkpoints
+from toolkit.train.state import Checkpoints, conditions
+from toolkit.train.witness import summoned
 
 log = logs.get(__name__)
 
@@ -75,6 +76,9 @@ class Trainer:
         checkpoints: Checkpoints,
     ) -> None:
         """``schedule(total_steps)`` gives the learning rate as a function of the step."""
+        witness = summoned(session, conditions(session))
+        if witness is not None:
+            loader, strategy = witness.watch(loader, strategy)
         self._config = config
         self._session = session
         self._doing = session.activity

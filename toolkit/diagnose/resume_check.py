@@ -1,0 +1,356 @@
+"""`toolkit resume-check`: whether a run of this config that is killed and resumed is the run that nobody disturbed.
+
+The config is trained for some steps twice, the second time with a blow in a random place, after which the run comes
+back as it always does. In both a witness (`toolkit.train.witness`) writes down what every rank was given and what it
+made of it, in every step, and the two records are compared, by the first step in which they differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit import config as configs
+from toolkit import fsio, logs
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.errors import JobFailedError, RequestError
+from toolkit.launch import submit
+from toolkit.rundir import RunDir
+
+VARIABLE = "TOOLKIT_WITNESS"  # of toolkit.train.witness, which imports torch
+#: What a witness records, in the order in which one follows from the other, and how to call it.
+RECORDED = {
+    "lr": "learning rate",
+    "positions": "positions in the order of the data",
+    "samples": "sample ids",
+    "inputs": "inputs (augmentation)",
+    "targets": "targets",
+    "random": "random state (dropout)",
+    "loss": "loss",
+    "weights": "weights",
+    "buffers": "buffers",
+    "optimizer": "optimizer state",
+}
+#: At another world size these are compared sample by sample; nothing else is promised to be the same in every bit.
+OF_SAMPLES = ("samples", "inputs", "targets")
+SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One blow: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
+
+    steps: int = 60
+    how: str = "kill"
+    step: int | None = None
+    seed: int | None = None
+    then_ranks: int | None = None  #: the run goes on with another number of ranks
+    tolerance: float = 1e-3  #: for the loss, relative, at another number of ranks
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done, and found: the first step that differs, and what does in it."""
+
+    steps: int
+    ranks: tuple[int, ...]
+    struck: str
+    resumed_from: int
+    first: int | None
+    different: Mapping[str, str]
+    conditions: Mapping[str, tuple[Any, ...]]
+    worst_loss: float | None  #: the largest relative difference, where not every bit must be equal
+    runs: tuple[Path, Path]
+
+    @property
+    def is_identical(self) -> bool:
+        return self.first is None and not self.different
+
+
+def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "auto") -> Report:
+    """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
+    loaded = configs.load_config(config, overrides)
+    ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
+    strike = _strike(plan, ranks)
+    plan = replace(plan, step=strike["step"])
+    common = [*overrides, f"train.max_steps={plan.steps}"]
+    if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
+        common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
+    common.append(f"checkpoint.keep={max(2, loaded.checkpoint.keep)}")
+    undisturbed = _run(config, [*common, f"name={loaded.name}-undisturbed"], {}, executor)
+    log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, plan.steps, ranks)
+    disturbed = _disturb(config, [*common, f"name={loaded.name}-disturbed"], plan, {"strikes": {"1": strike}}, executor)
+    return compare(undisturbed, disturbed, plan, f"rank {strike['rank']}, {plan.how}, in step {strike['step']}")
+
+
+def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
+    """Where the blow falls. After the first step, for before it there is nothing to lose, and before the last."""
+    if plan.how not in SIGNALS:
+        raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
+    if plan.steps < 3:
+        raise RequestError(f"resume-check: {plan.steps} steps are too few; use 3 or more")
+    if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
+        raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
+    seed = random.randrange(10**6) if plan.seed is None else plan.seed
+    log.info("seed %d", seed)
+    dice = random.Random(seed)
+    step = dice.randrange(1, plan.steps - 1)
+    return {
+        "rank": dice.randrange(ranks),
+        "step": step if plan.step is None else plan.step,
+        "late": dice.random(),
+        "signal": SIGNALS[plan.how],
+    }
+
+
+def _run(config: str, overrides: Sequence[str], brief: Mapping[str, Any], executor: str) -> RunDir:
+    with _brief(brief):
+        run = submit.submit(config, overrides, executor=executor)
+    return _completed(run)
+
+
+def _disturb(config: str, overrides: list[str], plan: Plan, brief: Mapping[str, Any], executor: str) -> RunDir:
+    """A killed run comes back by itself; one that was stopped, or goes on with other ranks, is resumed."""
+    if plan.then_ranks is not None:
+        overrides = [*overrides, "retry.max_failures=0"]
+    with _brief(brief):
+        run = submit.submit(config, overrides, executor=executor)
+        ended = run.wait()
+        if ended["state"] in ("stopped", "failed") and len(run.dir.attempts()) == 1:
+            if plan.then_ranks is not None:
+                _set_ranks(run.dir, plan.then_ranks)
+            run = submit.resume(run.dir)
+    return _completed(run)
+
+
+def _set_ranks(run: RunDir, ranks: int) -> None:
+    config = configs.load_config(run.config, site=False)
+    nodes = config.cluster.nodes
+    if ranks % nodes:
+        raise RequestError(f"resume-check: {ranks} ranks cannot be shared evenly by {nodes} nodes")
+    config.cluster.tasks_per_node = ranks // nodes
+    fsio.write_atomic(run.config, configs.dump_config(config))
+
+
+@contextmanager
+def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
+    """For the runs that are started meanwhile: they inherit our environment."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = json.dumps(brief)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def _completed(run: submit.Run) -> RunDir:
+    result = run.wait()
+    if result["state"] != "completed":
+        raise JobFailedError(f"run {run.id} {result['state']}: {result.get('why', '')}; logs: {run.dir.logs}")
+    return run.dir
+
+
+# --------------------------------------------------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the witnesses of one run wrote: for each step a line of each rank that took part, the latest attempt's."""
+
+    steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
+    conditions: Sequence[Mapping[str, Any]]
+
+    def ranks_at(self, step: int) -> int:
+        return len(self.steps.get(step, {}))
+
+
+def read(run: RunDir) -> Record:
+    """The record of a run."""
+    lines: dict[int, dict[int, Mapping[str, Any]]] = {}
+    conditions: list[Mapping[str, Any]] = []
+    latest: dict[int, int] = {}
+    for path in sorted((run.path / "witness").glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            if "conditions" in line:
+                conditions.append(line["conditions"])
+                continue
+            step, attempt = line["step"], line["attempt"]
+            if attempt > latest.get(step, 0):  # a step that is done again, by another number of ranks perhaps
+                latest[step], lines[step] = attempt, {}
+            if attempt == latest[step]:
+                lines[step][rank] = line
+    return Record(lines, conditions)
+
+
+def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> Report:
+    """The two records, step by step, and the bytes of the last checkpoints."""
+    attempts = disturbed.attempts()
+    if len(attempts) < 2:
+        raise JobFailedError(
+            f"{disturbed.path} ended before it was struck in step {plan.step}: it has fewer than {plan.steps} steps; "
+            "raise train.epochs, or lower --steps"
+        )
+    ours, theirs = read(undisturbed), read(disturbed)
+    ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))
+    first, different, worst = None, dict[str, str](), None
+    if len(ranks) > 1:
+        worst = _worst_loss(ours, theirs)
+    for step in sorted(ours.steps.keys() | theirs.steps.keys()):
+        differs = _at(step, ours, theirs, plan, exact=len(ranks) == 1)
+        if differs:
+            first, different = step, differs
+            break
+    if first is None and len(ranks) == 1:
+        different = _last_checkpoints(undisturbed, disturbed)
+    return Report(
+        steps=len(ours.steps),
+        ranks=ranks,
+        struck=struck,
+        resumed_from=attempts[1]["step_start"] or 0,
+        first=first,
+        different=different,
+        conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),
+        worst_loss=worst,
+        runs=(undisturbed.path, disturbed.path),
+    )
+
+
+def _at(step: int, ours: Record, theirs: Record, plan: Plan, *, exact: bool) -> dict[str, str]:
+    """What differs in one step, by what it is."""
+    mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
+    if not mine or not other:
+        return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
+    if not exact:
+        found = _samples_that_differ(mine, other)
+        deviation = _deviation(mine, other)
+        if deviation > plan.tolerance:
+            found["loss"] = f"{deviation:.1e} of its value, more than the {plan.tolerance:g} allowed"
+        return found
+    if mine.keys() != other.keys():
+        return {"ranks": f"{len(mine)} and {len(other)} took part"}
+    return {kind: text for kind in RECORDED if (text := _ranks_that_differ(kind, mine, other))}
+
+
+def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, Any]) -> str:
+    """On which ranks, and in which samples or tensors. Buffers are rank 0's: a save gives them to all."""
+    ranks = [0] if kind == "buffers" else sorted(mine)
+    texts = []
+    for rank in ranks:
+        one, two = mine[rank].get(kind), other[rank].get(kind)
+        if one != two:
+            texts.append(f"rank {rank}{_where(kind, one, two, mine[rank])}")
+    return _some(texts, 3)
+
+
+def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
+    if isinstance(one, dict) and isinstance(two, dict):
+        names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+        return f" ({_some(sorted(names), 2)})"
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        samples = [line["samples"][i] for i in range(len(one)) if one[i] != two[i]]
+        return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
+    return f" ({one} and {two})" if kind in ("lr", "loss") else ""
+
+
+def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> dict[str, str]:
+    one, two = _by_position(mine), _by_position(other)
+    if one.keys() != two.keys():
+        odd = sorted(one.keys() ^ two.keys())
+        return {"positions": f"{_some([str(p) for p in odd], 3)} is in one of them only"}
+    found = {}
+    for index, kind in enumerate(OF_SAMPLES):
+        positions = [p for p in one if one[p][index] != two[p][index]]
+        if positions:
+            found[kind] = f"{len(positions)} of {len(one)} samples, the first of them {one[min(positions)][0]}"
+    return found
+
+
+def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
+    """Of one global batch: what stands at each position, whichever rank had it."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for line in lines.values():
+        found |= dict(
+            zip(line.get("positions", ()), zip(*(line[kind] for kind in OF_SAMPLES), strict=True), strict=True)
+        )
+    return found
+
+
+def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
+    one, two = (sum(float.fromhex(line["loss"]) for line in lines.values()) for lines in (mine, other))
+    return abs(one - two) / max(abs(one), abs(two), 1e-30)
+
+
+def _worst_loss(ours: Record, theirs: Record) -> float:
+    both = ours.steps.keys() & theirs.steps.keys()
+    return max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
+
+
+def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
+    """Every byte of them, verified."""
+    stores = [CheckpointStore(run.checkpoints) for run in (one, two)]
+    mine, other = (store.verify(store.list()[0]) for store in stores)
+    if mine.step != other.step:
+        return {"last checkpoint": f"of step {mine.step} and of step {other.step}"}
+    names = [n for n in mine.tensors.keys() | other.tensors.keys() if mine.tensors.get(n) != other.tensors.get(n)]
+    return {"last checkpoint": _some(sorted(names), 3)} if names else {}
+
+
+def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[str, tuple[Any, ...]]:
+    """The conditions of a resume in every bit that were not the same all the time."""
+    values = {key: tuple(dict.fromkeys(each.get(key) for each in conditions)) for key in conditions[0]}
+    return {key: seen for key, seen in values.items() if len(seen) > 1 and key != but}
+
+
+def _some(texts: Sequence[str], most: int) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """For ``--json``."""
+    return {"identical": report.is_identical, **asdict(report), "runs": [str(path) for path in report.runs]}
+
+
+def page(report: Report) -> str:
+    """For a terminal."""
+    ranks = " then ".join(map(str, report.ranks))
+    lines = [f"disturbed run: {report.struck}; resumed from step {report.resumed_from}", ""]
+    if report.first is not None:
+        lines.append(f"DIFFERENT from step {report.first} on ({ranks} ranks):")
+    elif report.different:
+        lines.append(f"DIFFERENT after {report.steps} steps ({ranks} ranks):")
+    else:
+        lines.append(f"IDENTICAL: {report.steps} steps on {ranks} ranks: {_what_is_identical(report)}")
+    lines += [f"  {RECORDED.get(kind, kind)}: {text}" for kind, text in report.different.items()]
+    lines += [
+        f"not the same all the time: {key} ({_some([str(v) for v in seen], 4)})"
+        for key, seen in report.conditions.items()
+    ]
+    if report.worst_loss is not None:
+        lines.append(
+            f"loss: equal to {report.worst_loss:.1e} of its value; models with batch statistics or dropout draw"
+        )
+        lines.append("  them for each rank, so that another number of ranks is another training (--tolerance)")
+    lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
+    return "\n".join(lines)
+
+
+def _what_is_identical(report: Report) -> str:
+    if report.worst_loss is not None:
+        return "positions, sample ids, inputs (augmentation) and targets of every sample"
+    return ", ".join(RECORDED.values()) + ", and the bytes of the last checkpoint"

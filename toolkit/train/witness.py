@@ -1,0 +1,130 @@
+"""The witness: what each rank trained on and what came of it, step by step, for `toolkit resume-check` to compare.
+
+It is there only when ``TOOLKIT_WITNESS`` is set, and then stands between the loop and its loader and strategy; without
+it the loop pays nothing. Each rank appends lines to ``witness/rank-00003.jsonl`` in the run's folder: one as it starts,
+with its conditions, and one for each step that it has done, with digests of everything that a step takes and leaves.
+
+It can also strike: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the signal
+to rank 2 of attempt 1, 0.4 of a step after it has begun step 37, wherever it is then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from toolkit import fsio
+from toolkit.checkpoint.tensors import to_bytes
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.dist.state import Json
+from toolkit.strategies.protocol import StepOutput, Strategy
+
+VARIABLE = "TOOLKIT_WITNESS"
+FOLDER = "witness"
+
+
+class Witness:
+    """One rank's."""
+
+    def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
+        self._attempt = session.attempt
+        self._strike = brief.get("strikes", {}).get(str(session.attempt))
+        self._rank = session.rank
+        path = fsio.make_dir(session.run_dir / FOLDER) / f"rank-{session.rank:05d}.jsonl"
+        self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._began = time.monotonic()
+        self._step_s = 0.0
+        self._line: dict[str, Any] = {}
+        self._write({"conditions": dict(conditions)})
+
+    def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
+        """The two, seen through this witness."""
+        return _Loader(loader, self), cast(Strategy, _Strategy(strategy, self))
+
+    def begin(self, step: int) -> None:
+        """``step`` begins."""
+        now = time.monotonic()
+        self._step_s, self._began = now - self._began, now
+        strike = self._strike
+        if strike is not None and (strike["rank"], strike["step"]) == (self._rank, step):
+            number = signal.Signals[strike["signal"]]
+            late = threading.Timer(strike["late"] * self._step_s, os.kill, [os.getpid(), number])
+            late.daemon = True
+            late.start()
+
+    def take_batch(self, step: int, batch: Batch | None, samples: list[int]) -> None:
+        """What the step gets: digests of each sample, so that they can be compared however they are shared."""
+        self._line = {"step": step, "samples": samples}
+        if batch is not None:
+            self._line["positions"] = batch.positions.tolist()
+            self._line["inputs"] = [_digest(value) for value in batch.inputs]
+            self._line["targets"] = [_digest(value) for value in batch.targets]
+
+    def take_start(self, lr: float) -> None:
+        """The learning rate, and what the step will draw its random numbers from."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states.append(torch.cuda.get_rng_state())
+        self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
+
+    def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:
+        """What the step leaves on this rank."""
+        self._line["loss"] = float(loss.item()).hex()
+        for name, tensor in live.items():
+            kind, _, rest = name.partition("/")
+            self._line.setdefault(kind, {})[rest] = _digest(tensor)
+        self._write(self._line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """With one call: a rank that is killed leaves whole lines."""
+        os.write(self._file, (json.dumps({"attempt": self._attempt, **line}) + "\n").encode())
+
+
+def summoned(session: Session, conditions: Mapping[str, Json]) -> Witness | None:
+    """The witness that the environment asks for, if it does."""
+    brief = os.environ.get(VARIABLE)
+    return None if brief is None else Witness(json.loads(brief), session, conditions)
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"{zlib.crc32(to_bytes('a tensor', tensor)):08x}"
+
+
+class _Loader:
+    def __init__(self, loader: Any, witness: Witness) -> None:
+        self._loader = loader
+        self._witness = witness
+
+    def at(self, step: int) -> Batch | None:
+        self._witness.begin(step)
+        batch: Batch | None = self._loader.at(step)
+        self._witness.take_batch(step, batch, self._loader.samples(step))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Strategy:
+    def __init__(self, strategy: Strategy, witness: Witness) -> None:
+        self._strategy = strategy
+        self._witness = witness
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        self._witness.take_start(lr)
+        output = self._strategy.step(batch, lr)
+        self._witness.take_end(output.loss, self._strategy.live())
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
