@@ -39,6 +39,7 @@ RECORDED = {
 }
 #: At another world size these are compared sample by sample; nothing else is promised to be the same in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")
+CURVES = ("train/loss", "train/lr")
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
 
 log = logs.get(__name__)
@@ -214,7 +215,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
             first, different = step, differs
             break
     if first is None and len(ranks) == 1:
-        different = _last_checkpoints(undisturbed, disturbed)
+        different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
     return Report(
         steps=len(ours.steps),
         ranks=ranks,
@@ -308,6 +309,21 @@ def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
     return {"last checkpoint": _some(sorted(names), 3)} if names else {}
 
 
+def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
+    """Of what TensorBoard shows all that does not depend on the clock: also means over steps before and after a resume,
+    and evaluations, for which all ranks' buffers count."""
+    mine, other = _logged(one), _logged(two)
+    odd = sorted(point for point in mine.keys() | other.keys() if mine.get(point) != other.get(point))
+    texts = [f"{tag} in step {step} ({mine.get((step, tag))} and {other.get((step, tag))})" for step, tag in odd]
+    return {"curves": _some(texts, 3)} if odd else {}
+
+
+def _logged(run: RunDir) -> dict[tuple[int, str], float]:
+    lines = [json.loads(text) for text in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
+    return {(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")}
+
+
 def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[str, tuple[Any, ...]]:
     """The conditions of a resume in every bit that were not the same all the time."""
     values = {key: tuple(dict.fromkeys(each.get(key) for each in conditions)) for key in conditions[0]}
@@ -353,4 +369,4 @@ def page(report: Report) -> str:
 def _what_is_identical(report: Report) -> str:
     if report.worst_loss is not None:
         return "positions, sample ids, inputs (augmentation) and targets of every sample"
-    return ", ".join(RECORDED.values()) + ", and the bytes of the last checkpoint"
+    return ", ".join(RECORDED.values()) + ", the bytes of the last checkpoint, and the curves"

@@ -107,6 +107,7 @@ class Trainer:
         if loaded is not None:
             self._metrics = _figures(loaded.meta.get("metrics"))
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
+            self._loss.restore(loaded.meta.get("loss_window"))
         log.info("training from step %d to %d", self._step, self._total)
         self._session.progress(step_start=self._step)
         with closing(build_sinks(self._session.run_dir, self._session.is_main, resumed)) as self._sink:
@@ -221,7 +222,8 @@ class Trainer:
         self._report("checkpoint")
         self._doing.phase = activity.SAVING
         self._sink.flush()  # first: what was logged up to a committed step must survive with it
-        self._checkpoints.save(self._step, {"evaluated": self._evaluated, "metrics": dict(self._metrics)}, must=must)
+        reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
+        self._checkpoints.save(self._step, reached, must=must)
         self._report("train")
         self._throughput.pause()
 
@@ -262,11 +264,28 @@ class LossWindow:
         self._rank, self._world_size = rank, world_size
         self._sum: Tensor | None = None
         self._steps = 0
+        self._before = 0.0  # of a restored window, until the first step tells the type and the device
 
     def add(self, loss: Tensor) -> None:
         """Add one step's ``StepOutput.loss``."""
-        self._sum = loss.clone() if self._sum is None else self._sum.add_(loss)
+        self._sum = loss + self._before if self._sum is None else self._sum.add_(loss)
         self._steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
+        if self._sum is None:
+            return {"steps": 0, "sums": []}
+        sums = torch.zeros(self._world_size, dtype=torch.float64, device=self._sum.device)
+        sums[self._rank] = self._sum
+        return {"steps": self._steps, "sums": sum_across_ranks(sums).tolist()}
+
+    def restore(self, saved: Any) -> None:
+        """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
+        saved = saved or {"steps": 0, "sums": []}
+        sums = saved["sums"]
+        if len(sums) != self._world_size:
+            sums = [sum(sums), *[0.0] * (self._world_size - 1)]
+        self._steps, self._before = saved["steps"], sums[self._rank]
 
     def take(self, figure: float) -> tuple[float, list[float]]:
         """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync."""
@@ -276,5 +295,5 @@ class LossWindow:
         both[1 + self._rank] = figure
         loss, *figures = sum_across_ranks(both).tolist()
         mean = loss / self._steps
-        self._sum, self._steps = None, 0
+        self._sum, self._steps, self._before = None, 0, 0.0
         return mean, figures

@@ -1,0 +1,194 @@
+"""`toolkit resume-check` says IDENTICAL where it is, and with each cure switched off finds what it was good for."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.ranks import run_ranks
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.data import workers
+from toolkit.data.loader import Loader, eval_batches
+from toolkit.data.memory import InMemory
+from toolkit.diagnose.resume_check import Plan, Report, compare
+from toolkit.dist.session import Session
+from toolkit.rundir import RunDir
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies.optimizer_state import OptimizerState
+from toolkit.strategies.spmd import Spmd
+from toolkit.train import loop, witness
+from toolkit.train.evaluate import evaluate
+from toolkit.train.loop import Trainer
+from toolkit.train.objectives import classification, cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+pytestmark = pytest.mark.dist
+
+STEPS, DIES_IN, SAVED = 10, 7, 4
+SAMPLES, BATCH = 50, 26  # over 4 ranks: shares of 6 and 7, and an epoch ends within a batch
+
+
+class Images:
+    """A data set whose augmentation draws from all three generators."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(SAMPLES, 3, 8, 8, generator=draw)
+        self.targets = torch.randint(5, (SAMPLES,), generator=draw)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        shifted = torch.roll(self.inputs[index], int(torch.randint(8, ())), dims=-1)
+        bright = shifted * random.uniform(0.5, 1.5) + np.random.normal()
+        return bright, int(self.targets[index])
+
+
+def model() -> nn.Module:
+    """Wide enough for several of DDP's buckets, whose layout changes after its first iteration."""
+    wide = nn.Linear(8 * 64, 1024), nn.ReLU(), nn.Dropout(0.3), nn.Linear(1024, 5)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), *wide)
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 5))
+
+
+def from_its_own_start(plain_at: Callable[[Loader, int], Any]) -> Callable[[Loader, int], Any]:
+    """A loader that does not know where it was: it counts the batches that it has given since it was made."""
+    given: dict[int, int] = {}
+
+    def at(loader: Loader, step: int) -> Any:
+        if step or given:
+            given[id(loader)] = given.get(id(loader), -1) + 1
+        return plain_at(loader, given.get(id(loader), 0))
+
+    return at
+
+
+#: Each by what it is good for: how to switch it off, and what then differs first. Buffers that are not equalised are
+#: missing here: the save itself refuses them.
+CURES: dict[str, tuple[Callable[[], None], str]] = {
+    "each sample has its seed": (lambda: setattr(workers, "seed_sample", lambda *_: None), "inputs"),
+    "each step has its seed": (lambda: setattr(loop, "reseed", lambda *_: None), "random"),
+    "every start primes": (lambda: setattr(Spmd, "_prime", lambda *_: None), "weights"),
+    "the step is the position": (lambda: setattr(Loader, "at", from_its_own_start(Loader.at)), "positions"),
+    "the optimizer is saved": (lambda: setattr(OptimizerState, "entries", lambda _: {}), "weights"),
+}
+
+
+def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+    draw = torch.Generator().manual_seed(2)
+    test_set = InMemory(torch.randn(37, 3, 8, 8, generator=draw), torch.randint(5, (37,), generator=draw))
+    return evaluate(strategy, eval_batches(test_set, strategy.share, 8), 37, classification, is_cut)
+
+
+def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: bool, small: bool) -> Any:
+    """One attempt; with ``dies`` rank 1 loses its data in step ``DIES_IN``, and nothing is saved on the way out."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
+    if off is not None:
+        CURES[off][0]()
+    torch.manual_seed(attempt)  # as a process that has just started has its own
+    random.seed(attempt)
+    np.random.seed(attempt)
+    session = replace(session, run_dir=run_dir, attempt=attempt)
+    config = TrainConfig(epochs=100, max_steps=STEPS, seed=3, log_every=5, eval_every=5)
+    prepare(config.seed)
+    strategy = build_strategy(StrategyConfig(), session)
+    loader = Loader(Images(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=0 if small else 2)
+    optim = OptimConfig("adamw", lr=0.01)
+    make = partial(build_optimizer, optim)
+    strategy.build(plain_model if small else model, make, cross_entropy, loader.at(0))
+    checkpoints = Checkpoints(CheckpointConfig(SAVED), session, strategy, identity(JobConfig()))
+    schedule = partial(build_schedule, optim)
+    trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+    if dies:
+        mourn(trainer)
+        with pytest.raises(OSError, match="the disk is gone"):
+            trainer.fit(judge)
+    else:
+        result = trainer.fit(judge)
+    loader.close()
+    return None if dies else asdict(result)
+
+
+def mourn(trainer: Trainer) -> None:
+    plain_at = trainer._loader.at
+
+    def at(step: int) -> Any:
+        if step == DIES_IN:
+            raise OSError("the disk is gone")
+        return plain_at(step)
+
+    trainer._loader.at = at  # type: ignore[method-assign]
+
+
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, *, off: str | None = None, then: int = 4) -> Report:
+    """Both runs on 4 ranks, the second one going on with ``then``, and the comparison."""
+    monkeypatch.setenv(witness.VARIABLE, "{}")
+    small, plan = then != 4, Plan(STEPS)
+    whole, killed = RunDir(folder / "whole"), RunDir(folder / "killed")
+    for run, ranks in ((whole, [4]), (killed, [4, then])):
+        run.path.mkdir()
+        for attempt, count in enumerate(ranks, 1):
+            dies = attempt < len(ranks)
+            results = run_ranks(count, train, run.path, attempt, off, dies, small)
+            start = 0 if attempt == 1 else SAVED
+            run.add_attempt({"attempt": attempt, "world_size": count, "step_start": start})
+        run.write_result({"state": "completed", **results[0]})
+    return compare(whole, killed, plan, "rank 1")
+
+
+def test_a_killed_run_is_identical_with_batch_statistics_dropout_augmentation_and_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check(tmp_path, monkeypatch)
+    assert (report.first, report.different, report.conditions) == (None, {}, {})
+    assert report.is_identical
+    assert (report.steps, report.ranks, report.resumed_from) == (STEPS, (4,), SAVED)
+
+
+@pytest.mark.parametrize(("off", "first"), [(name, cure[1]) for name, cure in CURES.items()])
+def test_each_cure_is_missed(off: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check(tmp_path, monkeypatch, off=off)
+    assert not report.is_identical
+    assert next(iter(report.different)) == first, report.different
+    assert report.first in range(SAVED, STEPS)
+
+
+@pytest.mark.parametrize("then", [3, 2])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check(tmp_path, monkeypatch, then=then)
+    assert report.is_identical, report.different
+    assert report.ranks == (4, then)
+    assert report.worst_loss is not None
+    assert 0 < report.worst_loss < 1e-4
+
+
+def test_the_command_says_what_was_done_and_found(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "toolkit", "resume-check", "configs/digits_ddp.yaml", "--executor", "local"]
+    argv += ["--steps", "20", "--json"]
+    environ = {"TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["identical"], report["steps"], report["ranks"]) == (True, 20, [2])
+    assert "seed" in done.stderr
