@@ -93,9 +93,11 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
 
 
 def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
-    """Where the blow falls. After the first step, for before it there is nothing to lose, and before the last."""
+    """Where the blow falls: after the first step, for before it there is nothing to lose, and before the last."""
     if plan.how not in SIGNALS:
         raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
+    if plan.then_ranks is not None and plan.how != "kill":
+        raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
     if plan.steps < 3:
         raise RequestError(f"resume-check: {plan.steps} steps are too few; use 3 or more")
     if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
@@ -103,7 +105,7 @@ def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
     seed = random.randrange(10**6) if plan.seed is None else plan.seed
     log.info("seed %d", seed)
     dice = random.Random(seed)
-    step = dice.randrange(1, plan.steps - 1)
+    step = dice.randrange(1, max(2, plan.steps * 3 // 4))  # with steps left in which to differ
     return {
         "rank": dice.randrange(ranks),
         "step": step if plan.step is None else plan.step,
