@@ -43,10 +43,12 @@ check: .venv/ready-dev  ## lint, format, types
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios, in one run: our loop beside a hand-written one, our restart beside torchrun's
+bench: .venv/ready-dev  ## speed as ratios, in one run: loop, saves, restart and start-up, each beside the field's own ways
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
+	$(BIN)/python -m tests.bench.checkpoint
 	$(BIN)/python -m tests.bench.restart
+	$(BIN)/python -m tests.bench.startup
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict

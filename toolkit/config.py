@@ -140,6 +140,7 @@ class CheckpointConfig:
     every_steps: int | str = 200
     every_min: float | None = None
     keep: int = 2
+    background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
 
 
 @dataclass

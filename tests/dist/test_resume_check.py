@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
     if off is not None:
         CURES[off][0]()
+    os.environ[witness.VARIABLE] = "{}"
     torch.manual_seed(attempt)  # as a process that has just started has its own
     random.seed(attempt)
     np.random.seed(attempt)
@@ -139,9 +141,8 @@ def mourn(trainer: Trainer) -> None:
     trainer._loader.at = at  # type: ignore[method-assign]
 
 
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch, *, off: str | None = None, then: int = 4) -> Report:
+def check(folder: Path, *, off: str | None = None, then: int = 4) -> Report:
     """Both runs on 4 ranks, the second one going on with ``then``, and the comparison."""
-    monkeypatch.setenv(witness.VARIABLE, "{}")
     small, plan = then != 4, Plan(STEPS)
     whole, killed = RunDir(folder / "whole"), RunDir(folder / "killed")
     for run, ranks in ((whole, [4]), (killed, [4, then])):
@@ -156,27 +157,25 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, *, off: str | None = No
 
 
 def test_a_killed_run_is_identical_with_batch_statistics_dropout_augmentation_and_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    report = check(tmp_path, monkeypatch)
+    report = check(tmp_path)
     assert (report.first, report.different, report.conditions) == (None, {}, {})
     assert report.is_identical
     assert (report.steps, report.ranks, report.resumed_from) == (STEPS, (4,), SAVED)
 
 
 @pytest.mark.parametrize(("off", "first"), [(name, cure[1]) for name, cure in CURES.items()])
-def test_each_cure_is_missed(off: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = check(tmp_path, monkeypatch, off=off)
+def test_each_cure_is_missed(off: str, first: str, tmp_path: Path) -> None:
+    report = check(tmp_path, off=off)
     assert not report.is_identical
     assert next(iter(report.different)) == first, report.different
     assert report.first in range(SAVED, STEPS)
 
 
 @pytest.mark.parametrize("then", [3, 2])
-def test_another_number_of_ranks_goes_on_with_the_same_samples(
-    then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = check(tmp_path, monkeypatch, then=then)
+def test_another_number_of_ranks_goes_on_with_the_same_samples(then: int, tmp_path: Path) -> None:
+    report = check(tmp_path, then=then)
     assert report.is_identical, report.different
     assert report.ranks == (4, then)
     assert report.worst_loss is not None

@@ -151,6 +151,7 @@ class Trainer:
 
     def _stop(self) -> NoReturn:
         """Commit and leave; nothing to commit where this attempt has gained no step."""
+        self._checkpoints.settle(self._step)
         if self._step != (self._checkpoints.newest or 0):
             self._save(must=True)
         self._report("stopped")

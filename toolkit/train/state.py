@@ -6,10 +6,12 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from toolkit import activity, logs
+from toolkit.checkpoint.background import Flight, Staging
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
@@ -17,7 +19,7 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
-from toolkit.dist.state import Json
+from toolkit.dist.state import Json, State
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.strategies.protocol import Strategy
 
@@ -71,11 +73,17 @@ class Checkpoints:
     ) -> None:
         self._every_steps = config.every_steps
         self._store = CheckpointStore(
-            session.run_dir / "checkpoints", config.keep, is_ours=session.owns_run, moved=session.activity.move
+            session.run_dir / "checkpoints", config.keep, is_ours=session.owns_run, moved=self._moved
         )
+        self._background = config.background
+        self._staging = Staging()
+        self._client: Any = None
+        self._flight: Flight | None = None
+        self._waits = True
         self._session = session
         self._strategy = strategy
         self.newest: int | None = None  #: the step of the newest checkpoint
+        self._has_saved = False  #: in this attempt
         self._failed: list[str] = []  #: since the last good save
         self.save_s = 0.0  #: how long the last save took
         self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
@@ -91,14 +99,20 @@ class Checkpoints:
         ``reached`` is what the loop wants to find again at a resume. A full disk must not end a training: a save that
         fails is logged and made up for by the next one. One that ``must`` be, because nothing comes after it, is tried
         again for ``PATIENCE_S``, and then raises CheckpointError.
+
+        The first one of an attempt is waited for: it proves that the replicas are equal. Later ones are written while
+        the training goes on, one at a time, unless they must be.
         """
+        self.settle()
+        if self._background and self._has_saved and not must:
+            self._take_off(step, reached)
+            return
         deadline = time.monotonic() + (PATIENCE_S if must else 0.0)
         while True:
             try:
                 self._save(step, reached)
             except CheckpointError as error:
-                self._failed.append(str(error))
-                log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
+                self._fail(step, error)
                 if must and self._agree_to_give_up(time.monotonic() >= deadline):
                     raise
                 if not must:
@@ -114,25 +128,71 @@ class Checkpoints:
         return bool(sum_across_ranks(votes).item())
 
     def _save(self, step: int, reached: Mapping[str, Json]) -> None:
-        started = time.monotonic()
         state = self._strategy.state()
-        session = self._session
+        self._write(step, state, {**self._meta, **reached}, self._session.store, check_replicas=True)
+        self._succeed(step)
+
+    def _take_off(self, step: int, reached: Mapping[str, Json]) -> None:
+        """The step after this one changes the weights: what is written is a copy."""
+        staged, wait_for_copy = self._staging.copy(self._strategy.state(), self._session.rank)
+        meta = {**self._meta, **reached}
+        if self._client is None and self._session.store is not None:
+            self._client = self._session.store.clone()  # a client serves one call at a time, and we shall wait in it
+
+        def write() -> Path:
+            wait_for_copy()
+            return self._write(step, staged, meta, self._client, check_replicas=False)
+
+        self._waits = False
+        self._flight = Flight(step, write)
+
+    def settle(self, wanted: int | None = None) -> None:
+        """Wait for the save that is being written, if any. It is cut short if it is not the one of step ``wanted``."""
+        flight, self._waits = self._flight, True
+        if flight is None:
+            return
+        flight.is_cancelled = wanted is not None and flight.step != wanted
+        flight.land()
+        self._flight = None
+        if flight.error is None:
+            self._succeed(flight.step)
+        else:
+            self._fail(flight.step, flight.error)
+
+    def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
+        started, session = time.monotonic(), self._session
         path = save(
             self._store,
             step,
             state,
-            {**self._meta, **reached},
+            meta,
             rank=session.rank,
             world_size=session.world_size,
-            kv=session.store,
+            kv=kv,
             attempt=session.attempt,
+            check_replicas=check_replicas,
         )
-        self.newest = step
         self.save_s = time.monotonic() - started
         log.info("saved %s in %.2f s", path, self.save_s)
+        return path
+
+    def _moved(self) -> None:
+        """A piece of a file is on the disk, or read: a sign of life, if the training waits for it."""
+        flight = self._flight
+        if flight is not None and flight.is_here:
+            flight.refuse_if_cancelled()
+        if self._waits:
+            self._session.activity.move()
+
+    def _succeed(self, step: int) -> None:
+        self.newest, self._has_saved = step, True
         if self._failed:
             log.warning("%d saves had failed before it, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        self._failed.append(str(error))
+        log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
 
     def resume(self) -> Loaded | None:
         """Fill the strategy from the newest good checkpoint and say which; None when there is none.

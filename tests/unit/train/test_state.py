@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,7 +77,8 @@ def checkpoints(tmp_path: Path, activity: Activity) -> Checkpoints:
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
     session: Any = SimpleNamespace(**place, run_dir=tmp_path, activity=activity, owns_run=lambda: True)
     strategy: Any = SimpleNamespace(state=lambda: weights(7.0))
-    return Checkpoints(CheckpointConfig(every_steps=10), session, strategy, {"model.name": "mlp"})
+    config = CheckpointConfig(every_steps=10, background=False)
+    return Checkpoints(config, session, strategy, {"model.name": "mlp"})
 
 
 class Disk:
@@ -209,3 +212,133 @@ def test_what_is_no_checkpoint_error_is_nobodys_to_hide(checkpoints: Checkpoints
     checkpoints._strategy = SimpleNamespace(state=broken)  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         checkpoints.save(10, REACHED)
+
+
+# ------------------------------------------------------------------------------------- while the training goes on
+
+
+class SlowDisk:
+    """Keeps what a background thread writes waiting until it is let go, and may then be full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.is_full = False
+        fsync = os.fsync
+
+        def slow(descriptor: int) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                assert self.go.wait(20)
+                if self.is_full:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", slow)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(monkeypatch)
+
+
+@pytest.fixture
+def live(checkpoints: Checkpoints) -> torch.Tensor:
+    """The weights of a run that saves in the background and has saved once."""
+    tensors = weights(7.0)
+    checkpoints._strategy = SimpleNamespace(state=lambda: tensors)  # type: ignore[assignment]
+    checkpoints._background = True
+    checkpoints.save(10, REACHED)
+    value = tensors["model/weight"].value
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def saved(folder: Path) -> dict[int, float]:
+    """The value of the weights in each checkpoint, every byte verified."""
+    store, found = CheckpointStore(folder / "checkpoints"), {}
+    for path in store.list():
+        manifest = store.verify(path)
+        (part,) = manifest.tensors["model/weight"].parts
+        found[manifest.step] = float(np.frombuffer((path / part.file).read_bytes(), np.float32, 12, part.start)[0])
+    return found
+
+
+def test_the_first_save_of_an_attempt_is_waited_for(
+    checkpoints: Checkpoints, live: torch.Tensor, tmp_path: Path
+) -> None:
+    assert saved(tmp_path) == {10: 7.0}
+
+
+def test_the_training_goes_on_and_what_is_written_is_the_step_that_was_saved(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
+) -> None:
+    checkpoints.save(20, REACHED)
+    live.fill_(8.0)
+    assert saved(tmp_path) == {10: 7.0}
+    disk.go.set()
+    checkpoints.settle()
+    assert (checkpoints.newest, saved(tmp_path)) == (20, {10: 7.0, 20: 7.0})
+
+
+def test_the_next_save_waits_for_the_one_before_it_and_uses_its_buffers_again(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
+) -> None:
+    checkpoints.save(20, REACHED)
+    live.fill_(8.0)
+    threading.Timer(0.05, disk.go.set).start()
+    checkpoints.save(30, REACHED)
+    assert checkpoints.newest == 20
+    checkpoints.settle()
+    assert saved(tmp_path) == {20: 7.0, 30: 8.0}
+    assert len({id(buffer) for buffer in checkpoints._staging._buffers.values()}) == 1
+
+
+def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.is_full = True
+    disk.go.set()
+    checkpoints.save(20, REACHED)
+    checkpoints.settle()
+    assert checkpoints.newest == 10
+    assert "step 20 is not saved, the last checkpoint stays" in caplog.text
+    disk.is_full = False
+    checkpoints.save(30, REACHED)
+    checkpoints.settle()
+    assert "1 saves had failed before it" in caplog.text
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
+
+
+def test_a_stop_gives_up_the_save_of_an_earlier_step_and_leaves_nothing_of_it(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
+) -> None:
+    checkpoints.save(20, REACHED)
+    threading.Timer(0.05, disk.go.set).start()
+    checkpoints.settle(25)
+    assert checkpoints.newest == 10
+    checkpoints.save(25, REACHED, must=True)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000025"]
+
+
+def test_a_stop_waits_for_the_save_of_the_step_it_stops_at(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
+) -> None:
+    checkpoints.save(20, REACHED)
+    threading.Timer(0.05, disk.go.set).start()
+    checkpoints.settle(20)
+    assert checkpoints.newest == 20
+
+
+def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
+    checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, activity: Activity
+) -> None:
+    before = activity.count
+    disk.go.set()
+    checkpoints.save(20, REACHED)
+    assert checkpoints._flight is not None
+    checkpoints._flight.land()
+    assert activity.count == before
+    disk.go.clear()
+    checkpoints.save(30, REACHED)
+    threading.Timer(0.05, disk.go.set).start()
+    checkpoints.settle()
+    assert activity.count > before

@@ -1,0 +1,183 @@
+"""How long a training stands still for a save of 1 GB, in one process, under us and under the field's own ways.
+
+`blocked` is what the loop waits for, medians over the saves after the first (in brackets: the first one, which pays for
+new memory); `written` is the time until the bytes are on the disk, where the way tells. The plain copy into memory that
+is there already is the least that any way can take which lets the training go on. Then loading, with verification of
+every byte, beside ``torch.load``, which verifies nothing.
+
+    python -m tests.bench.checkpoint [--mib 1024] [--rounds 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from toolkit import logs
+from toolkit.activity import Activity
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import CheckpointConfig
+from toolkit.dist.state import Replicated
+from toolkit.train.state import Checkpoints
+
+TENSORS = 16
+
+#: Saves step n; returns a call that waits until it is on the disk.
+Save = Callable[[int], Callable[[], None]]
+Weights = Mapping[str, torch.Tensor]
+
+
+def nothing() -> None:
+    """It is on the disk already, or nobody says when."""
+
+
+def plain_copy(weights: Weights, folder: Path) -> Save:
+    kept = {name: torch.empty_like(value) for name, value in weights.items()}
+
+    def save(step: int) -> Callable[[], None]:
+        for name, value in weights.items():
+            kept[name].copy_(value)
+        return nothing
+
+    return save
+
+
+def torch_save(weights: Weights, folder: Path) -> Save:
+    def save(step: int) -> Callable[[], None]:
+        with (folder / f"{step}.pt").open("wb") as file:
+            torch.save(weights, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return nothing
+
+    return save
+
+
+def dcp_save(weights: Weights, folder: Path) -> Save:
+    def save(step: int) -> Callable[[], None]:
+        dcp.save(dict(weights), checkpoint_id=folder / str(step))
+        return nothing
+
+    return save
+
+
+def dcp_async_save(weights: Weights, folder: Path) -> Save:
+    def save(step: int) -> Callable[[], None]:
+        future: Any = dcp.async_save(dict(weights), checkpoint_id=folder / str(step))
+        return lambda: future.result() and None
+
+    return save
+
+
+def lightning(weights: Weights, folder: Path) -> Save:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def save(step: int) -> Callable[[], None]:
+        fabric.save(folder / f"{step}.ckpt", dict(weights))
+        return nothing
+
+    return save
+
+
+def ours(weights: Weights, folder: Path, *, background: bool) -> Save:
+    place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
+    session: Any = SimpleNamespace(**place, run_dir=folder, activity=Activity(), owns_run=lambda: True)
+    strategy: Any = SimpleNamespace(state=lambda: {name: Replicated(value) for name, value in weights.items()})
+    checkpoints = Checkpoints(CheckpointConfig(background=background), session, strategy, {})
+
+    def save(step: int) -> Callable[[], None]:
+        checkpoints.save(step, {})
+        return checkpoints.settle
+
+    return save
+
+
+WAYS: Mapping[str, Callable[[Weights, Path], Save]] = {
+    "plain copy in memory": plain_copy,
+    "torch.save + fsync": torch_save,
+    "DCP save": dcp_save,
+    "DCP async_save": dcp_async_save,
+    "Lightning Fabric.save": lightning,
+    "ours, in the foreground": lambda weights, folder: ours(weights, folder, background=False),
+    "ours": lambda weights, folder: ours(weights, folder, background=True),
+}
+
+
+def one_way(make: Callable[[Weights, Path], Save], weights: Weights, folder: Path, rounds: int) -> list[Any]:
+    """(blocked, written) of each save."""
+    folder.mkdir()
+    save = make(weights, folder)
+    times = []
+    for step in range(1, rounds + 2):
+        for value in weights.values():
+            value.add_(1.0)
+        started = time.perf_counter()
+        wait = save(step)
+        blocked = time.perf_counter() - started
+        wait()
+        times.append((blocked, time.perf_counter() - started))
+        shutil.rmtree(folder / str(step - 1), ignore_errors=True)
+        (folder / f"{step - 1}.pt").unlink(missing_ok=True)
+    return times
+
+
+def loading(weights: Weights, folder: Path) -> dict[str, float]:
+    """Seconds to read what was saved, from the page cache."""
+    torch.save(weights, folder / "all.pt")
+    found = {}
+    started = time.perf_counter()
+    torch.load(folder / "all.pt")
+    found["torch.load"] = time.perf_counter() - started
+    state = {name: Replicated(torch.empty_like(value)) for name, value in weights.items()}
+    started = time.perf_counter()
+    load(CheckpointStore(folder / "ours/checkpoints"), state, rank=0, world_size=1, kv=None)
+    found["ours, verified"] = time.perf_counter() - started
+    return found
+
+
+def main() -> None:
+    """Run all and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parser.parse_args()
+    logs.setup()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weights = {f"layer{i}": torch.randn(args.mib * 2**18 // TENSORS) for i in range(TENSORS)}
+    print(f"{args.mib} MiB{'':20}{'blocked':>9}{'first':>10}{'ratio':>7}{'written':>9}")
+    with tempfile.TemporaryDirectory() as name:
+        copy_s = 0.0
+        for way, make in WAYS.items():
+            try:
+                first, *later = one_way(make, weights, Path(name) / way, args.rounds)
+            except ImportError:
+                continue
+            blocked, written = (statistics.median(column) for column in zip(*later, strict=True))
+            copy_s = copy_s or blocked
+            told = f"{written:9.2f}" if written > 1.05 * blocked else ""
+            print(f"{way:26}{blocked:9.3f}{f'({first[0]:.3f})':>10}{blocked / copy_s:7.1f}{told}", flush=True)
+        print()
+        for way, seconds in loading(weights, Path(name)).items():
+            print(f"{way:26}{seconds:9.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
