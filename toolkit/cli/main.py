@@ -142,6 +142,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     check.add_argument("--json", action="store_true", help="one JSON document")
 
+    saved = _add(commands, "checkpoint", _checkpoint, "a run's checkpoints: list, verify, diff, prune")
+    saved.usage = "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP] [--with RUN] [--keep N] [--json]"
+    saved.add_argument("verb", choices=["list", "verify", "diff", "prune"])
+    saved.add_argument("run", metavar="RUN")
+    saved.add_argument("steps", nargs="*", metavar="STEP", help="verify: default all; diff: two, or the newest two")
+    saved.add_argument("--with", dest="other", metavar="RUN", help="diff: the second one is of this run")
+    saved.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
+    saved.add_argument("--json", action="store_true", help="list: one JSON document")
+
     env = _add(commands, "env", _env, "the placement that this process derives, and from what")
     env.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -271,6 +280,28 @@ def _end(name: str, how: str, text: str) -> int:
     getattr(attach(run), how)()
     print(f"run {run.id}: {text.format(run=run.id)}")
     return EXIT_DONE
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from toolkit import rundir
+    from toolkit.cli import checkpoints, show
+
+    run = rundir.find(args.run)
+    if args.verb == "list":
+        rows = checkpoints.rows(run)
+        print(show.as_json(rows) if args.json else checkpoints.page(rows))
+        return EXIT_DONE
+    if args.verb == "prune":
+        for path in checkpoints.prune(run, args.keep):
+            print(f"removed {path}")
+        return EXIT_DONE
+    if args.verb == "verify":
+        found = list(checkpoints.verify(run, args.steps[0] if args.steps else None))
+        print("\n".join(f"{path.name}: {problem or 'every byte is as it was written'}" for path, problem in found))
+        return EXIT_FAILED if any(problem for _, problem in found) else EXIT_DONE
+    lines = checkpoints.diff(*checkpoints.pair(run, rundir.find(args.other) if args.other else run, args.steps))
+    print("\n".join(lines or ["identical: tensors, values and meta data"]))
+    return EXIT_FAILED if lines else EXIT_DONE
 
 
 def _resume_check(args: argparse.Namespace) -> int:

@@ -1,0 +1,113 @@
+"""What the command says of checkpoints, and that it removes none that a run may need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.ranks import weights
+from toolkit import rundir
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.cli import main as cli
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Four checkpoints, of which 30 has a flipped bit, beside one that was moved aside and one left over."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = made("digits", 10, 20, 30, 40)
+    (run.checkpoints / "step-00000010").rename(run.checkpoints / "step-00000010.bad-1a2b3c4d")
+    (run.checkpoints / "step-00000050.tmp-1a2b3c4d").mkdir()
+    file = run.checkpoints / "step-00000030/rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[5] ^= 1
+    file.write_bytes(data)
+    return run
+
+
+def made(name: str, *steps: int) -> RunDir:
+    run = rundir.create(name)
+    run.config.write_text("")
+    run.write_status({"state": "completed"})
+    run.write_result({"state": "completed"})
+    store = CheckpointStore(run.checkpoints, keep=9)
+    for step in steps:
+        save(store, step, weights(float(step)), {"samples": step}, rank=0, world_size=1, kv=None)
+    return run
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["checkpoint", "list", run.id]) == EXIT_DONE
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED"]
+    assert [line.split()[0] for line in lines[:3]] == ["step-00000040", "step-00000030", "step-00000020"]
+    assert lines[0].split()[1:5] == ["48", "B", "1", torch.__version__]
+    assert lines[-2:] == [
+        "step-00000010.bad-1a2b3c4d: was found damaged, and moved aside",
+        "step-00000050.tmp-1a2b3c4d: is being written, or was left over",
+    ]
+    assert cli.main(["checkpoint", "list", run.id, "--json"]) == EXIT_DONE
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [40, 30, 20, None, None]
+
+
+def test_a_flipped_bit_is_found_and_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["checkpoint", "verify", run.id]) == EXIT_FAILED
+    forty, thirty, twenty = capsys.readouterr().out.splitlines()
+    assert forty == "step-00000040: every byte is as it was written"
+    assert "is damaged: model/weight" in thirty
+    assert twenty.startswith("step-00000020: every byte")
+    assert cli.main(["checkpoint", "verify", run.id, "20"]) == EXIT_DONE
+    assert cli.main(["checkpoint", "verify", run.id, "step-00000030"]) == EXIT_FAILED
+
+
+def test_a_difference_is_named_and_its_absence_too(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["checkpoint", "diff", run.id, "20", "40"]) == EXIT_FAILED
+    tensor, value, meta = capsys.readouterr().out.splitlines()
+    assert tensor.startswith("tensor model/weight: float32 [3, 4] ")
+    assert (value, meta) == ("value optim/count: 20 and 40", "meta samples: 20 and 40")
+    twin = made("twin", 20, 40)
+    assert cli.main(["checkpoint", "diff", run.id, "--with", twin.id]) == EXIT_DONE
+    assert cli.main(["checkpoint", "diff", run.id, "20", "--with", twin.id]) == EXIT_DONE
+    assert capsys.readouterr().out == "identical: tensors, values and meta data\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["verify", "digits", "7"], "no checkpoint of step 7; there are: 40, 30, 20"),
+        (["diff", "digits", "40"], "name two steps of its 3 checkpoints"),
+        (["prune", "digits", "--keep", "1"], "set it to 2 or more"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    run: RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["checkpoint", *argv]) == EXIT_REQUEST
+    assert words in capsys.readouterr().err
+
+
+def test_pruning_keeps_the_newest_and_takes_what_is_no_use(run: RunDir) -> None:
+    made("other")
+    assert cli.main(["checkpoint", "prune", run.id, "--keep", "2"]) == EXIT_DONE
+    assert names(run) == ["step-00000030", "step-00000040"]
+
+
+def test_a_run_that_may_be_writing_is_not_pruned(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.clear_result()
+    run.write_status({"state": "running"})
+    before = names(run)
+    assert cli.main(["checkpoint", "prune", run.id]) == EXIT_REQUEST
+    assert "is running: prune it when it has ended" in capsys.readouterr().err
+    assert names(run) == before

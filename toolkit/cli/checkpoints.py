@@ -1,0 +1,159 @@
+"""`toolkit checkpoint list|verify|diff|prune`: a run's checkpoints, from their files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.store import CheckpointStore, step_of
+from toolkit.cli.show import ACTIVE, table
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.rundir import RunDir
+
+
+def rows(run: RunDir) -> list[dict[str, Any]]:
+    """One for each checkpoint, newest first, then one for each folder that is none: damaged, or left over."""
+    store = CheckpointStore(run.checkpoints)
+    found = [_row(store, path) for path in store.list()]
+    return found + [_row_of_odd(path) for path in _odd(store)]
+
+
+def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
+    row = {"name": path.name, "step": step_of(path), "saved": path.stat().st_mtime, "problem": None}
+    try:
+        manifest = store.manifest(path)
+    except CheckpointError as error:
+        return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
+    size = sum(manifest.files.values())
+    return {**row, "size_bytes": size, "ranks": manifest.world_size, "torch": manifest.versions.get("torch")}
+
+
+def _row_of_odd(path: Path) -> dict[str, Any]:
+    problem = "was found damaged, and moved aside" if ".bad-" in path.name else "is being written, or was left over"
+    nothing = {"step": None, "ranks": None, "torch": None}
+    return {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem, "size_bytes": _size(path)}
+
+
+def _odd(store: CheckpointStore) -> list[Path]:
+    good = {*store.list()}
+    return sorted(path for path in store.folder.glob("step-*") if path not in good)
+
+
+def _size(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """A table for a terminal."""
+    if not found:
+        return "no checkpoints"
+    head = ("CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED")
+    cells = [
+        (r["name"], _bytes(r["size_bytes"]), str(r["ranks"] or ""), r["torch"] or "", _time(r["saved"])) for r in found
+    ]
+    problems = [f"{r['name']}: {r['problem']}" for r in found if r["problem"]]
+    return "\n".join([table([head, *cells]), *problems])
+
+
+def _bytes(count: int) -> str:
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def pick(run: RunDir, text: str | None) -> list[Path]:
+    """The checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
+    there = list(CheckpointStore(run.checkpoints).list())
+    chosen = [path for path in there if text in (None, path.name, str(step_of(path)))]
+    if not chosen:
+        steps = ", ".join(str(step_of(path)) for path in there) or "none"
+        which = "" if text is None else f" of step {text}"
+        raise RequestError(f"run {run.id}: no checkpoint{which}; there are: {steps}")
+    return chosen
+
+
+def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
+    """The two that are to be compared: of one run the two steps, by default the newest; of two runs the same step, by
+    default the newest of each."""
+    if one.path != two.path:
+        first, second = (pick(run, steps[0] if steps else None)[0] for run in (one, two))
+        return first, second
+    if len(steps) == 2:
+        return pick(one, steps[0])[0], pick(one, steps[1])[0]
+    there = pick(one, None)
+    if steps or len(there) < 2:
+        raise RequestError(f"run {one.id}: name two steps of its {len(there)} checkpoints, or another run --with RUN")
+    return there[1], there[0]
+
+
+def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
+    """Read every byte of them: each with what is wrong, or None."""
+    store = CheckpointStore(run.checkpoints)
+    for path in pick(run, text):
+        try:
+            store.verify(path)
+        except CheckpointError as error:
+            yield path, str(error)
+        else:
+            yield path, None
+
+
+def diff(one: Path, two: Path) -> list[str]:
+    """A line for each thing in which two checkpoints differ, by their digests, both verified."""
+    mine, other = (CheckpointStore(path.parent).verify(path) for path in (one, two))
+    lines = _diff_mapping("tensor", _tensors(mine), _tensors(other))
+    lines += _diff_mapping("value", _values(mine), _values(other))
+    return lines + _diff_mapping("meta", mine.meta, other.meta)
+
+
+def _tensors(manifest: Manifest) -> dict[str, Any]:
+    """What tells two tensors apart: how many files hold them does not."""
+    return {
+        name: (record.dtype, record.shape, *sorted((part.offsets, part.shape, part.crc32) for part in record.parts))
+        for name, record in manifest.tensors.items()
+    }
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    return {name: record.value for name, record in manifest.values.items()}
+
+
+def _diff_mapping(what: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name in sorted(one.keys() | two.keys()):
+        if name not in one or name not in two:
+            lines.append(f"{what} {name}: only in the {'first' if name in one else 'second'}")
+        elif one[name] != two[name]:
+            lines.append(f"{what} {name}: {_told(what, one[name])} and {_told(what, two[name])}")
+    return lines
+
+
+def _told(what: str, value: Any) -> str:
+    if what != "tensor":
+        return repr(value)
+    dtype, shape, *parts = value
+    digests = " ".join(f"{crc32:08x}" for _, _, crc32 in parts[:3])
+    return f"{dtype} {list(shape)} {digests}{' ...' if len(parts) > 3 else ''}"
+
+
+def prune(run: RunDir, keep: int) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints, and what was damaged or never finished. Raises RequestError for a
+    run that may still be writing."""
+    if run.result() is None and run.status().get("state") in ACTIVE:
+        raise RequestError(f"run {run.id} is {run.status()['state']}: prune it when it has ended")
+    store = CheckpointStore(run.checkpoints, keep)
+    odd = _odd(store)
+    for path in odd:
+        fsio.remove_tree(path)
+    return [*store.prune(), *odd]
