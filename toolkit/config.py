@@ -137,8 +137,8 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save, and how many checkpoints to keep."""
 
-    every_steps: int | str = 200
-    every_min: float | None = None
+    every_steps: int | str | None = 200  #: auto: as often as pays, by time; null: by time only, see every_min
+    every_min: float | None = None  #: as well: when so many minutes have passed since the last save
     keep: int = 2
     background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
 
@@ -351,7 +351,8 @@ def _check_values(config: JobConfig) -> None:
             "[mail, -s, done, me@example.org]"
         )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
-    _check_every("checkpoint.every_steps", config.checkpoint.every_steps, None)
+    if config.checkpoint.every_steps is not None:
+        _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
 
 
 _LEAST: Mapping[str, float] = {
@@ -377,13 +378,13 @@ _LEAST: Mapping[str, float] = {
     "train.max_steps": 1,
     "train.accumulate": 1,
     "train.log_every": 1,
+    "checkpoint.every_min": 0.01,
 }
 
 
-def _check_every(key: str, value: int | str, word: str | None) -> None:
-    if value == word or (isinstance(value, int) and value >= 1):
-        return
-    raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more){f' or {word!r}' if word else ''}")
+def _check_every(key: str, value: int | str, word: str) -> None:
+    if value != word and not (isinstance(value, int) and value >= 1):
+        raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more) or {word!r}")
 
 
 def _check_cluster(config: JobConfig) -> None:
@@ -454,7 +455,6 @@ _RESERVED = (
     "cluster.container",
     "strategy.compression",
     "model.init_from",
-    "checkpoint.every_min",
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.waiting import wait_for
-from toolkit.checkpoint.store import newest_step
+from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
@@ -36,6 +36,7 @@ from toolkit.train.state import Checkpoints, identity
 pytestmark = pytest.mark.dist
 
 SAMPLES, BATCH, EVAL_SAMPLES = 50, 20, 37
+EVERY_4 = CheckpointConfig(4)
 CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 steps, an epoch ends in step 3, 5, 8, 10
 
 
@@ -64,7 +65,7 @@ def train(
     run_dir: Path,
     config: TrainConfig = CONFIG,
     model: Any = noisy_model,
-    every_steps: int = 4,
+    checkpoint: CheckpointConfig = EVERY_4,
     job: JobConfig | None = None,
     judge: Any = judge,
 ) -> tuple[Result, dict[str, Tensor]]:
@@ -74,7 +75,7 @@ def train(
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
-    checkpoints = Checkpoints(CheckpointConfig(every_steps), session, strategy, identity(job or JobConfig()))
+    checkpoints = Checkpoints(checkpoint, session, strategy, identity(job or JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
     result = trainer.fit(judge)
@@ -237,6 +238,28 @@ def test_the_loss_that_is_logged_is_the_mean_of_the_global_loss_over_the_window(
     windows = {4: [1, 2, 3, 4], 8: [5, 6, 7, 8], 10: [9, 10]}
     expected = {step: np.mean([each[n] for n in window]) for step, window in windows.items()}
     assert logged(tmp_path / "four", "train/loss") == pytest.approx(expected, abs=1e-5)
+
+
+def train_by_the_clock(session: Session, run_dir: Path) -> tuple[Result, dict[str, Tensor]]:
+    """Ranks whose steps take as long as they like, and which save by rank 0's clock alone."""
+    plain_at = Loader.at
+
+    def at(loader: Loader, step: int) -> Any:
+        time.sleep(0.2 + 0.1 * session.rank)
+        return plain_at(loader, step)
+
+    Loader.at = at  # type: ignore[method-assign]
+    return train(session, run_dir, checkpoint=CheckpointConfig(None, every_min=0.01, keep=9))
+
+
+def test_all_ranks_save_at_the_step_that_rank_0s_clock_makes_them_agree_on(undisturbed: Any, tmp_path: Path) -> None:
+    for result, state in run_ranks(3, train_by_the_clock, tmp_path):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
+    store = CheckpointStore(tmp_path / "checkpoints")
+    steps = [store.verify(path).step for path in store.list()]
+    assert steps[0] == 10
+    assert 3 <= len(steps) < 10, steps
 
 
 def refused(session: Session, run_dir: Path) -> str:

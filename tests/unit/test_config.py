@@ -108,6 +108,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("train.eval_every=0", ["train.eval_every"]),
         ("train.eval_every=never", ["train.eval_every", "'epoch'"]),
         ("checkpoint.every_steps=0", ["checkpoint.every_steps"]),
+        ("checkpoint.every_steps=often", ["checkpoint.every_steps", "'auto'"]),
+        ("checkpoint.every_min=0", ["checkpoint.every_min", "0.01 or more"]),
         ("cluster.container=x.sif", ["cluster.container", "not available in this version"]),
         ("cluster.spare_nodes=-1", ["cluster.spare_nodes", "0 or more"]),
         ("name=../x", ["name"]),

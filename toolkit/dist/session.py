@@ -158,7 +158,10 @@ def _open_gate(store: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
 
 
 def _force_exit(hang: Hang) -> None:
-    """Nothing can be saved any more: every second left is better spent on the next start."""
+    """A stop that hangs: nothing can be saved any more, and every second left is better spent on the next start."""
+    if hang.kind != STOP:  # a save can wait, for the end of an evaluation too
+        log.warning("%s", hang)
+        return
     log.error("forced exit: %s", hang)
     os._exit(EXIT_FAILED)
 

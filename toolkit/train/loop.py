@@ -23,7 +23,7 @@ from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
-from toolkit.train.state import Checkpoints, conditions
+from toolkit.train.state import SAVE, Checkpoints, conditions
 from toolkit.train.witness import summoned
 
 log = logs.get(__name__)
@@ -93,6 +93,7 @@ class Trainer:
         self._sink: Sink = NullSink()
         self._metrics: dict[str, float] = {}
         self._step = 0
+        self._saved = 0  #: the step of the last save, which may still be being written, or have failed
         self._evaluated: int | None = None
 
     def fit(self, evaluate: Evaluate, describe: Describe = lambda sink: None) -> Result:
@@ -103,7 +104,7 @@ class Trainer:
         """
         loaded = self._checkpoints.resume()
         resumed = None if loaded is None else loaded.step
-        self._step = resumed or 0
+        self._step = self._saved = resumed or 0
         if loaded is not None:
             self._metrics = _figures(loaded.meta.get("metrics"))
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
@@ -145,8 +146,12 @@ class Trainer:
     def _goes_on(self) -> bool:
         """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
         self._doing.phase = activity.AT_BOUNDARY
-        if self._session.gate.boundary(self._step) == STOP:
-            self._stop()
+        while (kind := self._session.gate.boundary(self._step)) is not None:
+            if kind == STOP:
+                self._stop()
+            if kind == SAVE and self._step != self._saved:
+                self._save(must=False)
+            self._doing.phase = activity.AT_BOUNDARY
         return self._step < self._total
 
     def _stop(self) -> NoReturn:
@@ -225,6 +230,7 @@ class Trainer:
         self._sink.flush()  # first: what was logged up to a committed step must survive with it
         reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
         self._checkpoints.save(self._step, reached, must=must)
+        self._saved = self._step
         self._report("train")
         self._throughput.pause()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from toolkit import activity, logs
+from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Staging
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded, load
@@ -21,11 +23,14 @@ from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, State
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.rundir import RunDir
 from toolkit.strategies.protocol import Strategy
 
 #: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
+#: What the ranks agree on when it is time for a save.
+SAVE = "save"
 
 log = logs.get(__name__)
 
@@ -72,6 +77,9 @@ class Checkpoints:
         self, config: CheckpointConfig, session: Session, strategy: Strategy, identity: Mapping[str, Json]
     ) -> None:
         self._every_steps = config.every_steps
+        self._every_min = config.every_min
+        self._timer: threading.Timer | None = None
+        self._blocked_s = 0.0
         self._store = CheckpointStore(
             session.run_dir / "checkpoints", config.keep, is_ours=session.owns_run, moved=self._moved
         )
@@ -90,8 +98,20 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step`` steps."""
-        assert isinstance(self._every_steps, int), "validated with the config"
-        return step % self._every_steps == 0
+        return isinstance(self._every_steps, int) and step % self._every_steps == 0
+
+    def _set_the_clock(self) -> None:
+        """For the next save by time. Rank 0's clock counts; at which step it is due the ranks agree, see SAVE."""
+        if self._timer is not None:
+            self._timer.cancel()
+        waits = [60.0 * self._every_min] if self._every_min is not None else []
+        if self._every_steps == "auto":
+            attempts = RunDir(self._session.run_dir).attempts()
+            waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
+        if waits and self._session.is_main:
+            self._timer = threading.Timer(min(waits), self._session.gate.request, [SAVE])
+            self._timer.daemon = True
+            self._timer.start()
 
     def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
         """Commit the state after ``step`` steps; every rank calls it, and for all of them it goes the same way.
@@ -103,10 +123,17 @@ class Checkpoints:
         The first one of an attempt is waited for: it proves that the replicas are equal. Later ones are written while
         the training goes on, one at a time, unless they must be.
         """
+        started = time.monotonic()
         self.settle()
         if self._background and self._has_saved and not must:
             self._take_off(step, reached)
-            return
+        else:
+            self._save_now(step, reached, must)
+        self._blocked_s = time.monotonic() - started
+        if not must:
+            self._set_the_clock()
+
+    def _save_now(self, step: int, reached: Mapping[str, Json], must: bool) -> None:
         deadline = time.monotonic() + (PATIENCE_S if must else 0.0)
         while True:
             try:
@@ -210,6 +237,7 @@ class Checkpoints:
             kv=session.store,
             attempt=session.attempt,
         )
+        self._set_the_clock()
         if loaded is None:
             return None
         self._strategy.loaded(loaded.values)

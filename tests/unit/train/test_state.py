@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -342,3 +343,21 @@ def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
     threading.Timer(0.05, disk.go.set).start()
     checkpoints.settle()
     assert activity.count > before
+
+
+@pytest.mark.parametrize(("every_steps", "every_min"), [("auto", None), (10, 0.0002), (None, 0.0002)])
+def test_a_save_by_time_is_asked_for_again_after_each_save(
+    checkpoints: Checkpoints, every_steps: Any, every_min: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(state.policy, "interval_s", lambda *_: 0.01)
+    checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc]
+    checkpoints._every_steps, checkpoints._every_min = every_steps, every_min
+    assert checkpoints.due(10) == (every_steps == 10)
+    checkpoints.resume()
+    for step in (15, 25):
+        assert asked.get(timeout=20) == state.SAVE
+        checkpoints.save(step, REACHED)
+    assert asked.get(timeout=20) == state.SAVE
+    checkpoints.save(35, REACHED, must=True)
+    assert asked.empty()
