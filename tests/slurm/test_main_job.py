@@ -197,3 +197,9 @@ def test_no_rank_outlives_a_supervisor_killed_with_sigkill(site: Site) -> None:
     os.kill(supervisor, signal.SIGKILL)
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
     assert site.box.wait_job(job, END_S)["JobState"] in ("FAILED", "COMPLETED", "NODE_FAIL")
+
+
+def test_a_killed_job_is_the_same_run_as_an_undisturbed_one(site: Site) -> None:
+    size = ["cluster.nodes=2", "cluster.tasks_per_node=2"]
+    out = site.run("toolkit", "resume-check", "configs/digits_ddp.yaml", *size, "--steps", "40", check=False)
+    assert "IDENTICAL: 40 steps on 4 ranks" in out
