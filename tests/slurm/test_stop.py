@@ -201,19 +201,20 @@ def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
 # ------------------------------------------------------------------------------------------------------- time limit
 
 
-def run_in_links(site: Site, links: int, *delays_s: int) -> None:
-    """A run for each ``cluster.signal_delay_s``, all at once.
+#: In the limit of a minute, of which start and stop take something.
+MOST_STEPS = 600
 
-    Each needs ``links`` times its limit of a minute, of which start and stop leave 30 s or more.
-    """
-    project = slow_project(site, 0.1)
-    size = [f"train.max_steps={links * 300}", "cluster.time_min=1"]
+
+def run_in_links(site: Site, steps: int, *delays_s: int) -> None:
+    """A run for each ``cluster.signal_delay_s``, all at once, with a limit of a minute and steps of 0.1 s."""
+    project, links = slow_project(site, 0.1), -(-steps // MOST_STEPS)
+    size = [f"train.max_steps={steps}", "cluster.time_min=1"]
     for delay_s in delays_s:
         delay = [f"name=delay-{delay_s}", f"cluster.signal_delay_s={delay_s}"]
         site.run("toolkit", "submit", "slow.yaml", *size, *delay, cwd=project)
     for delay_s in delays_s:
         run = site.find(f"delay-{delay_s}")
-        completed(site, run, 150.0 * links)
+        completed(site, run, 200.0 * links)
         attempts = run.attempts()
         assert {a["cause"] for a in attempts[:-1]} == {"timeout"}
         assert len(attempts) >= links
@@ -221,12 +222,12 @@ def run_in_links(site: Site, links: int, *delays_s: int) -> None:
 
 
 def test_a_run_longer_than_its_limit_goes_on_in_links_without_any_signal(site: Site) -> None:
-    run_in_links(site, 2, 0)
+    run_in_links(site, MOST_STEPS + 1, 0)
 
 
 @pytest.mark.soak
 def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site) -> None:
-    run_in_links(site, 4, 0, 30)
+    run_in_links(site, 4 * MOST_STEPS, 0, 30)
 
 
 # ------------------------------------------------------------------------------------------------- ended by somebody
