@@ -20,6 +20,8 @@ from toolkit.errors import RunNotFoundError, nearest
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The attempt that a process belongs to, as `RunDir.claim` was told.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
+#: Says that every step is to be written down, and how to disturb the run: see toolkit.train.witness.
+WITNESS_VARIABLE = "TOOLKIT_WITNESS"
 
 
 def runs_root() -> Path:
@@ -67,6 +69,11 @@ class RunDir:
     def tensorboard(self) -> Path:
         """Event files, and the same figures as JSON lines."""
         return self.path / "tensorboard"
+
+    @property
+    def witness(self) -> Path:
+        """What `toolkit resume-check` compares, a file for each rank."""
+        return self.path / "witness"
 
     @property
     def submitit(self) -> Path:

@@ -26,11 +26,11 @@ from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
 from toolkit.diagnose.resume_check import Plan, Report, compare
 from toolkit.dist.session import Session
-from toolkit.rundir import RunDir
+from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy
 from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.spmd import Spmd
-from toolkit.train import loop, witness
+from toolkit.train import loop
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import classification, cross_entropy
@@ -105,7 +105,7 @@ def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have workers
     if off is not None:
         CURES[off][0]()
-    os.environ[witness.VARIABLE] = "{}"
+    os.environ[WITNESS_VARIABLE] = "{}"
     torch.manual_seed(attempt)  # as a process that has just started has its own
     random.seed(attempt)
     np.random.seed(attempt)

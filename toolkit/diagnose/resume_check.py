@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs
+from toolkit import fsio, logs, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import JobFailedError, RequestError
 from toolkit.launch import submit
 from toolkit.rundir import RunDir
 
-VARIABLE = "TOOLKIT_WITNESS"  # of toolkit.train.witness, which imports torch
 #: What a witness records, in the order in which one follows from the other, and how to call it.
 RECORDED = {
     "lr": "learning rate",
@@ -146,15 +145,15 @@ def _set_ranks(run: RunDir, ranks: int) -> None:
 @contextmanager
 def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
     """For the runs that are started meanwhile: they inherit our environment."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = json.dumps(brief)
+    before = os.environ.get(rundir.WITNESS_VARIABLE)
+    os.environ[rundir.WITNESS_VARIABLE] = json.dumps(brief)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[rundir.WITNESS_VARIABLE]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[rundir.WITNESS_VARIABLE] = before
 
 
 def _completed(run: submit.Run) -> RunDir:
@@ -183,7 +182,7 @@ def read(run: RunDir) -> Record:
     lines: dict[int, dict[int, Mapping[str, Any]]] = {}
     conditions: list[Mapping[str, Any]] = []
     latest: dict[int, int] = {}
-    for path in sorted((run.path / "witness").glob("rank-*.jsonl")):
+    for path in sorted(run.witness.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for text in path.read_text().splitlines():
             line = json.loads(text)

@@ -27,10 +27,8 @@ from toolkit.checkpoint.tensors import to_bytes
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
+from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies.protocol import StepOutput, Strategy
-
-VARIABLE = "TOOLKIT_WITNESS"
-FOLDER = "witness"
 
 
 class Witness:
@@ -40,7 +38,7 @@ class Witness:
         self._attempt = session.attempt
         self._strike = brief.get("strikes", {}).get(str(session.attempt))
         self._rank = session.rank
-        path = fsio.make_dir(session.run_dir / FOLDER) / f"rank-{session.rank:05d}.jsonl"
+        path = fsio.make_dir(RunDir(session.run_dir).witness) / f"rank-{session.rank:05d}.jsonl"
         self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._began = time.monotonic()
         self._step_s = 0.0
@@ -92,7 +90,7 @@ class Witness:
 
 def summoned(session: Session, conditions: Mapping[str, Json]) -> Witness | None:
     """The witness that the environment asks for, if it does."""
-    brief = os.environ.get(VARIABLE)
+    brief = os.environ.get(WITNESS_VARIABLE)
     return None if brief is None else Witness(json.loads(brief), session, conditions)
 
 
