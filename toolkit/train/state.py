@@ -214,7 +214,7 @@ class Checkpoints:
     def _succeed(self, step: int) -> None:
         self.newest, self._has_saved = step, True
         if self._failed:
-            log.warning("%d saves had failed before it, the last one: %s", len(self._failed), self._failed[-1])
+            log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()
 
     def _fail(self, step: int, error: CheckpointError) -> None:

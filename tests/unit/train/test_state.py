@@ -127,7 +127,7 @@ def test_the_next_save_makes_up_for_those_that_failed_and_says_so_once(
     checkpoints.save(40, REACHED)
     assert checkpoints.newest == newest_step(tmp_path / "checkpoints") == 40
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning.startswith("2 saves had failed before it, the last one: ")
+    assert warning.startswith("saves that had failed before it: 2, the last one: ")
     assert "No space left on device" in warning
 
 
@@ -165,7 +165,7 @@ def test_the_last_save_is_made_as_soon_as_there_is_room(
         checkpoints.save(25, REACHED, must=True)
     assert newest_step(tmp_path / "checkpoints") == 25
     assert 1061.0 <= clock.now < 1061.0 + 2 * state.RETRY_EVERY_S
-    assert any("saves had failed before it" in record.getMessage() for record in caplog.records)
+    assert any("saves that had failed before it" in record.getMessage() for record in caplog.records)
 
 
 def test_a_rank_that_waits_for_room_on_the_disk_shows_that_it_is_not_hung(
@@ -305,7 +305,7 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
     disk.is_full = False
     checkpoints.save(30, REACHED)
     checkpoints.settle()
-    assert "1 saves had failed before it" in caplog.text
+    assert "saves that had failed before it: 1" in caplog.text
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
 
 
