@@ -264,7 +264,9 @@ def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
     if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
         samples = [line["samples"][i] for i in range(len(one)) if one[i] != two[i]]
         return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
-    return f" ({one} and {two})" if kind in ("lr", "loss") else ""
+    if kind == "loss":
+        return f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
+    return f" ({one} and {two})" if kind == "lr" else ""
 
 
 def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> dict[str, str]:
@@ -358,6 +360,11 @@ def page(report: Report) -> str:
         f"not the same all the time: {key} ({_some([str(v) for v in seen], 4)})"
         for key, seen in report.conditions.items()
     ]
+    if report.first is not None and report.first < report.resumed_from:
+        lines.append(
+            "that is before the resume: the training draws from something that follows no seed, or an operation"
+        )
+        lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
     if report.worst_loss is not None:
         lines.append(
             f"loss: equal to {report.worst_loss:.1e} of its value; models with batch statistics or dropout draw"
