@@ -119,6 +119,8 @@ class Disturber:
             kill_a_rank(self)
             wait_for(lambda: self.status["attempt"] > attempt and self.status["state"] == moment, END_S, "a start")
             time.sleep(self.dice.uniform(0, 6))  # the random moment itself
+        elif moment == "checkpoint":  # which is written while the training goes on
+            wait_for(lambda: self._is_training() and [*self.run.checkpoints.glob("step-*.tmp-*")], END_S, moment)
         else:
             wait_for(lambda: self._is_training() and self.status["progress"]["phase"] == moment, END_S, moment)
 
