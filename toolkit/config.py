@@ -140,7 +140,7 @@ class CheckpointConfig:
     every_steps: int | str | None = 200  #: auto: as often as pays, by time; null: by time only, see every_min
     every_min: float | None = None  #: as well: when so many minutes have passed since the last save
     keep: int = 2
-    background: bool = False  #: write while the training goes on; takes host memory for a copy of what a rank writes
+    background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
 
 
 @dataclass

@@ -16,7 +16,7 @@ ToolkitError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -73,6 +73,12 @@ class StoppedError(ToolkitError):
     """All ranks stopped at the same step as agreed, and what they had is committed; the run is to be continued."""
 
     exit_code = EXIT_STOPPED
+
+
+def listing(items: Sequence[str], most: int = 10) -> str:
+    """The items, or the first of them and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

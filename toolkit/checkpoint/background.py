@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.exchange import describe
+from toolkit.checkpoint.exchange import KeyValue, describe
 from toolkit.dist.state import Entry, Replicated, State
 from toolkit.errors import CheckpointError
 
@@ -54,13 +54,42 @@ class Staging:
         return kept
 
 
+class Line:
+    """A store client of a save's own: a client serves one call at a time. Once it is cut, every call is refused."""
+
+    def __init__(self, client: KeyValue) -> None:
+        self._client = client
+        self.is_cut = False
+
+    def set(self, key: str, value: str, /) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._open().get(key)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self._open().check(keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        return self._open().delete_key(key)
+
+    def _open(self) -> KeyValue:
+        if self.is_cut:
+            raise CheckpointError("given up, because the training has ended")
+        return self._client
+
+
 class Flight:
     """One save that is being written. ``write`` runs in a thread of its own; a CheckpointError is its outcome, too."""
 
-    def __init__(self, step: int, write: Callable[[], Path]) -> None:
+    #: For an fsync that cannot be called off.
+    LONGEST_END_S = 5.0
+
+    def __init__(self, step: int, line: Line | None, write: Callable[[], Path]) -> None:
         self.step = step
         self.error: CheckpointError | None = None
         self.is_cancelled = False
+        self._line = line
         self._write = write
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -86,3 +115,14 @@ class Flight:
     def land(self) -> None:
         """Wait for its end."""
         self._thread.join()
+
+    def abandon(self) -> None:
+        """Give it up without a word to the others, who may be dead.
+
+        An interpreter that ends while a thread is in a call of torch's store aborts the process, which leaves a core
+        file and hides the error that ended it.
+        """
+        self.is_cancelled = True
+        if self._line is not None:
+            self._line.is_cut = True
+        self._thread.join(self.LONGEST_END_S)

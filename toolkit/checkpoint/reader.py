@@ -19,9 +19,9 @@ from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, Part, TensorRecord, ValueRecord, file_name
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.checkpoint.writer import KINDS, listing
+from toolkit.checkpoint.writer import KINDS
 from toolkit.dist.state import Entry, Json, Sharded, State
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, listing
 
 log = logs.get(__name__)
 

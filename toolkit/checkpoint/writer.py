@@ -31,7 +31,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.dist.state import Entry, Json, PerRank, Replicated, Sharded, State
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, listing
 
 log = logs.get(__name__)
 
@@ -224,12 +224,6 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
             f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
             "the replicas have drifted apart, or the value is per rank"
         )
-
-
-def listing(items: list[str], most: int = 10) -> str:
-    """The items, or the first of them and how many more there are."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable[_WrittenPart]) -> Manifest:

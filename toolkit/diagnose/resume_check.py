@@ -19,7 +19,7 @@ from typing import Any
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.errors import JobFailedError, RequestError
+from toolkit.errors import JobFailedError, RequestError, listing
 from toolkit.launch import submit
 from toolkit.rundir import RunDir
 
@@ -157,9 +157,8 @@ def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _completed(run: submit.Run) -> RunDir:
-    result = run.wait()
-    if result["state"] != "completed":
-        raise JobFailedError(f"run {run.id} {result['state']}: {result.get('why', '')}; logs: {run.dir.logs}")
+    run.wait()
+    run.result()
     return run.dir
 
 
@@ -172,9 +171,6 @@ class Record:
 
     steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
     conditions: Sequence[Mapping[str, Any]]
-
-    def ranks_at(self, step: int) -> int:
-        return len(self.steps.get(step, {}))
 
 
 def read(run: RunDir) -> Record:
@@ -254,13 +250,13 @@ def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, A
         one, two = mine[rank].get(kind), other[rank].get(kind)
         if one != two:
             texts.append(f"rank {rank}{_where(kind, one, two, mine[rank])}")
-    return _some(texts, 3)
+    return listing(texts, 3)
 
 
 def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
     if isinstance(one, dict) and isinstance(two, dict):
         names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
-        return f" ({_some(sorted(names), 2)})"
+        return f" ({listing(sorted(names), 2)})"
     if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
         samples = [line["samples"][i] for i in range(len(one)) if one[i] != two[i]]
         return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
@@ -273,7 +269,7 @@ def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> d
     one, two = _by_position(mine), _by_position(other)
     if one.keys() != two.keys():
         odd = sorted(one.keys() ^ two.keys())
-        return {"positions": f"{_some([str(p) for p in odd], 3)} is in one of them only"}
+        return {"positions": f"{listing([str(p) for p in odd], 3)} is in one of them only"}
     found = {}
     for index, kind in enumerate(OF_SAMPLES):
         positions = [p for p in one if one[p][index] != two[p][index]]
@@ -309,7 +305,7 @@ def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
     if mine.step != other.step:
         return {"last checkpoint": f"of step {mine.step} and of step {other.step}"}
     names = [n for n in mine.tensors.keys() | other.tensors.keys() if mine.tensors.get(n) != other.tensors.get(n)]
-    return {"last checkpoint": _some(sorted(names), 3)} if names else {}
+    return {"last checkpoint": listing(sorted(names), 3)} if names else {}
 
 
 def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
@@ -318,7 +314,7 @@ def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
     mine, other = _logged(one), _logged(two)
     odd = sorted(point for point in mine.keys() | other.keys() if mine.get(point) != other.get(point))
     texts = [f"{tag} in step {step} ({mine.get((step, tag))} and {other.get((step, tag))})" for step, tag in odd]
-    return {"curves": _some(texts, 3)} if odd else {}
+    return {"curves": listing(texts, 3)} if odd else {}
 
 
 def _logged(run: RunDir) -> dict[tuple[int, str], float]:
@@ -331,10 +327,6 @@ def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[s
     """The conditions of a resume in every bit that were not the same all the time."""
     values = {key: tuple(dict.fromkeys(each.get(key) for each in conditions)) for key in conditions[0]}
     return {key: seen for key, seen in values.items() if len(seen) > 1 and key != but}
-
-
-def _some(texts: Sequence[str], most: int) -> str:
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 # ---------------------------------------------------------------------------------------------------------- the page
@@ -357,7 +349,7 @@ def page(report: Report) -> str:
         lines.append(f"IDENTICAL: {report.steps} steps on {ranks} ranks: {_what_is_identical(report)}")
     lines += [f"  {RECORDED.get(kind, kind)}: {text}" for kind, text in report.different.items()]
     lines += [
-        f"not the same all the time: {key} ({_some([str(v) for v in seen], 4)})"
+        f"not the same all the time: {key} ({listing([str(v) for v in seen], 4)})"
         for key, seen in report.conditions.items()
     ]
     if report.first is not None and report.first < report.resumed_from:

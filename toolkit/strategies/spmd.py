@@ -28,7 +28,7 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, Replicated
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
@@ -202,8 +202,8 @@ class Spmd:
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
         if unused:
             raise ConfigError(
-                f"model: the loss does not depend on {_some(unused)}; freeze such parameters (requires_grad_(False)) "
-                "or use them in forward()"
+                f"model: the loss does not depend on {listing(unused, 5)}; freeze such parameters "
+                "(requires_grad_(False)) or use them in forward()"
             )
 
 
@@ -241,8 +241,3 @@ def _compile_errors(compiling: bool) -> Iterator[None]:
             f"train.compile: torch.compile failed on this model ({type(error).__name__}: {cause}); "
             "set train.compile: false, or see that a C++ compiler is on the ranks' PATH"
         ) from error
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -76,7 +76,7 @@ class Trainer:
         checkpoints: Checkpoints,
     ) -> None:
         """``schedule(total_steps)`` gives the learning rate as a function of the step."""
-        witness = summoned(session, conditions(session))
+        witness = summoned(session, conditions)
         if witness is not None:
             loader, strategy = witness.watch(loader, strategy)
         self._config = config
@@ -111,7 +111,8 @@ class Trainer:
             self._loss.restore(loaded.meta.get("loss_window"))
         log.info("training from step %d to %d", self._step, self._total)
         self._session.progress(step_start=self._step)
-        with closing(build_sinks(self._session.run_dir, self._session.is_main, resumed)) as self._sink:
+        sinks = build_sinks(self._session.run_dir, self._session.is_main, resumed)
+        with closing(self._checkpoints), closing(sinks) as self._sink:
             if loaded is None:
                 describe(self._sink)
             else:

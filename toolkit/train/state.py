@@ -13,7 +13,7 @@ import torch
 
 from toolkit import activity, logs
 from toolkit.checkpoint import policy
-from toolkit.checkpoint.background import Flight, Staging
+from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
@@ -85,7 +85,7 @@ class Checkpoints:
         )
         self._background = config.background
         self._staging = Staging()
-        self._client: Any = None
+        self._line: Line | None = None
         self._flight: Flight | None = None
         self._waits = True
         self._session = session
@@ -102,13 +102,15 @@ class Checkpoints:
 
     def _set_the_clock(self) -> None:
         """For the next save by time. Rank 0's clock counts; at which step it is due the ranks agree, see SAVE."""
+        if not self._session.is_main:
+            return
         if self._timer is not None:
             self._timer.cancel()
         waits = [60.0 * self._every_min] if self._every_min is not None else []
         if self._every_steps == "auto":
             attempts = RunDir(self._session.run_dir).attempts()
             waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
-        if waits and self._session.is_main:
+        if waits:
             self._timer = threading.Timer(min(waits), self._session.gate.request, [SAVE])
             self._timer.daemon = True
             self._timer.start()
@@ -163,15 +165,15 @@ class Checkpoints:
         """The step after this one changes the weights: what is written is a copy."""
         staged, wait_for_copy = self._staging.copy(self._strategy.state(), self._session.rank)
         meta = {**self._meta, **reached}
-        if self._client is None and self._session.store is not None:
-            self._client = self._session.store.clone()  # a client serves one call at a time, and we shall wait in it
+        if self._line is None and self._session.store is not None:
+            self._line = Line(self._session.store.clone())
 
         def write() -> Path:
             wait_for_copy()
-            return self._write(step, staged, meta, self._client, check_replicas=False)
+            return self._write(step, staged, meta, self._line, check_replicas=False)
 
         self._waits = False
-        self._flight = Flight(step, write)
+        self._flight = Flight(step, self._line, write)
 
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. It is cut short if it is not the one of step ``wanted``."""
@@ -185,6 +187,13 @@ class Checkpoints:
             self._succeed(flight.step)
         else:
             self._fail(flight.step, flight.error)
+
+    def close(self) -> None:
+        """Give up what is still being written; after a training that has reached its end nothing is."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._flight is not None:
+            self._flight.abandon()
 
     def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
         started, session = time.monotonic(), self._session

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -88,10 +88,10 @@ class Witness:
         os.write(self._file, (json.dumps({"attempt": self._attempt, **line}) + "\n").encode())
 
 
-def summoned(session: Session, conditions: Mapping[str, Json]) -> Witness | None:
+def summoned(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> Witness | None:
     """The witness that the environment asks for, if it does."""
     brief = os.environ.get(WITNESS_VARIABLE)
-    return None if brief is None else Witness(json.loads(brief), session, conditions)
+    return None if brief is None else Witness(json.loads(brief), session, conditions(session))
 
 
 def _digest(tensor: Tensor) -> str:
