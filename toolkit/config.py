@@ -139,7 +139,10 @@ class CheckpointConfig:
 
     every_steps: int | str | None = 200  #: auto: as often as pays, by time; null: by time only, see every_min
     every_min: float | None = None  #: as well: when so many minutes have passed since the last save
-    keep: int = 2
+    keep: int = 2  #: so many of the newest
+    keep_every: int | None = None  #: and each whose step this number divides
+    keep_best: str | None = None  #: and the best by this metric: eval/accuracy, or -eval/loss where less is better
+    copy_to: str | None = None  #: a second folder for them, on another disk
     background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
 
 
@@ -350,6 +353,16 @@ def _check_values(config: JobConfig) -> None:
             f"notify: {config.notify!r} is no command: a list of a program and its arguments, such as "
             "[mail, -s, done, me@example.org]"
         )
+    if config.checkpoint.keep_best is not None and not re.fullmatch(r"-?[^\s-].*", config.checkpoint.keep_best):
+        raise ConfigError(
+            f"checkpoint.keep_best: {config.checkpoint.keep_best!r} is no metric: give its name as in TensorBoard, "
+            "such as eval/accuracy, with a minus before it (-eval/loss) if less is better"
+        )
+    copy_to = config.checkpoint.copy_to
+    if copy_to is not None and not Path(copy_to).expanduser().is_absolute():
+        raise ConfigError(
+            f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
+        )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     if config.checkpoint.every_steps is not None:
         _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
@@ -379,6 +392,7 @@ _LEAST: Mapping[str, float] = {
     "train.accumulate": 1,
     "train.log_every": 1,
     "checkpoint.every_min": 0.01,
+    "checkpoint.keep_every": 1,
 }
 
 

@@ -116,7 +116,7 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(undisturbed: Any) -> 
     assert names == ["step-00000008", "step-00000010"]  # the newest two of 4, 8, 10
 
 
-def die_after(session: Session, run_dir: Path, steps: int) -> None:
+def die_after(session: Session, run_dir: Path, steps: int, checkpoint: CheckpointConfig = EVERY_4) -> None:
     """A crash of one rank's loader: nothing is saved on the way out."""
     plain_at = Loader.at
 
@@ -127,7 +127,7 @@ def die_after(session: Session, run_dir: Path, steps: int) -> None:
 
     Loader.at = at  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
-        train(session, run_dir)
+        train(session, run_dir, checkpoint=checkpoint)
 
 
 def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(
@@ -260,6 +260,25 @@ def test_all_ranks_save_at_the_step_that_rank_0s_clock_makes_them_agree_on(undis
     steps = [store.verify(path).step for path in store.list()]
     assert steps[0] == 10
     assert 3 <= len(steps) < 10, steps
+
+
+WITH_BEST = CheckpointConfig(4, keep_best="-eval/loss")
+
+
+def test_the_best_checkpoint_by_a_metric_is_saved_and_stays_also_through_a_restart(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    losses = logged(undisturbed[0], "eval/loss")
+    run_ranks(3, die_after, tmp_path, 6, WITH_BEST)
+    for result, state in run_ranks(3, partial(train, checkpoint=WITH_BEST), tmp_path):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
+    store = CheckpointStore(tmp_path / "checkpoints")
+    best = min(losses, key=lambda step: losses[step])
+    manifests = {store.verify(path).step: store.manifest(path) for path in store.list()}
+    assert best == min(losses), "an early one, which the newer ones must not push out"
+    assert manifests.keys() == {10, 8, best}
+    assert manifests[best].meta["metrics"]["eval/loss"] == losses[best]  # type: ignore[index,call-overload]
 
 
 def refused(session: Session, run_dir: Path) -> str:

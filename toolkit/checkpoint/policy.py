@@ -1,4 +1,4 @@
-"""How often a save by time pays.
+"""How often a save by time pays, and which checkpoints stay.
 
 Young (1974) and Daly (2006): where a save costs C and failures come every M on average, the least time is lost by
 saving every sqrt(2 C M). What the training waits for is C; what is written behind its back costs nothing but must be
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.errors import ConfigError
 
 #: Before a run has failed: once a day and run, which is what large clusters see with some hundred GPUs.
 PRESUMED_S = 86_400.0
@@ -34,3 +38,37 @@ def between_failures_s(attempts: Sequence[Mapping[str, Any]]) -> float:
 
 def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay when a new one is committed: the ``newest`` so many, those of every step that ``every``
+    divides, and the one that is ``best`` by a metric (``eval/accuracy``; ``-eval/loss``: the lowest)."""
+
+    newest: int = 2
+    every: int | None = None
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.newest < 2:
+            raise ConfigError(
+                f"checkpoint.keep: {self.newest} is too few: with one checkpoint, damage to it loses the run; "
+                "set it to 2 or more"
+            )
+
+    def steps(self, manifests: Sequence[Manifest]) -> set[int]:
+        """Of valid checkpoints, newest first, the steps of those that stay."""
+        steps = [manifest.step for manifest in manifests]
+        stay = set(steps[: self.newest]) | {step for step in steps if self.every and step % self.every == 0}
+        # metrics of a step that was not evaluated itself are an earlier one's
+        figures = {m.step: self.figure(m.meta["metrics"]) for m in manifests if m.meta.get("evaluated") == m.step}
+        ranked = sorted((-figure, step) for step, figure in figures.items() if figure is not None)
+        return stay | {step for _, step in ranked[:1]}
+
+    def figure(self, metrics: Mapping[str, Any]) -> float | None:
+        """What a checkpoint with these metrics is worth, higher is better; None where the one that counts is missing or
+        no number."""
+        value = None if self.best is None else metrics.get(self.best.removeprefix("-"))
+        if not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        return -value if str(self.best).startswith("-") else value

@@ -20,7 +20,8 @@ from pathlib import Path
 from toolkit import fsio, logs
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.checkpoint.policy import Keep
+from toolkit.errors import CheckpointError
 
 log = logs.get(__name__)
 
@@ -74,7 +75,7 @@ class CheckpointStore:
     def __init__(
         self,
         folder: Path,
-        keep: int = 2,
+        keep: Keep = Keep(),  # noqa: B008  # a value
         *,
         is_ours: Callable[[], bool] = lambda: True,
         moved: Callable[[], None] = lambda: None,
@@ -83,11 +84,6 @@ class CheckpointStore:
 
         ``moved`` is called for each piece of a file that is on disk, or read: a sign of life.
         """
-        if keep < 2:
-            raise ConfigError(
-                f"checkpoint.keep: {keep} is too few: with one checkpoint, damage to it loses the run; "
-                "set it to 2 or more"
-            )
         self.folder = folder
         self.keep = keep
         self._is_ours = is_ours
@@ -117,8 +113,8 @@ class CheckpointStore:
         self._refuse_if_overtaken()
         temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
         with file_errors("creating", temporary):
-            if self.path(step).exists():  # without a manifest: nothing can be committed over it
-                self.reject(self.path(step), "it has no manifest")
+            if self.path(step).exists():  # nothing can be committed over it
+                self.reject(self.path(step), "it is not whole")
             fsio.make_dir(temporary)
         self._begun.add(temporary)
         return temporary
@@ -179,12 +175,14 @@ class CheckpointStore:
         return manifest
 
     def prune(self) -> Sequence[Path]:
-        """Remove all but the newest `keep` valid checkpoints; call it when the newest is committed, never before.
+        """Remove all valid checkpoints but those to `keep`; call it when the newest is committed, never before.
 
         Valid means here: a manifest with a right crc32, all files with the right sizes. One that is not is neither
         counted nor removed. The rename first: half removed under its name it would look like a damaged checkpoint.
         """
-        old = [path for path in self.list() if self._looks_valid(path)][self.keep :]
+        valid = {path: manifest for path in self.list() if (manifest := self.valid(path)) is not None}
+        stay = self.keep.steps([*valid.values()])
+        old = [path for path, manifest in valid.items() if manifest.step not in stay]
         for path in old:
             with file_errors("removing", path):
                 aside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
@@ -192,12 +190,12 @@ class CheckpointStore:
                 fsio.remove_tree(aside)
         return old
 
-    def _looks_valid(self, path: Path) -> bool:
+    def valid(self, path: Path) -> Manifest | None:
+        """The manifest at `path`, if it is whole and all files have their sizes."""
         try:
-            self.manifest(path)
+            return self.manifest(path)
         except CheckpointError:
-            return False
-        return True
+            return None
 
     def reject(self, path: Path, reason: str) -> Path:
         """Move a damaged checkpoint aside, so that its step can be saved again; it is kept for a look."""

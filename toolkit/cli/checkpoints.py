@@ -9,8 +9,10 @@ from typing import Any
 
 from toolkit import fsio
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.cli.show import ACTIVE, table
+from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.rundir import RunDir
 
@@ -148,11 +150,12 @@ def _told(what: str, value: Any) -> str:
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, and what was damaged or never finished. Raises RequestError for a
-    run that may still be writing."""
+    """Remove all but the newest ``keep`` checkpoints and those that the run's config keeps for good; also what was
+    damaged or never finished. Raises RequestError for a run that may still be writing."""
     if run.result() is None and run.status().get("state") in ACTIVE:
         raise RequestError(f"run {run.id} is {run.status()['state']}: prune it when it has ended")
-    store = CheckpointStore(run.checkpoints, keep)
+    config = load_config(run.config, site=False).checkpoint
+    store = CheckpointStore(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
     odd = _odd(store)
     for path in odd:
         fsio.remove_tree(path)

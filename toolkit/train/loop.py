@@ -139,9 +139,8 @@ class Trainer:
             self._step_done(output.loss)
             if self._due(self._config.log_every):
                 self._log()
-            if self._evaluation_due():
-                self._evaluate(evaluate)
-            if self._checkpoints.due(self._step) or self._step == self._total:
+            is_best = self._evaluation_due() and self._evaluate(evaluate)
+            if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._save(must=self._step == self._total)
 
     def _goes_on(self) -> bool:
@@ -210,13 +209,14 @@ class Trainer:
         self._sink.scalars(self._step, values)
         self._report("train")
 
-    def _evaluate(self, evaluate: Evaluate) -> None:
+    def _evaluate(self, evaluate: Evaluate) -> bool:
+        """Whether the model has never been as good."""
         self._report("evaluate")
         self._doing.phase = activity.EVALUATING
         found = evaluate(self._strategy, self._is_cut)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
-            return
+            return False
         figures = {f"eval/{name}": value for name, value in found.items()}
         self._metrics |= figures
         self._evaluated = self._step
@@ -224,6 +224,7 @@ class Trainer:
         log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         self._report("train")
         self._throughput.pause()
+        return self._checkpoints.is_best(self._metrics)
 
     def _save(self, *, must: bool) -> None:
         self._report("checkpoint")
@@ -257,6 +258,7 @@ class Trainer:
         result = Result(self._step, self._epochs(self._step), samples, dict(self._metrics))
         self._report("done")
         self._doing.phase = activity.FINISHING
+        self._checkpoints.finish()
         self._session.finish(asdict(result))
         return result
 

@@ -15,7 +15,9 @@ from toolkit import activity, logs
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded, load
+from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
@@ -81,8 +83,17 @@ class Checkpoints:
         self._timer: threading.Timer | None = None
         self._blocked_s = 0.0
         self._store = CheckpointStore(
-            session.run_dir / "checkpoints", config.keep, is_ours=session.owns_run, moved=self._moved
+            RunDir(session.run_dir).checkpoints,
+            Keep(config.keep, config.keep_every, config.keep_best),
+            is_ours=session.owns_run,
+            moved=self._moved,
         )
+        self._copy_to = config.copy_to
+        self._second: SecondPlace | None = None
+        if config.copy_to is not None and session.is_main:
+            folder = Path(config.copy_to).expanduser() / session.run_dir.parent.name / session.run_dir.name
+            self._second = SecondPlace(folder / "checkpoints", self._store.keep, session.activity.move)
+        self._best: float | None = None  #: of the metric that ``keep_best`` names, higher is better
         self._background = config.background
         self._staging = Staging()
         self._line: Line | None = None
@@ -98,7 +109,21 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step`` steps."""
-        return isinstance(self._every_steps, int) and step % self._every_steps == 0
+        return any(step % every == 0 for every in (self._every_steps, self._store.keep.every) if isinstance(every, int))
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the run is to be saved after an evaluation that gave ``metrics``, equal on all ranks: none before it
+        was as good."""
+        keep = self._store.keep
+        if keep.best is None:
+            return False
+        figure = keep.figure(metrics)
+        if figure is None:
+            log.warning("checkpoint.keep_best: there is no number %s, only %s", keep.best, ", ".join(sorted(metrics)))
+        if figure is None or (self._best is not None and figure <= self._best):
+            return False
+        self._best = figure
+        return True
 
     def _set_the_clock(self) -> None:
         """For the next save by time. Rank 0's clock counts; at which step it is due the ranks agree, see SAVE."""
@@ -127,6 +152,7 @@ class Checkpoints:
         """
         started = time.monotonic()
         self.settle()
+        reached = {**reached, "best": self._best}
         if self._background and self._has_saved and not must:
             self._take_off(step, reached)
         else:
@@ -188,6 +214,11 @@ class Checkpoints:
         else:
             self._fail(flight.step, flight.error)
 
+    def finish(self) -> None:
+        """Wait for what goes on in the background, at the end of a training that needs no more saves."""
+        if self._second is not None:
+            self._second.wait()
+
     def close(self) -> None:
         """Give up what is still being written; after a training that has reached its end nothing is."""
         if self._timer is not None:
@@ -222,6 +253,8 @@ class Checkpoints:
 
     def _succeed(self, step: int) -> None:
         self.newest, self._has_saved = step, True
+        if self._second is not None:
+            self._second.copy(self._store.path(step))
         if self._failed:
             log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
             self._failed.clear()
@@ -235,10 +268,27 @@ class Checkpoints:
 
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
-        self._refuse_another_run()
+        self._session.activity.phase = activity.LOADING
+        loaded = self._load()
+        if loaded is not None and loaded.skipped and self._copy_to is not None:
+            loaded = self._load()  # the damaged ones are out of the way now, for their copies
+        self._set_the_clock()
+        if loaded is None:
+            return None
+        self._strategy.loaded(loaded.values)
+        self._say_what_differs(loaded.meta)
+        self._best = _number(loaded.meta.get("best"))
+        self.newest = loaded.step
+        if self._second is not None:
+            self._second.copy(loaded.path)
+        return loaded
+
+    def _load(self) -> Loaded | None:
         session = self._session
-        session.activity.phase = activity.LOADING
-        loaded = load(
+        if self._second is not None:  # the others wait in the load meanwhile
+            self._second.fetch(self._store)
+        self._refuse_another_run()
+        return load(
             self._store,
             self._strategy.state(),
             rank=session.rank,
@@ -246,13 +296,6 @@ class Checkpoints:
             kv=session.store,
             attempt=session.attempt,
         )
-        self._set_the_clock()
-        if loaded is None:
-            return None
-        self._strategy.loaded(loaded.values)
-        self._say_what_differs(loaded.meta)
-        self.newest = loaded.step
-        return loaded
 
     def _refuse_another_run(self) -> None:
         """Before anything is filled: another model would fail later, with a list of tensors that says less."""
@@ -275,6 +318,10 @@ class Checkpoints:
         if changed and self._session.is_main:
             log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                         "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _number(value: Json) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _mapping(value: Json) -> Mapping[str, Json]:

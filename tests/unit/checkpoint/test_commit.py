@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, weights
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.errors import CheckpointError, ConfigError
 
 
 def filled(folder: Path, *steps: int) -> CheckpointStore:
-    store = CheckpointStore(folder / "checkpoints", keep=2)
+    store = CheckpointStore(folder / "checkpoints", Keep(2))
     for step in steps:
         alone(store, step, weights(float(step)))
     return store
@@ -115,7 +116,7 @@ def test_keep_counts_valid_checkpoints_only(tmp_path: Path) -> None:
 
 def test_keeping_one_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.keep: 1 is too few"):
-        CheckpointStore(tmp_path, keep=1)
+        Keep(1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""How often to save: the optimum against a simulation, and its bounds."""
+"""How often to save: the optimum against a simulation, and its bounds; which checkpoints stay."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from toolkit.checkpoint.policy import MOST_OVERHEAD, PRESUMED_S, SHORTEST_S, between_failures_s, interval_s
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.policy import MOST_OVERHEAD, PRESUMED_S, SHORTEST_S, Keep, between_failures_s, interval_s
 
 
 def lost_s(interval: float, cost: float, between: float) -> float:
@@ -46,3 +47,39 @@ def test_a_run_learns_how_often_it_fails() -> None:
     assert between_failures_s([]) == PRESUMED_S
     hours = [attempt("crashed", 4), attempt("preempted", 10), attempt("hang", 4), attempt("node_failure", 6)]
     assert between_failures_s(hours) == (PRESUMED_S + 24 * 3600) / 4
+
+
+def evaluated(step: int, accuracy: float | None = None, at: int | None = None) -> Manifest:
+    """The manifest of a checkpoint whose run was last evaluated ``at`` a step, by default at this one."""
+    meta = {"evaluated": at or step, "metrics": {} if accuracy is None else {"eval/accuracy": accuracy}}
+    return Manifest(step, 1, {}, meta, {}, {}, {})
+
+
+RUN = [
+    evaluated(60, 0.7),
+    evaluated(50, 0.9, at=40),
+    evaluated(40, 0.9),
+    evaluated(30, 0.8),
+    evaluated(20),
+    evaluated(10),
+]
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps"),
+    [
+        (Keep(2), {60, 50}),
+        (Keep(3, every=20), {60, 50, 40, 20}),
+        (Keep(2, best="eval/accuracy"), {60, 50, 40}),
+        (Keep(2, best="-eval/accuracy"), {60, 50}),
+        (Keep(2, best="eval/loss"), {60, 50}),
+    ],
+)
+def test_the_newest_every_nth_and_the_best_stay(keep: Keep, steps: set[int]) -> None:
+    assert keep.steps(RUN) == steps
+
+
+def test_of_equals_the_first_stays_and_no_number_is_never_the_best() -> None:
+    run = [evaluated(40, 0.1), evaluated(30, 0.9), evaluated(20, 0.9), evaluated(10, float("nan"))]
+    assert Keep(2, best="eval/accuracy").steps(run) == {40, 30, 20}
+    assert Keep(2, best="-eval/accuracy").steps(run) == {40, 30}

@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.checkpoint.ranks import weights
 from toolkit import rundir
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
@@ -36,7 +37,7 @@ def made(name: str, *steps: int) -> RunDir:
     run.config.write_text("")
     run.write_status({"state": "completed"})
     run.write_result({"state": "completed"})
-    store = CheckpointStore(run.checkpoints, keep=9)
+    store = CheckpointStore(run.checkpoints, Keep(9))
     for step in steps:
         save(store, step, weights(float(step)), {"samples": step}, rank=0, world_size=1, kv=None)
     return run

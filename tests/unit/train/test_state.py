@@ -18,6 +18,7 @@ import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, weights
 from toolkit.activity import Activity
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError
@@ -361,3 +362,18 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     assert asked.get(timeout=20) == state.SAVE
     checkpoints.save(35, REACHED, must=True)
     assert asked.empty()
+
+
+def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_it(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints._store.keep = Keep(best="-eval/loss")
+    found = [checkpoints.is_best({"eval/loss": loss}) for loss in (0.9, 0.5, 0.7, 0.5, float("nan"))]
+    assert found == [True, True, False, False, False]
+    checkpoints.save(10, REACHED)
+    checkpoints._best = None
+    checkpoints._strategy.loaded = lambda values: None  # type: ignore[method-assign]
+    checkpoints.resume()
+    assert [checkpoints.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
+    assert not checkpoints.is_best({"eval/accuracy": 1.0})
+    assert "there is no number -eval/loss, only eval/accuracy" in caplog.text

@@ -1,0 +1,160 @@
+"""Copies of checkpoints on another disk, and what they are good for when the first one has lost them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.ranks import alone, load_alone, weights
+from tests.unit.checkpoint.test_damage import flip
+from tests.waiting import wait_for
+from toolkit import fsio
+from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.second_place import SecondPlace
+from toolkit.checkpoint.store import CheckpointStore, step_of
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "home", Keep(3))
+    for step in (50, 100, 200):
+        alone(store, step, weights(float(step)))
+    return store
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> SecondPlace:
+    return SecondPlace(tmp_path / "second", Keep(2))
+
+
+def steps(folder: Path) -> list[int]:
+    """Of the checkpoints there, every byte verified."""
+    store = CheckpointStore(folder)
+    return [store.verify(path).step for path in store.list()]
+
+
+def copied(second: SecondPlace, home: CheckpointStore, *wanted: int) -> None:
+    for step in wanted:
+        second.copy(home.path(step))
+        second.wait()
+
+
+def test_a_copy_is_the_same_in_every_byte_and_as_private(
+    home: CheckpointStore, second: SecondPlace, tmp_path: Path
+) -> None:
+    copied(second, home, 200)
+    there = tmp_path / "second" / home.path(200).name
+    assert {p.name: p.read_bytes() for p in there.iterdir()} == {
+        p.name: p.read_bytes() for p in home.path(200).iterdir()
+    }
+    assert [oct(p.stat().st_mode & 0o777) for p in (there, *there.iterdir())] == ["0o700", "0o600", "0o600"]
+
+
+def test_so_many_copies_stay_as_at_home(home: CheckpointStore, second: SecondPlace, tmp_path: Path) -> None:
+    copied(second, home, 50, 100, 200)
+    assert steps(tmp_path / "second") == [200, 100]
+
+
+def test_a_damaged_checkpoint_is_not_copied(
+    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(home.path(200) / "rank-00000.bin", 77)
+    copied(second, home, 200)
+    assert list((tmp_path / "second").iterdir()) == []
+    assert "has no copy in" in caplog.text
+    assert "is damaged" in caplog.text
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write of a file back until it is set."""
+    go, write = threading.Event(), fsio.write_stream
+
+    def held_back(*args: object) -> None:
+        assert go.wait(20)
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fsio, "write_stream", held_back)
+    yield go
+    go.set()
+
+
+def test_of_those_that_wait_for_a_slow_disk_only_the_newest_is_copied(
+    home: CheckpointStore, second: SecondPlace, tmp_path: Path, slow: threading.Event
+) -> None:
+    second.copy(home.path(50))
+    wait_for(lambda: [*(tmp_path / "second").glob("step-00000050.tmp-*")], 20, "the first one to be begun")
+    second.copy(home.path(100))
+    second.copy(home.path(200))
+    slow.set()
+    second.wait()
+    assert steps(tmp_path / "second") == [200, 50]
+
+
+def test_a_full_disk_there_is_told_and_nobody_waits(
+    home: CheckpointStore,
+    second: SecondPlace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio, "write_stream", full)
+        copied(second, home, 100)
+    assert "the disk is full" in caplog.text
+    assert list((tmp_path / "second").iterdir()) == []
+    copied(second, home, 200)
+    assert steps(tmp_path / "second") == [200]
+
+
+def test_what_home_has_lost_comes_back(home: CheckpointStore, second: SecondPlace) -> None:
+    copied(second, home, 200)
+    for path in home.list():
+        shutil.rmtree(path)
+    second.fetch(home)
+    state = weights(0.0)
+    loaded = load_alone(home, state)
+    assert loaded is not None
+    assert loaded.step == 200
+    assert float(state["model/weight"].value.unique().item()) == 200.0
+
+
+def test_what_home_has_itself_is_not_fetched(home: CheckpointStore, second: SecondPlace) -> None:
+    copied(second, home, 100, 200)
+    inode = home.path(200).stat().st_ino
+    second.fetch(home)
+    assert home.path(200).stat().st_ino == inode
+    assert [step_of(path) for path in home.list()] == [200, 100, 50]
+
+
+def test_a_damaged_one_of_which_half_a_file_is_missing_is_replaced(home: CheckpointStore, second: SecondPlace) -> None:
+    copied(second, home, 200)
+    os.truncate(home.path(200) / "rank-00000.bin", 7)
+    second.fetch(home)
+    assert steps(home.folder) == [200, 100, 50]
+
+
+def test_a_damaged_copy_does_not_come_home(
+    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied(second, home, 200)
+    flip(tmp_path / "second" / home.path(200).name / "rank-00000.bin", 77)
+    shutil.rmtree(home.path(200))
+    second.fetch(home)
+    assert steps(home.folder) == [100, 50]
+    assert "is no help" in caplog.text
+
+
+def test_what_a_killed_writer_left_there_is_swept(home: CheckpointStore, second: SecondPlace, tmp_path: Path) -> None:
+    (tmp_path / "second" / "step-00000100.tmp-0badcafe").mkdir(parents=True)
+    second.fetch(home)
+    assert list((tmp_path / "second").iterdir()) == []

@@ -1,0 +1,102 @@
+"""A second place for a run's checkpoints: another disk, for the day on which the first one has lost them.
+
+What is committed is copied by a thread of rank 0, every byte checked against its digest before the copy is committed
+there under the same protocol. No step and no save waits for it, and its disk being full or away ends no training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from toolkit import logs
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.store import CheckpointStore, file_errors, step_of
+from toolkit.errors import CheckpointError
+
+log = logs.get(__name__)
+
+_CHUNK_BYTES = 1 << 24
+
+
+class SecondPlace:
+    """Rank 0's."""
+
+    def __init__(self, folder: Path, keep: Keep, moved: Callable[[], None] = lambda: None) -> None:
+        """``moved`` is called for each piece copied while somebody waits for it."""
+        self._store = CheckpointStore(folder, keep, moved=lambda: moved() if self._is_awaited else None)
+        self._is_awaited = False
+        self._waiting: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def copy(self, path: Path) -> None:
+        """Have the committed checkpoint ``path`` copied, after the one that is being copied; the newest one counts."""
+        with self._lock:
+            self._waiting = path
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._copy_all, name="second-place", daemon=True)
+                self._thread.start()
+
+    def fetch(self, home: CheckpointStore) -> None:
+        """Copy back what is newer here than anything valid at ``home``, which an attempt that starts will load."""
+        self._is_awaited = True
+        try:
+            self._store.sweep()
+            newest = max((m.step for path in home.list() if (m := home.valid(path)) is not None), default=-1)
+            for path in self._store.list()[:1]:
+                if step_of(path) > newest:
+                    log.warning("%s is newer than anything in %s: copied back", path, home.folder)
+                    _copy(self._store, path, home)
+        except CheckpointError as error:
+            log.error("%s is no help: %s", self._store.folder, error)
+        finally:
+            self._is_awaited = False
+
+    def wait(self) -> None:
+        """Until all is copied: at the end of a run."""
+        self._is_awaited = True
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _copy_all(self) -> None:
+        while True:
+            with self._lock:
+                path, self._waiting = self._waiting, None
+                if path is None:
+                    self._thread = None
+                    return
+            self._try_to_copy(path)
+
+    def _try_to_copy(self, path: Path) -> None:
+        try:
+            if not self._store.is_committed(step_of(path)):
+                _copy(CheckpointStore(path.parent), path, self._store)
+                self._store.prune()
+        except CheckpointError as error:
+            if path.exists():  # else pruned meanwhile: there is a newer one
+                log.error("%s has no copy in %s: %s", path, self._store.folder, error)
+
+
+def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:
+    manifest = source.manifest(path)
+    temporary = target.begin(manifest.step)
+    try:
+        for name in manifest.files:
+            target.write(temporary / name, _chunks(path / name))
+            target.moved()
+        manifests.check_digests(temporary, manifest)
+        target.commit(temporary, manifest)
+    except BaseException:
+        target.abandon(temporary)
+        raise
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    with file_errors("reading", path), path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield memoryview(chunk)
