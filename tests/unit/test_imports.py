@@ -15,6 +15,7 @@ PACKAGE = ROOT / "toolkit"
 #: A module may import modules of a lower rank, and its own package. docs: the map in README.md.
 RANKS = {
     "activity": 0,
+    "chaos": 0,
     "errors": 0,
     "fsio": 0,
     "logs": 0,

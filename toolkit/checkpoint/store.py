@@ -115,7 +115,11 @@ class CheckpointStore:
         with file_errors("creating", temporary):
             if self.path(step).exists():  # nothing can be committed over it
                 self.reject(self.path(step), "it is not whole")
-            fsio.make_dir(temporary)
+            try:
+                fsio.make_dir(temporary)
+            except OSError:
+                self.abandon(temporary)
+                raise
         self._begun.add(temporary)
         return temporary
 

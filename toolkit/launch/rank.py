@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from toolkit import chaos, fsio, logs, rundir, signals, stacks
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir, signals, stacks
 from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
@@ -62,7 +62,8 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
-    _main_of(config)(config)
+    with chaos.of_environment(place.rank, int(os.environ.get("TOOLKIT_ATTEMPT", "1"))):
+        _main_of(config)(config)
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:

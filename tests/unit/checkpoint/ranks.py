@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch.distributed import HashStore
 
+from toolkit import chaos
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.dist.state import Replicated, State
 
 T = TypeVar("T")
-OPERATIONS = ("mkdir", "chmod", "open", "fchmod", "fsync", "replace", "rename", "unlink", "rmdir")
 
 
 def on_ranks(count: int, body: Callable[[int, HashStore], T]) -> list[T | Exception]:
@@ -58,23 +56,7 @@ class Killed(BaseException):
 
 @contextmanager
 def file_operations(seen: Callable[[str, str], None]) -> Iterator[None]:
-    """Call `seen(operation, path)` before each operation of `os` that changes the disk; what it raises is the outcome.
-
-    Other threads than the one that entered are left alone.
-    """
+    """`chaos.watch` for the thread that entered; others are left alone."""
     thread = threading.get_ident()
-
-    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-            changes = name != "open" or (args and args[0] & os.O_CREAT)
-            if changes and threading.get_ident() == thread:
-                path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else os.fspath(target)
-                seen(name, str(path))
-            return real(target, *args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-            patch.setattr(os, name, watched(name, getattr(os, name)))
+    with chaos.watch(lambda operation, path: seen(operation, path) if threading.get_ident() == thread else None):
         yield

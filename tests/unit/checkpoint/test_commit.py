@@ -15,6 +15,8 @@ from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.chaos
+
 
 def filled(folder: Path, *steps: int) -> CheckpointStore:
     store = CheckpointStore(folder / "checkpoints", Keep(2))

@@ -1,0 +1,104 @@
+"""Real kills, full disks and slow ones at exact points of a training, after which it must end bit for bit the same.
+
+CI takes a sample of the points, with a seed that is printed; ``make soak`` takes all.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import run_ranks
+from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # noqa: F401  # a fixture
+from toolkit import chaos
+from toolkit.chaos import Fault
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.dist.session import Session
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+RANKS = 3
+SEED = random.randrange(10**6)
+
+
+def count_operations(session: Session, run_dir: Path) -> int:
+    """On the files of checkpoints, by rank 0, from the first step to the last."""
+    seen: list[str] = []
+    with chaos.watch(lambda operation, path: seen.append(path) if "/checkpoints/" in path else None):
+        train(session, run_dir)
+    return len(seen)
+
+
+def suffer(session: Session, run_dir: Path, faults: list[dict[str, Any]]) -> Any:
+    """Train with these faults in rank 0."""
+    mine = [Fault(**fields) for fields in faults if session.rank == 0]
+    with chaos.watch(chaos.among(mine)):
+        return train(session, run_dir)
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return run_ranks(RANKS, count_operations, tmp_path_factory.mktemp("counted"))[0]
+
+
+def points(total: int, some: int | None) -> list[int]:
+    """All of 1..total, or ``some`` of them."""
+    print(f"seed {SEED}, {total} operations")
+    return sorted(random.Random(SEED).sample(range(1, total + 1), some or total))
+
+
+SAMPLE = pytest.param(4, id="sample")
+ALL = pytest.param(None, id="all", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("some", [SAMPLE, ALL])
+def test_a_rank_killed_at_any_operation_of_its_saves_resumes_from_a_whole_checkpoint(
+    undisturbed: Any,  # noqa: F811
+    operations: int,
+    tmp_path: Path,
+    some: int | None,
+) -> None:
+    assert operations > 30, "three saves, of ten operations and more"
+    for point in points(operations, some):
+        folder = tmp_path / str(point)
+        folder.mkdir()
+        with pytest.raises(AssertionError, match="rank 0:\nthe process ended without an answer"):
+            run_ranks(RANKS, suffer, folder, [asdict(Fault("SIGKILL", point))])
+        store = CheckpointStore(folder / "checkpoints")
+        assert all(store.verify(path) for path in store.list())
+        for result, state in run_ranks(RANKS, train, folder):
+            assert result == undisturbed[1]
+            assert_same(state, undisturbed[2])
+        assert not [*store.folder.glob("*.tmp-*")]
+        assert logged(folder, "train/loss") == logged(undisturbed[0], "train/loss")
+
+
+@pytest.mark.parametrize("some", [pytest.param(3, id="sample"), ALL])
+def test_a_disk_that_is_full_for_a_while_ends_no_training(
+    undisturbed: Any,  # noqa: F811
+    operations: int,
+    tmp_path: Path,
+    some: int | None,
+) -> None:
+    for point in points(operations, some):
+        folder = tmp_path / str(point)
+        folder.mkdir()
+        for result, state in run_ranks(RANKS, suffer, folder, [asdict(Fault("ENOSPC", point, count=3))]):
+            assert result == undisturbed[1]
+            assert_same(state, undisturbed[2])
+        store = CheckpointStore(folder / "checkpoints")
+        assert store.verify(store.list()[0]).step == result.step
+        assert not [*store.folder.glob("*.tmp-*")]
+
+
+def test_a_slow_disk_changes_nothing_but_the_time(undisturbed: Any, tmp_path: Path) -> None:  # noqa: F811
+    started = time.monotonic()
+    for result, state in run_ranks(RANKS, suffer, tmp_path, [asdict(Fault("slow", 1, count=1000, seconds=0.03))]):
+        assert result == undisturbed[1]
+        assert_same(state, undisturbed[2])
+    assert time.monotonic() - started > 30 * 0.03
