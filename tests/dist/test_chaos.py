@@ -5,7 +5,11 @@ CI takes a sample of the points, with a seed that is printed; ``make soak`` take
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +19,15 @@ import pytest
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # noqa: F401  # a fixture
-from toolkit import chaos
+from toolkit import chaos, rundir
 from toolkit.chaos import Fault
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
+ROOT = Path(__file__).parents[2]
 RANKS = 3
 SEED = random.randrange(10**6)
 
@@ -102,3 +108,22 @@ def test_a_slow_disk_changes_nothing_but_the_time(undisturbed: Any, tmp_path: Pa
         assert result == undisturbed[1]
         assert_same(state, undisturbed[2])
     assert time.monotonic() - started > 30 * 0.03
+
+
+def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_path: Path) -> None:
+    """As a user does it, through a supervisor: the first attempt dies in its save, the second one completes."""
+    fault = [{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 5}]
+    environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", chaos.VARIABLE: json.dumps(fault)}
+    argv = [sys.executable, "-m", "toolkit", "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait"]
+    argv += ["train.max_steps=40", "checkpoint.every_steps=20"]
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (run,) = rundir.all_runs(tmp_path)
+    assert [attempt["cause"] for attempt in run.attempts()] == ["crashed", "completed"]
+
+
+def test_a_fault_that_is_none_is_refused_before_anything_is_trained() -> None:
+    with pytest.raises(ConfigError, match="'SIGFOO' is no signal"):
+        chaos.parse('[{"kind": "SIGFOO", "operation": 1}]')
+    with pytest.raises(ConfigError, match="is no list of faults such as"):
+        chaos.parse('{"kind": "SIGKILL"')
