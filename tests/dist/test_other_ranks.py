@@ -1,0 +1,138 @@
+"""A run that ends within an epoch on 4 ranks, and again on 2, goes on with 3: as if nobody had disturbed it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.ranks import run_ranks
+from toolkit.checkpoint.store import newest_step
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.data.loader import Loader
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.dist.stop import STOP
+from toolkit.errors import StoppedError
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.train.loop import Trainer
+from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+pytestmark = pytest.mark.dist
+
+SAMPLES, BATCH, EPOCHS = 50, 13, 4  # 13 divides neither the samples nor 4, 2 or 3 ranks
+STEPS = 16
+
+#: One step of one rank: for each sample its position, which one it is, and the bytes that the model got.
+Seen = dict[int, list[tuple[int, int, bytes]]]
+
+
+class Pictures:
+    """A sample's target is its own number; its augmentation draws from all three generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(6) + random.random() + np.random.normal() + index, index
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, SAMPLES))
+
+
+def no_judgement(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float]:
+    return {}
+
+
+def watch(loader: Loader, seen: Seen, last: Callable[[int], None]) -> None:
+    """Write down every batch from now on; ``last`` is asked before each."""
+    plain_at = loader.at
+
+    def at(step: int) -> Batch | None:
+        last(step)
+        batch = plain_at(step)
+        assert batch is not None
+        rows = zip(batch.positions.tolist(), batch.targets.tolist(), batch.inputs, strict=True)
+        seen[step] = [(position, target, row.numpy().tobytes()) for position, target, row in rows]
+        return batch
+
+    loader.at = at  # type: ignore[method-assign]
+
+
+def train(session: Session, run_dir: Path, attempt: int, end: str | None = None, in_step: int = 0) -> Seen:
+    """One attempt; what its steps saw. With ``end`` it ends in step ``in_step``, by a stop or with nothing saved."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has a worker
+    session = replace(session, run_dir=run_dir, attempt=attempt)
+    config = TrainConfig(epochs=EPOCHS, seed=3, log_every=5)
+    prepare(config.seed)
+    strategy = build_strategy(StrategyConfig(), session)
+    loader = Loader(Pictures(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=1)
+    optim = OptimConfig("sgd", lr=0.001)
+    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    seen: Seen = {}
+
+    def strike(step: int) -> None:
+        if step == in_step and end == "dies":
+            raise OSError("the disk is gone")
+        if step == in_step and end == "is stopped":
+            session.gate.request(STOP)
+
+    watch(loader, seen, strike)
+    checkpoints = Checkpoints(CheckpointConfig(4), session, strategy, identity(JobConfig()))
+    schedule = partial(build_schedule, optim)
+    trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+    try:
+        trainer.fit(no_judgement)
+    except (OSError, StoppedError):
+        if end is None:
+            raise
+    loader.close()
+    return seen
+
+
+def together(ranks: list[Seen]) -> dict[int, list[Any]]:
+    """The global batches of an attempt, by position; every rank must have done the same steps."""
+    (steps,) = {tuple(seen) for seen in ranks}
+    return {step: sorted(row for seen in ranks for row in seen[step]) for step in steps}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    return together(run_ranks(4, train, tmp_path_factory.mktemp("whole"), 1))
+
+
+@pytest.mark.parametrize("end", ["dies", "is stopped"])
+def test_a_run_of_4_ranks_that_ends_within_an_epoch_goes_on_with_2_and_then_3(
+    undisturbed: dict[int, list[Any]], tmp_path: Path, end: str
+) -> None:
+    counts: dict[int, list[Any]] = {}
+    starts = []
+    for attempt, (ranks, how, in_step) in enumerate([(4, end, 6), (2, "dies", 11), (3, None, 0)], 1):
+        seen = together(run_ranks(ranks, train, tmp_path, attempt, how, in_step))
+        starts.append(min(seen))
+        counts = {step: counts[step] for step in range(min(seen))} | seen  # what was not saved was done in vain
+    assert all(start * BATCH % SAMPLES for start in starts[1:]), "within an epoch"
+    assert starts[0] == 0 < starts[1] < starts[2]
+    assert newest_step(tmp_path / "checkpoints") == STEPS
+
+    order = [sample for step in range(STEPS) for _, sample, _ in counts[step]]
+    for epoch in range(EPOCHS):
+        assert sorted(order[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES))
+    assert [row[0] for step in range(STEPS) for row in counts[step]] == list(range(STEPS * BATCH))
+    assert {step: [row[1] for row in batch] for step, batch in counts.items()} == {
+        step: [row[1] for row in batch] for step, batch in undisturbed.items()
+    }
+    assert counts == undisturbed, "an augmentation differs"
