@@ -31,6 +31,7 @@ STRATEGIES = ("ddp",)
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16")
+BAD_SAMPLES = ("fail", "skip")
 #: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
 FOREIGN_JOB = "toolkit.launch.foreign"
 
@@ -96,6 +97,8 @@ class DataConfig:
     workers: int = 0
     augment: bool = False
     image_size: int | None = None
+    bad_samples: str = "fail"  #: skip: a training sample that cannot be loaded is replaced by another one, and listed
+    max_bad_samples: int = 100  #: with skip; more of them in the whole run end it
 
 
 @dataclass
@@ -337,6 +340,7 @@ def _check_values(config: JobConfig) -> None:
     _one_of("strategy.name", config.strategy.name, STRATEGIES)
     _one_of("dist.backend", config.dist.backend, BACKENDS)
     _one_of("data.name", config.data.name, DATASETS)
+    _one_of("data.bad_samples", config.data.bad_samples, BAD_SAMPLES)
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     _one_of("train.precision", config.train.precision, PRECISIONS)
@@ -383,6 +387,7 @@ _LEAST: Mapping[str, float] = {
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
+    "data.max_bad_samples": 0,
     "optim.lr": 0,
     "optim.momentum": 0,
     "optim.weight_decay": 0,

@@ -71,6 +71,11 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def bad_samples(self) -> Path:
+        """The samples that could not be loaded and were replaced, one JSON line each."""
+        return self.path / "bad_samples.jsonl"
+
+    @property
     def witness(self) -> Path:
         """What `toolkit resume-check` compares, a file for each rank."""
         return self.path / "witness"

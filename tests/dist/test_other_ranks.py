@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,15 @@ Seen = dict[int, list[tuple[int, int, bytes]]]
 class Pictures:
     """A sample's target is its own number; its augmentation draws from all three generators."""
 
+    def __init__(self, bad: Collection[int] = ()) -> None:
+        self.bad = bad
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index in self.bad:
+            raise OSError(f"{index} is torn")
         return torch.rand(6) + random.random() + np.random.normal() + index, index
 
 
@@ -72,14 +78,23 @@ def watch(loader: Loader, seen: Seen, last: Callable[[int], None]) -> None:
     loader.at = at  # type: ignore[method-assign]
 
 
-def train(session: Session, run_dir: Path, attempt: int, end: str | None = None, in_step: int = 0) -> Seen:
+def train(
+    session: Session,
+    run_dir: Path,
+    attempt: int,
+    end: str | None = None,
+    in_step: int = 0,
+    bad: Collection[int] = (),
+    most: int | None = None,
+) -> Seen:
     """One attempt; what its steps saw. With ``end`` it ends in step ``in_step``, by a stop or with nothing saved."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has a worker
     session = replace(session, run_dir=run_dir, attempt=attempt)
     config = TrainConfig(epochs=EPOCHS, seed=3, log_every=5)
     prepare(config.seed)
     strategy = build_strategy(StrategyConfig(), session)
-    loader = Loader(Pictures(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=1)
+    pictures, share = Pictures(bad), strategy.share
+    loader = Loader(pictures, global_batch_size=BATCH, seed=3, share=share, workers=1, max_bad_samples=most)
     optim = OptimConfig("sgd", lr=0.001)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
     seen: Seen = {}
@@ -114,16 +129,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]
     return together(run_ranks(4, train, tmp_path_factory.mktemp("whole"), 1))
 
 
+def go_through(run_dir: Path, end: str, *more: Any) -> tuple[list[int], dict[int, list[Any]]]:
+    """Three attempts of 4, 2 and 3 ranks: the step that each began with, and the batches of the steps that count."""
+    counts: dict[int, list[Any]] = {}
+    starts = []
+    for attempt, (ranks, how, in_step) in enumerate([(4, end, 6), (2, "dies", 11), (3, None, 0)], 1):
+        seen = together(run_ranks(ranks, train, run_dir, attempt, how, in_step, *more))
+        starts.append(min(seen))
+        counts = {step: counts[step] for step in range(min(seen))} | seen  # what was not saved was done in vain
+    return starts, counts
+
+
 @pytest.mark.parametrize("end", ["dies", "is stopped"])
 def test_a_run_of_4_ranks_that_ends_within_an_epoch_goes_on_with_2_and_then_3(
     undisturbed: dict[int, list[Any]], tmp_path: Path, end: str
 ) -> None:
-    counts: dict[int, list[Any]] = {}
-    starts = []
-    for attempt, (ranks, how, in_step) in enumerate([(4, end, 6), (2, "dies", 11), (3, None, 0)], 1):
-        seen = together(run_ranks(ranks, train, tmp_path, attempt, how, in_step))
-        starts.append(min(seen))
-        counts = {step: counts[step] for step in range(min(seen))} | seen  # what was not saved was done in vain
+    starts, counts = go_through(tmp_path, end)
     assert all(start * BATCH % SAMPLES for start in starts[1:]), "within an epoch"
     assert starts[0] == 0 < starts[1] < starts[2]
     assert newest_step(tmp_path / "checkpoints") == STEPS
@@ -136,3 +157,30 @@ def test_a_run_of_4_ranks_that_ends_within_an_epoch_goes_on_with_2_and_then_3(
         step: [row[1] for row in batch] for step, batch in undisturbed.items()
     }
     assert counts == undisturbed, "an augmentation differs"
+
+
+def bad_samples(run_dir: Path) -> tuple[list[tuple[int, int]], dict[int, float]]:
+    """(index, position) of each as listed, and the curve."""
+    lines = [json.loads(line) for line in (run_dir / "bad_samples.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (run_dir / "tensorboard/metrics.jsonl").read_text().splitlines()]
+    curve = {line["step"]: line["data/bad_samples"] for line in logged if "data/bad_samples" in line}
+    return [(line["index"], line["position"]) for line in lines], curve
+
+
+def test_bad_samples_are_replaced_and_listed_alike_whatever_ranks_and_attempts_meet_them(
+    undisturbed: dict[int, list[Any]], tmp_path: Path
+) -> None:
+    bad = {3, 11, 12, 20, 44}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = together(run_ranks(3, train, whole, 1, None, 0, bad, len(bad)))
+    _, counts = go_through(parts, "dies", bad, len(bad))
+    assert counts == expected
+    good = {row for batch in undisturbed.values() for row in batch if row[1] not in bad}
+    seen = {row for batch in counts.values() for row in batch}
+    assert good < seen, "a good sample is not as it was"
+    assert bad.isdisjoint(row[1] for row in seen)
+    listed, curve = bad_samples(whole)
+    assert sorted(index for index, _ in listed) == sorted(bad)
+    assert bad_samples(parts) == (listed, curve)
+    assert list(curve) == [5, 10, 15, 16]
+    assert curve[16] == len(bad)

@@ -53,6 +53,7 @@ class Loader:
         seed: int,
         share: Share,
         workers: int = 0,
+        max_bad_samples: int | None = None,
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -61,11 +62,14 @@ class Loader:
         self.global_batch_size = global_batch_size
         #: How long the last ``at`` kept its caller waiting, the fetch itself included.
         self.data_wait_s = 0.0
+        #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
+        self.max_bad_samples = max_bad_samples
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
         self._sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
-        self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device)
+        skips = max_bad_samples is not None
+        self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device, skips=skips)
 
     def at(self, step: int) -> Batch | None:
         """This rank's samples of global batch ``step`` (counted from 0); None on a rank whose share count is 0.
@@ -101,6 +105,7 @@ def build_loader(
         seed=seed,
         share=share,
         workers=config.workers,
+        max_bad_samples=config.max_bad_samples if config.bad_samples == "skip" else None,
         device=device,
     )
 
@@ -146,11 +151,13 @@ class _TensorSource:
         """Nothing is held."""
 
 
-def _source(dataset: Any, sampler: Sampler, *, seed: int, workers: int, device: torch.device) -> Source:
+def _source(
+    dataset: Any, sampler: Sampler, *, seed: int, workers: int, device: torch.device, skips: bool = False
+) -> Source:
     """The cheapest way to read ``dataset``: all at once, in workers, or here."""
     pin = device.type == "cuda"
     if isinstance(dataset, BatchedSamples):
         return _TensorSource(dataset, sampler, pin=pin)
     if workers > 0:
-        return WorkerSource(Reader(dataset, seed), sampler, workers=workers, pin=pin)
-    return InlineSource(Reader(dataset, seed), sampler, pin=pin)
+        return WorkerSource(Reader(dataset, seed, skips=skips), sampler, workers=workers, pin=pin)
+    return InlineSource(Reader(dataset, seed, skips=skips), sampler, pin=pin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -23,15 +24,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit import stacks
+from toolkit.data.permutation import hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import Part, Sampler
-from toolkit.dist.batch import Batch
+from toolkit.dist.batch import BadSample, Batch
 from toolkit.errors import JobFailedError
 
 #: Sent to whole process groups by Slurm, by terminals and by users: the rank decides what follows, not its workers.
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NO_SAMPLE = -1
+#: Samples tried at one position. Where half of a data set is bad, no run will ever come to the last of them.
+TRIES = 100
+#: Characters of an error that travel with each bad sample.
+MOST_TEXT = 500
+_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+#: Keeps this hash apart from those that other parts of the package make of the same run seed.
+_REPLACEMENT = 0x52504C43
 
 
 class Samples(Protocol):
@@ -44,11 +53,16 @@ class Samples(Protocol):
 
 
 class Reader:
-    """Loads a part sample by sample, the random generators seeded from each sample's position first."""
+    """Loads a part sample by sample, the random generators seeded from each sample's position first.
 
-    def __init__(self, dataset: Samples, seed: int) -> None:
+    A sample whose loading raises ends the run. With ``skips`` another one takes its place: which, follows from the
+    seed, the position and how many were tried there.
+    """
+
+    def __init__(self, dataset: Samples, seed: int, *, skips: bool = False) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.skips = skips
         #: Index and position of the sample being loaded, in memory that outlives a killed worker.
         self.current: Any = [_NO_SAMPLE, _NO_SAMPLE]
 
@@ -56,22 +70,31 @@ class Reader:
         """The samples of ``part``, collated by torch. Leaves the process's generators seeded with the last sample's."""
         positions = part.positions()
         pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
-        samples = [self._sample(index, position) for index, position in pairs]
+        bad: list[BadSample] = []
+        samples = [self._sample(index, position, bad) for index, position in pairs]
         # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
-        inputs, targets = default_collate(samples or [self._sample(0, part.start)])
+        inputs, targets = default_collate(samples or [self._sample(0, part.start, [])])
         self.current[:] = [_NO_SAMPLE, _NO_SAMPLE]
-        return Batch(
-            inputs[: part.indices.size], targets[: part.indices.size], torch.from_numpy(positions), part.global_count
-        )
+        count = part.indices.size
+        return Batch(inputs[:count], targets[:count], torch.from_numpy(positions), part.global_count, tuple(bad))
 
-    def _sample(self, index: int, position: int) -> tuple[Tensor, Any]:
-        self.current[:] = [index, position]
-        seed_sample(self.seed, position)
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            where = f"sample {index} of the data set (position {position} of the run)"
-            raise JobFailedError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    def _sample(self, index: int, position: int, bad: list[BadSample]) -> tuple[Tensor, Any]:
+        """Sample ``index``, or the first good one of those drawn in its place; the others are added to ``bad``."""
+        for tried in range(TRIES):
+            chosen = index if not tried else hash64(_REPLACEMENT, self.seed, position, tried) % len(self.dataset)
+            self.current[:] = [chosen, position]
+            seed_sample(self.seed, position)
+            try:
+                return self.dataset[chosen]
+            except Exception as error:
+                found = BadSample(chosen, position, f"{type(error).__name__}: {error}"[:MOST_TEXT])
+                if not self.skips or _is_of_the_machine(error):
+                    raise JobFailedError(f"{found} cannot be loaded: {found.error}") from error
+                bad.append(found)
+        raise JobFailedError(
+            f"neither sample {index} (position {position} of the run) nor any of {TRIES - 1} drawn in its place can be "
+            f"loaded, the last one because of {bad[-1].error}; see whether the storage is there"
+        )
 
     def __getitem__(self, part: Part) -> Batch | Failure:
         """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
@@ -79,6 +102,11 @@ class Reader:
             return self.load(part)
         except JobFailedError as error:
             return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether the sample may be good: memory or file descriptors have run out, and would for any other as well."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)
 
 
 @dataclass(frozen=True)

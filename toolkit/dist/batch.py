@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,18 +30,32 @@ class Share:
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """Sample ``index`` of the data set could not be loaded: another one stands at ``position`` in its place."""
+
+    index: int
+    position: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"sample {self.index} of the data set (position {self.position} of the run)"
+
+
+@dataclass(frozen=True)
 class Batch:
     """Samples of one global batch that one rank works on.
 
     ``inputs`` (n, ...) and ``targets`` (n, ...) lie on one device. ``positions`` (n,) int64, always on the CPU, says
     where each sample stands in the order of the whole run (in evaluation: its index in the eval set).
     ``global_count`` is the number of samples that all shares together hold in this step: the divisor of the loss.
+    ``bad`` names the samples that should have been here and were replaced; parts of a batch do not repeat it.
     """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor
     global_count: int
+    bad: tuple[BadSample, ...] = ()
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -50,11 +64,11 @@ class Batch:
         """The batch with inputs and targets on ``device``; from pinned memory the host does not wait for the copy."""
         inputs = self.inputs.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, self.positions, self.global_count)
+        return replace(self, inputs=inputs, targets=targets)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked host memory; torch's DataLoader calls this by name."""
-        return Batch(self.inputs.pin_memory(), self.targets.pin_memory(), self.positions, self.global_count)
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
 
     def split(self, parts: int) -> list[Batch]:
         """``parts`` micro-batches in order, of sizes that differ by at most one (0 where there are fewer samples).

@@ -8,7 +8,15 @@ from toolkit.metrics.sinks import Sink
 
 _IMAGES = 16
 #: Runs are not compared by these, and TensorBoard shows only the first columns without scrolling.
-_LEFT_OUT = ("data.augment", "data.workers", "strategy.compression", "train.compile", "train.log_every")
+_LEFT_OUT = (
+    "data.augment",
+    "data.bad_samples",
+    "data.max_bad_samples",
+    "data.workers",
+    "strategy.compression",
+    "train.compile",
+    "train.log_every",
+)
 _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit import activity, logs
 from toolkit.config import TrainConfig
+from toolkit.data.bad_samples import Ledger
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
@@ -42,6 +43,7 @@ class Batches(Protocol):
     dataset_size: int
     global_batch_size: int
     data_wait_s: float
+    max_bad_samples: int | None
 
     def at(self, step: int) -> Batch | None: ...
 
@@ -90,6 +92,7 @@ class Trainer:
         self._throughput = Throughput(window=config.log_every)
         self._loss = LossWindow(session.rank, session.world_size)
         self._pace = Pace(session)
+        self._bad_samples = Ledger(session, loader.max_bad_samples)
         self._sink: Sink = NullSink()
         self._metrics: dict[str, float] = {}
         self._step = 0
@@ -134,6 +137,7 @@ class Trainer:
             reseed(self._config.seed, n, share)
             self._doing.phase = activity.WAITING_FOR_DATA
             batch = self._loader.at(n)
+            self._bad_samples.note(batch)
             self._doing.phase = activity.IN_STEP
             output = self._strategy.step(batch, self._lr(n))
             self._step_done(output.loss)
@@ -204,6 +208,7 @@ class Trainer:
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
+            **self._bad_samples.figures(self._step * self._loader.global_batch_size),
         }
         self._metrics["train/loss"] = loss
         self._sink.scalars(self._step, values)
@@ -231,6 +236,7 @@ class Trainer:
         self._doing.phase = activity.SAVING
         self._sink.flush()  # first: what was logged up to a committed step must survive with it
         reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
+        self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
         self._checkpoints.save(self._step, reached, must=must)
         self._saved = self._step
         self._report("train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -36,3 +37,17 @@ class Noisy:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         draws = [float(index), torch.rand(()).item(), random.random(), np.random.random()]
         return torch.tensor(draws, dtype=torch.float64), index
+
+
+class Damaged(Noisy):
+    """The samples ``bad`` cannot be read."""
+
+    def __init__(self, size: int, bad: Collection[int], error: Exception | None = None) -> None:
+        super().__init__(size)
+        self.bad = bad
+        self.error = error or OSError("truncated image")
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index in self.bad:
+            raise self.error
+        return super().__getitem__(index)

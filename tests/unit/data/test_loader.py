@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from tests.unit.data.samples import Noisy, Numbers
+from tests.unit.data.samples import Damaged, Noisy, Numbers
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
@@ -137,15 +137,9 @@ def test_a_rank_that_has_no_share_gets_none() -> None:
 
 
 def test_a_sample_that_raises_is_named_with_its_position() -> None:
-    class Damaged(Noisy):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            if index == 5:
-                raise OSError("truncated image")
-            return super().__getitem__(index)
-
     position = order(9, 3, 0, 0, 9).tolist().index(5)
     with pytest.raises(JobFailedError, match=rf"sample 5 .*\(position {position} .*OSError: truncated image"):
-        loader(Damaged(9), batch=9).at(0)
+        loader(Damaged(9, {5}), batch=9).at(0)
 
 
 def test_loader_knows_the_length_of_an_epoch_and_its_device() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.data.samples import Noisy
+from tests.unit.data.samples import Damaged, Noisy
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.dist.batch import Batch, Share
@@ -25,8 +25,9 @@ DEADLINE_S = 20.0
 
 
 @contextmanager
-def running(dataset: Any, workers: int, *, batch: int = 6) -> Iterator[Loader]:
-    loader = Loader(dataset, global_batch_size=batch, seed=3, share=Share(0, 1), workers=workers)
+def running(dataset: Any, workers: int, *, batch: int = 6, most: int | None = None) -> Iterator[Loader]:
+    share = Share(0, 1)
+    loader = Loader(dataset, global_batch_size=batch, seed=3, share=share, workers=workers, max_bad_samples=most)
     try:
         yield loader
     finally:
@@ -134,21 +135,23 @@ def test_workers_compute_with_one_thread() -> None:
         assert set(batch_at(loader, 0).inputs.flatten().tolist()) == {1}
 
 
-class Damaged(Noisy):
-    """Sample 5 cannot be read."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if index == 5:
-            raise OSError("truncated image")
-        return super().__getitem__(index)
-
-
 def test_a_sample_that_raises_in_a_worker_is_named_first() -> None:
     position = order(6, 3, 0, 0, 6).tolist().index(5)
-    with running(Damaged(6), 1) as loader, pytest.raises(JobFailedError) as caught:
+    with running(Damaged(6, {5}), 1) as loader, pytest.raises(JobFailedError) as caught:
         loader.at(0)
     assert str(caught.value).startswith(f"sample 5 of the data set (position {position} of the run) cannot be loaded")
     assert "in __getitem__" in str(caught.value)  # the worker's traceback is kept
+
+
+def test_a_replaced_sample_is_told_by_a_worker_with_the_batch() -> None:
+    seen = []
+    for workers in (0, 1):
+        with running(Damaged(20, {5, 7}), workers, most=9) as loader:
+            seen.append([batch_at(loader, step) for step in (0, 1, 2, 3, 9)])
+    for alone, worked in zip(*seen, strict=True):
+        assert torch.equal(alone.inputs, worked.inputs)
+        assert alone.bad == worked.bad
+    assert {bad.index for batch in seen[1] for bad in batch.bad} == {5, 7}
 
 
 class Deadly(Noisy):
@@ -166,10 +169,11 @@ class Deadly(Noisy):
         return super().__getitem__(index)
 
 
-def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading() -> None:
+@pytest.mark.parametrize("most", [None, 9], ids=["fail", "skip"])  # a dead worker is no bad sample
+def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading(most: int | None) -> None:
     fatal = int(order(18, 3, 0, 8, 9)[0])  # position 8 is in step 1, which the worker loads ahead
     gate = multiprocessing.get_context("fork").Event()
-    with running(Deadly(18, fatal, gate), 1) as loader:
+    with running(Deadly(18, fatal, gate), 1, most=most) as loader:
         loader.at(0)
         gate.set()
         wait_until(lambda: not worker_pids())

@@ -1,0 +1,110 @@
+"""The bad samples of a run: how many there are, and ``bad_samples.jsonl``, which lists each of them once.
+
+A worker sends them with the batch, the rank tells rank 0 through the store, and rank 0 alone writes. It collects where
+the ranks have just met (at a logging step, before a save), so a checkpoint never stands before a sample that is not
+listed yet; what a crash keeps from being listed, the resumed run meets again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from toolkit import fsio, logs
+from toolkit.dist.batch import BadSample, Batch
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError, listing
+from toolkit.rundir import RunDir
+
+#: So many are named in the log; after that only their number is.
+NAMED = 10
+
+log = logs.get(__name__)
+
+
+class Ledger:
+    """One rank's end of it. ``most`` is ``data.max_bad_samples``; None where a bad sample ends the run at once.
+
+    Raises ConfigError on rank 0 when the run has more than ``most``: a restart would meet them again.
+    """
+
+    def __init__(self, session: Session, most: int | None) -> None:
+        self._session = session
+        self._most = most
+        self._path = RunDir(session.run_dir).bad_samples
+        self._topic = f"bad_samples/{session.attempt}"
+        self._told: set[int] = set()
+        self._heard = 0
+        self._listed: dict[int, BadSample] = {}
+        self._unwritten: list[BadSample] = []
+        if most is not None and session.is_main:
+            self._listed = {line["index"]: BadSample(**line) for line in fsio.read_json_lines(self._path)}
+            self._refuse_too_many()
+
+    def note(self, batch: Batch | None) -> None:
+        """Tell rank 0 of the bad samples that this rank meets for the first time."""
+        for bad in batch.bad if batch is not None else ():
+            if bad.index not in self._told:
+                self._told.add(bad.index)
+                number = self._session.store.add(f"{self._topic}/count", 1) - 1
+                self._session.store.set(f"{self._topic}/{number}", json.dumps(dataclasses.asdict(bad)))
+
+    def collect(self) -> None:
+        """Rank 0: list what all ranks have noted up to the last collective; of the others nothing is asked."""
+        if self._most is None or not self._session.is_main:
+            return
+        new = [bad for bad in sorted(self._hear(), key=lambda bad: bad.position) if self._is_new(bad)]
+        self._warn(new)
+        self._unwritten += new
+        self._write()
+        self._refuse_too_many()
+
+    def figures(self, position: int) -> dict[str, float]:
+        """Collect, and say for TensorBoard how many bad samples stand before ``position`` of the run.
+
+        Counted by position, for a resumed run has listed already what it is about to meet again.
+        """
+        self.collect()
+        if self._most is None:
+            return {}
+        return {"data/bad_samples": sum(bad.position < position for bad in self._listed.values())}
+
+    def _hear(self) -> list[BadSample]:
+        store, said = self._session.store, []
+        for number in range(self._heard, store.add(f"{self._topic}/count", 0)):
+            key = f"{self._topic}/{number}"
+            if not store.check([key]):  # counted, not yet told: of a step that rank 0 has not done
+                break
+            said.append(BadSample(**json.loads(store.get(key))))
+            store.delete_key(key)
+            self._heard += 1
+        return said
+
+    def _is_new(self, bad: BadSample) -> bool:
+        return self._listed.setdefault(bad.index, bad) is bad
+
+    def _warn(self, new: list[BadSample]) -> None:
+        named = max(NAMED - (len(self._listed) - len(new)), 0)
+        for bad in new[:named]:
+            log.warning("%s cannot be loaded, another one takes its place: %s", bad, bad.error)
+        if new[named:]:
+            log.warning("%d samples cannot be loaded; they are listed in %s", len(self._listed), self._path)
+
+    def _write(self) -> None:
+        while self._unwritten:
+            try:
+                fsio.append_json_line(self._path, dataclasses.asdict(self._unwritten[0]))
+            except OSError as error:  # a full disk must not end a training
+                log.warning("%s: %d bad samples are not listed yet: %s", self._path, len(self._unwritten), error)
+                return
+            del self._unwritten[0]
+
+    def _refuse_too_many(self) -> None:
+        if self._most is None or len(self._listed) <= self._most:
+            return
+        which = listing([f"{bad}: {bad.error}" for bad in self._listed.values()])
+        raise ConfigError(
+            f"data.max_bad_samples: {len(self._listed)} samples cannot be loaded, more than {self._most}: {which}. "
+            f"All are in {self._path}. Mend them or set data.max_bad_samples higher, then resume; if it was the "
+            "storage that failed, remove that file first"
+        )
