@@ -13,6 +13,7 @@ from toolkit.data.permutation import Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
 from toolkit.data.workers import InlineSource, Reader, Samples, WorkerSource
 from toolkit.dist.batch import Batch, Share
+from toolkit.dist.state import Json
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -84,6 +85,12 @@ class Loader:
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""
         return self._sampler.at(step).indices.tolist() if self._has_data else []
+
+    def state(self) -> None:
+        """A checkpoint needs nothing of it: the step says all."""
+
+    def restore(self, state: Json) -> None:
+        raise AssertionError("a loader whose state() is None has nothing to restore")
 
     def close(self) -> None:
         """End the workers, if any."""

@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from toolkit.errors import JobFailedError
 #: Sent to whole process groups by Slurm, by terminals and by users: the rank decides what follows, not its workers.
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NO_SAMPLE = -1
+NO_SAMPLE = -1
 #: Samples tried at one position. Where half of a data set is bad, no run will ever come to the last of them.
 TRIES = 100
 #: Characters of an error that travel with each bad sample.
@@ -52,7 +53,27 @@ class Samples(Protocol):
         """Input (a tensor of the same shape for every sample) and target (an int or a tensor) of sample ``index``."""
 
 
-class Reader:
+class PartReader(ABC):
+    """What loads the batches of one rank, in its process or in workers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        #: Index and position of the sample being loaded, in memory that outlives a killed worker.
+        self.current: Any = [NO_SAMPLE, NO_SAMPLE]
+
+    @abstractmethod
+    def load(self, part: Part) -> Batch:
+        """The samples of ``part``, collated by torch. Leaves the process's generators seeded with the last sample's."""
+
+    def __getitem__(self, part: Part) -> Batch | Failure:
+        """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
+        try:
+            return self.load(part)
+        except JobFailedError as error:
+            return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
+
+
+class Reader(PartReader):
     """Loads a part sample by sample, the random generators seeded from each sample's position first.
 
     A sample whose loading raises ends the run. With ``skips`` another one takes its place: which, follows from the
@@ -60,21 +81,18 @@ class Reader:
     """
 
     def __init__(self, dataset: Samples, seed: int, *, skips: bool = False) -> None:
+        super().__init__(seed)
         self.dataset = dataset
-        self.seed = seed
         self.skips = skips
-        #: Index and position of the sample being loaded, in memory that outlives a killed worker.
-        self.current: Any = [_NO_SAMPLE, _NO_SAMPLE]
 
     def load(self, part: Part) -> Batch:
-        """The samples of ``part``, collated by torch. Leaves the process's generators seeded with the last sample's."""
         positions = part.positions()
         pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
         bad: list[BadSample] = []
         samples = [self._sample(index, position, bad) for index, position in pairs]
         # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
         inputs, targets = default_collate(samples or [self._sample(0, part.start, [])])
-        self.current[:] = [_NO_SAMPLE, _NO_SAMPLE]
+        self.current[:] = [NO_SAMPLE, NO_SAMPLE]
         count = part.indices.size
         return Batch(inputs[:count], targets[:count], torch.from_numpy(positions), part.global_count, tuple(bad))
 
@@ -96,13 +114,6 @@ class Reader:
             f"loaded, the last one because of {bad[-1].error}; see whether the storage is there"
         )
 
-    def __getitem__(self, part: Part) -> Batch | Failure:
-        """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
-        try:
-            return self.load(part)
-        except JobFailedError as error:
-            return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
-
 
 def _is_of_the_machine(error: Exception) -> bool:
     """Whether the sample may be good: memory or file descriptors have run out, and would for any other as well."""
@@ -119,7 +130,7 @@ class Failure:
 class InlineSource:
     """Loads in the calling process, whose random generators are put back afterwards."""
 
-    def __init__(self, reader: Reader, sampler: Sampler, *, pin: bool) -> None:
+    def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool) -> None:
         self.reader = reader
         self.sampler = sampler
         self.pin = pin
@@ -141,13 +152,13 @@ class WorkerSource:
     rank leaves no process behind that holds its sockets open and makes its peers wait for it.
     """
 
-    def __init__(self, reader: Reader, sampler: Sampler, *, workers: int, pin: bool) -> None:
+    def __init__(self, reader: PartReader, sampler: Sampler, *, workers: int, pin: bool) -> None:
         self._steps = _StepsFrom(sampler)
         self._sampler = sampler
         self._current = RawArray(ctypes.c_int64, 2 * workers)
         self._pids: list[int] = []
         self._batches: Any = None
-        self._next = _NO_SAMPLE
+        self._next = NO_SAMPLE
         self._at_exit = partial(_close, weakref.ref(self))
         self._loader: DataLoader[Any] = DataLoader(
             reader,  # type: ignore[arg-type]  # asked by part instead of by index
@@ -174,7 +185,7 @@ class WorkerSource:
 
     def close(self) -> None:
         """End the workers; one that does not end within torch's 5 s is killed."""
-        batches, self._batches, self._next = self._batches, None, _NO_SAMPLE
+        batches, self._batches, self._next = self._batches, None, NO_SAMPLE
         if batches is not None:
             batches._shutdown_workers()  # dropping the last reference does the same, but tracebacks hold references
         self._loader._iterator = None
@@ -222,7 +233,7 @@ class WorkerSource:
 
     def _last_words(self, worker: int) -> str:
         index, position = self._current[2 * worker : 2 * worker + 2]
-        if position == _NO_SAMPLE:
+        if position == NO_SAMPLE:
             return f"Worker {worker} was between two batches"
         return f"Worker {worker} was loading sample {index} of the data set (position {position} of the run)"
 

@@ -48,7 +48,8 @@ class Batch:
     ``inputs`` (n, ...) and ``targets`` (n, ...) lie on one device. ``positions`` (n,) int64, always on the CPU, says
     where each sample stands in the order of the whole run (in evaluation: its index in the eval set).
     ``global_count`` is the number of samples that all shares together hold in this step: the divisor of the loss.
-    ``bad`` names the samples that should have been here and were replaced; parts of a batch do not repeat it.
+    ``bad`` names the samples that should have been here and were replaced; ``stream_state``, in JSON, is where the
+    stream stands after them, if they come from one. Parts of a batch repeat neither.
     """
 
     inputs: Tensor
@@ -56,6 +57,7 @@ class Batch:
     positions: Tensor
     global_count: int
     bad: tuple[BadSample, ...] = ()
+    stream_state: str | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]

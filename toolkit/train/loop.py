@@ -16,6 +16,7 @@ from toolkit.data.bad_samples import Ledger
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
+from toolkit.dist.state import Json
 from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
 from toolkit.metrics.meters import Throughput
@@ -38,7 +39,7 @@ Describe: TypeAlias = Callable[[Sink], None]
 
 
 class Batches(Protocol):
-    """What the loop needs of :class:`toolkit.data.loader.Loader`."""
+    """What the loop needs of :class:`toolkit.data.loader.Loader`, or of a loader of streams."""
 
     dataset_size: int
     global_batch_size: int
@@ -46,6 +47,12 @@ class Batches(Protocol):
     max_bad_samples: int | None
 
     def at(self, step: int) -> Batch | None: ...
+
+    def state(self) -> Json:
+        """What this rank's part of a checkpoint must hold of it; None where the step says all."""
+
+    def restore(self, state: Json) -> None:
+        """Go on from a :meth:`state`, whatever was read before."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ class Trainer:
         self._strategy = strategy
         self._loader = loader
         self._checkpoints = checkpoints
+        checkpoints.include(loader)
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
         self._throughput = Throughput(window=config.log_every)

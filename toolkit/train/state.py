@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,7 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
-from toolkit.dist.state import Json, State
+from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.rundir import RunDir
 from toolkit.strategies.protocol import Strategy
@@ -72,6 +72,14 @@ def _cpu_name() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
+class Stateful(Protocol):
+    """What a checkpoint needs of a loader: see :class:`toolkit.train.loop.Batches`."""
+
+    def state(self) -> Json: ...
+
+    def restore(self, state: Json) -> None: ...
+
+
 class Checkpoints:
     """The run's checkpoints as the loop sees them: resume once, save when it is time."""
 
@@ -101,11 +109,21 @@ class Checkpoints:
         self._waits = True
         self._session = session
         self._strategy = strategy
+        self._loader: Stateful | None = None
+        self._position = f"data/rank{session.rank}"
         self.newest: int | None = None  #: the step of the newest checkpoint
         self._has_saved = False  #: in this attempt
         self._failed: list[str] = []  #: since the last good save
         self.save_s = 0.0  #: how long the last save took
         self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
+
+    def include(self, loader: Stateful) -> None:
+        """Save where ``loader`` stands with the strategy's state, and put it there again."""
+        self._loader = loader
+
+    def _state(self) -> State:
+        position = None if self._loader is None else self._loader.state()
+        return {**self._strategy.state(), **({} if position is None else {self._position: PerRank(position)})}
 
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step`` steps."""
@@ -183,13 +201,13 @@ class Checkpoints:
         return bool(sum_across_ranks(votes).item())
 
     def _save(self, step: int, reached: Mapping[str, Json]) -> None:
-        state = self._strategy.state()
+        state = self._state()
         self._write(step, state, {**self._meta, **reached}, self._session.store, check_replicas=True)
         self._succeed(step)
 
     def _take_off(self, step: int, reached: Mapping[str, Json]) -> None:
         """The step after this one changes the weights: what is written is a copy."""
-        staged, wait_for_copy = self._staging.copy(self._strategy.state(), self._session.rank)
+        staged, wait_for_copy = self._staging.copy(self._state(), self._session.rank)
         meta = {**self._meta, **reached}
         if self._line is None and self._session.store is not None:
             self._line = Line(self._session.store.clone())
@@ -276,6 +294,8 @@ class Checkpoints:
         if loaded is None:
             return None
         self._strategy.loaded(loaded.values)
+        if self._loader is not None and self._position in loaded.values:
+            self._loader.restore(loaded.values[self._position])
         self._say_what_differs(loaded.meta)
         self._best = _number(loaded.meta.get("best"))
         self.newest = loaded.step
@@ -290,7 +310,7 @@ class Checkpoints:
         self._refuse_another_run()
         return load(
             self._store,
-            self._strategy.state(),
+            self._state(),
             rank=session.rank,
             world_size=session.world_size,
             kv=session.store,
@@ -303,7 +323,17 @@ class Checkpoints:
             manifest = self._manifest(path)
             if manifest is not None:
                 refuse_other_identity(manifest.meta.get("identity", {}), _mapping(self._meta["identity"]), path)
+                self._refuse_other_streams(manifest, path)
                 return
+
+    def _refuse_other_streams(self, manifest: Manifest, path: Path) -> None:
+        then, now = manifest.world_size, self._session.world_size
+        if then != now and any(name.startswith("data/rank") for name in manifest.values):
+            raise ConfigError(
+                f"{path} cannot be continued on {now} ranks: each of {then} ranks had read its own stream up to some "
+                f"point, and what is left of {then} streams cannot be shared out anew. Go on with {then} ranks "
+                "(cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
+            )
 
     def _manifest(self, path: Path) -> Manifest | None:
         """None for a damaged one, which the load will skip and report."""

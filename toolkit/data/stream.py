@@ -1,0 +1,244 @@
+"""Data that have no index: each rank reads a stream of its own, and a checkpoint holds where each one stands.
+
+Promised: a resume on as many ranks gives exactly the samples that would have followed, seeded by the seed and their
+positions as those of a data set with an index are, whether or not a worker reads ahead. What was read ahead and not
+trained on is read again. A stream that ends begins its next epoch, at a time of its own where streams are uneven: so
+samples of a short stream come more often than those of a long one, and the epochs that the loop counts follow from
+``dataset_size`` alone.
+
+Not promised: that another number of ranks sees the same samples. What a stream has left is for it alone to know, and
+nobody can share it out anew, so a resume on another number of ranks is refused. That ranks do not read the same
+samples is the business of whoever builds a stream from its share, and so are samples that cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from toolkit.data.randomness import seed_sample
+from toolkit.data.sampler import Part
+from toolkit.data.workers import NO_SAMPLE, InlineSource, PartReader, WorkerSource
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.state import Json
+from toolkit.errors import ConfigError, JobFailedError
+
+if TYPE_CHECKING:
+    from toolkit.config import DataConfig
+
+_END = object()
+
+
+class Stream(Protocol):
+    """Samples one after the other, and a state that says where one is; torchdata's stateful data sets are such.
+
+    Draw what must last longer than a sample (an epoch's order) from a generator of your own: the process's are seeded
+    anew before each sample, from the position in the run.
+    """
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+        """Go on where the state stands; where that is the end of an epoch, with the next one.
+
+        Called at the beginning, after :meth:`load_state_dict` and at each end. Inputs are tensors of one shape.
+        """
+
+    def state_dict(self) -> Mapping[str, Json]:
+        """Where the stream stands after the last sample that it gave; a generator counts a sample before its yield."""
+
+    def load_state_dict(self, state: Mapping[str, Json]) -> None:
+        """Stand there again, wherever it stands now; ``state`` has been through JSON."""
+
+
+#: The stream of a share, built on its rank. ``share`` says which of how many streams it is, the int is the run's seed.
+MakeStream: TypeAlias = Callable[[Share, int], Stream]
+
+
+class StreamLoader:
+    """This rank's part of each global batch, out of its own stream; for the loop the like of a ``Loader``.
+
+    Steps must be asked for in order. With ``workers`` one process reads ahead: several would give the samples in
+    another order.
+    """
+
+    max_bad_samples = None
+
+    def __init__(
+        self,
+        make: MakeStream,
+        *,
+        dataset_size: int,
+        global_batch_size: int,
+        seed: int,
+        share: Share,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``dataset_size`` is the number of samples that count as an epoch. Raises ConfigError for an empty share."""
+        if global_batch_size < share.count:
+            raise ConfigError(
+                f"data.global_batch_size: {global_batch_size} samples cannot be shared by {share.count} streams; "
+                f"use {share.count} or more"
+            )
+        self.dataset_size = dataset_size
+        self.steps_per_epoch = dataset_size / global_batch_size
+        self.global_batch_size = global_batch_size
+        #: How long the last ``at`` kept its caller waiting, the fetch itself included.
+        self.data_wait_s = 0.0
+        self._device = torch.device(device)
+        self._clock = clock
+        self._parts = _Parts(global_batch_size, share)
+        self._source: InlineSource | WorkerSource | None = None
+        if share.count:
+            reader, pin = _StreamReader(make(share, seed), seed, share), self._device.type == "cuda"
+            self._source = (
+                WorkerSource(reader, self._parts, workers=1, pin=pin)
+                if workers
+                else InlineSource(reader, self._parts, pin=pin)
+            )
+        self._next = 0
+        self._first: Batch | None = None  # what the strategy is primed on must not be missing in step 0
+        self._state: str | None = None
+
+    def at(self, step: int) -> Batch | None:
+        """This rank's samples of global batch ``step``; None on a rank whose share count is 0.
+
+        Step 0 may be asked for again until another one is. ValueError for any other that is not the next.
+        """
+        started = self._clock()
+        batch = self._first if step == 0 and self._first is not None else self._read(step)
+        self._first = batch if step == 0 else None
+        self.data_wait_s = self._clock() - started
+        return batch
+
+    def _read(self, step: int) -> Batch | None:
+        if step != self._next:
+            raise ValueError(f"a stream is read in order: step {step} was asked for, and {self._next} is the next one")
+        batch = None if self._source is None else self._source.fetch(step).to(self._device)
+        self._next = step + 1
+        self._state = None if batch is None else batch.stream_state
+        return batch
+
+    def samples(self, step: int) -> list[int]:
+        """Which samples ``at(step)`` gives: their positions, for an index they have not."""
+        start, stop = self._parts.bounds_of(step)
+        return list(range(start, stop))
+
+    def state(self) -> Json:
+        """Where the stream stands after the last batch that was given."""
+        return {"next_step": self._next, "stream": None if self._state is None else json.loads(self._state)}
+
+    def restore(self, state: Json) -> None:
+        """Stand where a :meth:`state` says."""
+        assert isinstance(state, Mapping)
+        assert isinstance(state["next_step"], int)
+        self.close()  # a worker is ahead on the way that is left now
+        self._next, self._first = state["next_step"], None
+        self._state = None if state["stream"] is None else json.dumps(state["stream"])
+        self._parts.begin(self._next, self._state)
+
+    def close(self) -> None:
+        """End the worker, if any."""
+        if self._source is not None:
+            self._source.close()
+
+
+def build_stream_loader(
+    make: MakeStream,
+    config: DataConfig,
+    share: Share,
+    *,
+    dataset_size: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> StreamLoader:
+    """The loader of streams that the ``data:`` section asks for; ``seed`` is the run's. Raises ConfigError."""
+    if config.bad_samples != "fail":
+        raise ConfigError(
+            "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
+            "stream leave out what it cannot read, and set it to fail"
+        )
+    return StreamLoader(
+        make,
+        dataset_size=dataset_size,
+        global_batch_size=config.global_batch_size,
+        seed=seed,
+        share=share,
+        workers=config.workers,
+        device=device,
+    )
+
+
+@dataclass(frozen=True)
+class _StreamPart(Part):
+    """What to read next from a stream; its indices are positions. With ``state`` the stream is put there first."""
+
+    state: str | None = None
+
+
+class _Parts:
+    """The parts of a share, as many samples each as the step number says."""
+
+    def __init__(self, global_batch_size: int, share: Share) -> None:
+        self.global_batch_size = global_batch_size
+        self.bounds = share.bounds(global_batch_size)
+        self.begin(0, None)
+
+    def begin(self, step: int, state: str | None) -> None:
+        """From now on ``step`` begins where ``state`` stands."""
+        self._begins, self._state = step, state
+
+    def bounds_of(self, step: int) -> tuple[int, int]:
+        """The positions of the samples of ``step``."""
+        return step * self.global_batch_size + self.bounds[0], step * self.global_batch_size + self.bounds[1]
+
+    def at(self, step: int) -> _StreamPart:
+        start, stop = self.bounds_of(step)
+        state = self._state if step == self._begins else None
+        return _StreamPart(np.arange(start, stop, dtype=np.int64), start, self.global_batch_size, state)
+
+
+class _StreamReader(PartReader):
+    """Takes the samples of a part from a stream, in this process or in the one worker."""
+
+    def __init__(self, stream: Stream, seed: int, share: Share) -> None:
+        super().__init__(seed)
+        self._stream = stream
+        self._share = share
+        self._iterator: Iterator[Any] | None = None
+
+    def load(self, part: Part) -> Batch:
+        assert isinstance(part, _StreamPart)
+        where = part.start
+        try:
+            if part.state is not None:
+                self._stream.load_state_dict(json.loads(part.state))
+                self._iterator = None
+            samples = [self._take(where := position) for position in part.indices.tolist()]
+            state = json.dumps(self._stream.state_dict(), allow_nan=False)
+        except Exception as error:
+            which = f"the stream of share {self._share.index} of {self._share.count}"
+            raise JobFailedError(f"{which} failed at position {where}: {type(error).__name__}: {error}") from error
+        self.current[:] = [NO_SAMPLE, NO_SAMPLE]
+        inputs, targets = default_collate(samples)
+        return Batch(inputs, targets, torch.from_numpy(part.indices), part.global_count, stream_state=state)
+
+    def _take(self, position: int) -> Any:
+        self.current[:] = [position, position]
+        for _ in range(2):  # the second time after an end
+            if self._iterator is None:
+                self._iterator = iter(self._stream)
+            seed_sample(self.seed, position)
+            sample = next(self._iterator, _END)
+            if sample is not _END:
+                return sample
+            self._iterator = None
+        raise ValueError("it ended twice without a sample; a share must not be empty")
