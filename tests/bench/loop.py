@@ -133,6 +133,7 @@ def ours(session: Session) -> Round:
         schedule = partial(build_schedule, optim)
         trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
         trainer._step = done - steps
+        trainer._begin()
         trainer._train(lambda strategy, is_cut: {})
 
     return timed(train)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
+from toolkit.launch import goodput
 from toolkit.launch.submit import Run
 
 #: How long a local run may take to end after Ctrl-C before we say that it has not.
@@ -160,6 +161,8 @@ def _say_how_it_went(run: Run, console: Console) -> int:
             f"  reached step {result['step']}; `toolkit resume {run.id}` goes on from the last checkpoint",
             soft_wrap=True,
         )
+    if told := goodput.sentence(result.get("goodput")):
+        console.print(f"  {told}", highlight=False, soft_wrap=True)
     console.print(f"  logs: {escape(_short(run.dir.logs))}", highlight=False, soft_wrap=True)
     return EXIT_STOPPED if state == "stopped" else EXIT_FAILED
 
@@ -172,6 +175,7 @@ def _completed_text(run: Run, result: dict[str, Any]) -> str:
         lines[0] += f", {result['attempts']} attempts"
     metrics = result.get("metrics") or {}
     lines += [f"  {_spoken(name)}: {_number(metrics[name])}" for name in sorted(metrics)]
+    lines += [f"  {told}" for told in [goodput.sentence(result.get("goodput"))] if told]
     lines.append(f"  run folder: {escape(_short(run.dir.path))}")
     if any(run.dir.tensorboard.iterdir()):
         lines.append(f"  TensorBoard: {escape(_command())} tensorboard {run.id}")

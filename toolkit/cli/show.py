@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import RequestError, ToolkitError
+from toolkit.launch import goodput
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # what asks Slurm is imported when Slurm is asked
@@ -62,6 +63,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "nodes": status.get("nodes", []),
         "bad_nodes": status.get("bad_nodes", {}),
         "stragglers": slow.stragglers(status),
+        "goodput": goodput.of_files(run),
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
@@ -127,7 +129,8 @@ def status_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
-    return table([head, *(_cells(row) for row in rows)]) + _why_lines(rows) + _held_lines(rows) + _slow_lines(rows)
+    lines = _why_lines(rows) + _held_lines(rows) + _slow_lines(rows)
+    return table([head, *(_cells(row) for row in rows)]) + lines + _time_line(rows)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -148,6 +151,12 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
 def _slow_lines(rows: list[dict[str, Any]]) -> str:
     texts = ((row["run"], slow.remark(row["stragglers"])) for row in rows if not row["silent"])
     return "".join(f"\n{run}: {text}" for run, text in texts if text)
+
+
+def _time_line(rows: list[dict[str, Any]]) -> str:
+    """Where the time went, if one run is asked after: below ten it would be told of nobody knows which."""
+    told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
+    return f"\n{told}" if told else ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import table
-from toolkit.launch import ending, nodes
+from toolkit.launch import ending, goodput, nodes
 from toolkit.launch.error_files import read_error_file
 from toolkit.rundir import RunDir
 
@@ -43,6 +43,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
+        "goodput": goodput.of_files(run),
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
         "next": _ADVICE.get(state, "`toolkit status {run}` says how it stands").format(run=run.id),
     }
@@ -78,6 +79,8 @@ def page(told: dict[str, Any]) -> str:
     lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")
     if told["step_reached"] is not None:
         lines.append(f"steps lost: {told['steps_lost']} (reached step {told['step_reached']})")
+    if time_told := goodput.sentence(told["goodput"]):
+        lines.append(f"time: {time_told}")
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     if told["attempts"]:
         lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from toolkit.launch import ending
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import RankFailure, Stop
+from toolkit.launch.goodput import Start
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.watchdog import Watchdog
 
@@ -20,7 +22,10 @@ class Attempt:
     number: int
     started: float
     plan: Allocation
-    watchdog: Watchdog | None = None  #: None for foreign scripts, which report nothing
+    start: Start | None = None  #: None for foreign scripts, which report nothing
+    first_step: float | None = None  #: when that began, as closely as rank 0's reports tell
+    left_over: Mapping[str, Any] = field(default_factory=dict)  #: the status, if an earlier supervisor wrote it
+    watchdog: Watchdog | None = None  #: None for foreign scripts, too
     lookout: Lookout | None = None  #: so here
     hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
@@ -37,6 +42,14 @@ class Attempt:
     slurm: ending.Slurm = ending.Slurm.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
+
+    def hear(self, rank: int, report: Mapping[str, Any]) -> None:
+        """Take a rank's report. Rank 0's says how long its loop has worked, and so, by our clock, since when: best the
+        one that came fastest."""
+        self.reports[rank] = report
+        if rank == 0 and "spent" in report:
+            began = time.time() - sum(report["spent"].values())
+            self.first_step = min(began, self.first_step or began)
 
     @property
     def progress(self) -> Mapping[str, Any]:

@@ -9,9 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from toolkit import logs
+from toolkit.cluster.commands import JobRow
+from toolkit.launch import goodput
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.ending import Cause, Decision, Ending, Past
+from toolkit.launch.goodput import Start, moment
 from toolkit.launch.nodes import Nodes
 from toolkit.rundir import RunDir
 
@@ -26,9 +29,37 @@ class Journal:
         self._allocation = allocation
         self._nodes = nodes
         self._unwritten: OSError | None = None
+        self._began = time.time()
+        self._is_first = True  # attempt of this job, or after its supervisor was killed
+        status = run.status()
+        waits = status.get("state") in ("queued", "requeued")
+        self._submitted: float = status["updated"] if waits else self._began
 
     def next_number(self) -> int:
         return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
+
+    def begin(self, row: JobRow | None) -> Start:
+        """What led to the attempt that begins now; to be asked once for each. ``row`` is our job as Slurm sees it."""
+        now, earlier = time.time(), self._run.attempts()
+        best = max((line["step_end"] or 0 for line in earlier), default=0)
+        ended = moment(earlier[-1]["ended"]) if earlier else None
+        if not self._is_first:
+            return Start(ended or now, None, 0.0, now, best)
+        self._is_first = False
+        submitted, started = self._submitted, self._began
+        if row is not None and row.submit_time is not None and row.start_time is not None:
+            submitted, started = row.submit_time, row.start_time
+        since = submitted if ended is None else ended
+        ready = started if started >= since else self._began  # the job has had a supervisor before us
+        return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
+
+    def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
+        """Where the time went up to ``until``; of an attempt that was left over, what its supervisor wrote last."""
+        start = attempt.start
+        if start is None:
+            return {key: attempt.left_over[key] for key in ("submitted", "goodput") if key in attempt.left_over}
+        ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
+        return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
 
     def history(self) -> list[Past]:
         """The attempts since the run was last started by a person: whoever resumes it has mended something."""
@@ -41,6 +72,8 @@ class Journal:
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
         first, slow = verdict.first_failure, attempt.progress.get("stragglers")
+        account = self._account(attempt, attempt.ended)
+        submitted = account.get("submitted")
         self._run.add_attempt(
             {
                 "attempt": attempt.number,
@@ -60,17 +93,21 @@ class Journal:
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
                 "line": verdict.line,
                 **({"slow_nodes": slow} if slow else {}),
+                **account,
+                **({"submitted": _iso(submitted)} if submitted else {}),
             }
         )
 
     def write_result(self, attempt: Attempt, state: str, why: str) -> None:
         lines = self._run.attempts()
-        started = datetime.fromisoformat(lines[0]["started"]).timestamp()
+        now, started = time.time(), datetime.fromisoformat(lines[0]["started"]).timestamp()
         reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
         reached["metrics"] = attempt.progress.get("metrics") or {}
         result = {**reached, **(attempt.result or {})}
-        wall_s = round(time.time() - started, 3)
-        self._run.write_result({"state": state, "attempts": len(lines), **result, "wall_s": wall_s, "why": why})
+        more: dict[str, Any] = {"wall_s": round(now - started, 3)}
+        if any(line.get("goodput") for line in lines):
+            more["goodput"] = goodput.as_json(goodput.of_run(lines, goodput.submission(lines[0]), now))
+        self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
 
     def set_status(self, state: str, attempt: Attempt, **more: Any) -> None:
         status = {
@@ -88,6 +125,7 @@ class Journal:
             "updated": time.time(),
             "stop": attempt.stop,
             "progress": dict(attempt.progress),
+            **self._account(attempt, attempt.ended or time.time()),
             **more,
         }
         try:

@@ -205,9 +205,8 @@ class Supervisor:
         return sum(1 for _ in takewhile(bool, fruitless))
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
-        attempt = Attempt(
-            self._journal.next_number(), time.time(), self._allocation, lost_nodes=set(bad), ended=time.time()
-        )
+        attempt = self._new_attempt(self._allocation)
+        attempt.lost_nodes, attempt.ended = set(bad), time.time()
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
         verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
         self._record(attempt, verdict)
@@ -225,7 +224,7 @@ class Supervisor:
     def _run_attempt(self) -> Ending:
         plan = self._nodes.plan()
         assert plan is not None, "the verdict before was to restart"
-        attempt = Attempt(self._journal.next_number(), time.time(), plan)
+        attempt = self._new_attempt(plan)
         if self._was_told_to_end(attempt):
             attempt.exit_code = EXIT_STOPPED
         else:
@@ -238,6 +237,10 @@ class Supervisor:
         self._suspect(verdict)
         self._record(attempt, verdict)
         return verdict
+
+    def _new_attempt(self, plan: Allocation) -> Attempt:
+        start = None if self._foreign else self._journal.begin(self._row)
+        return Attempt(self._journal.next_number(), time.time(), plan, start)
 
     def _was_told_to_end(self, attempt: Attempt) -> bool:
         """By a signal that came while there were no ranks: in the preflight, or between two attempts."""
@@ -382,7 +385,7 @@ class Supervisor:
         if "result" in content:
             attempt.result = content["result"]
         for rank, report in content.get("reports", {}).items():
-            attempt.reports[int(rank)] = report
+            attempt.hear(int(rank), report)
             if attempt.watchdog is not None:
                 attempt.watchdog.hear(int(rank), report)
 
@@ -598,6 +601,7 @@ class Supervisor:
         for host in gone:
             self._nodes.condemn(host, why)
         left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
+        left.left_over = status
         self._journal.add(left, Ending(cause, decision, why))
 
 

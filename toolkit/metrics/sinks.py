@@ -35,8 +35,8 @@ class Sink(Protocol):
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         """The run's hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
 
-    def text(self, tag: str, text: str, step: int = 0) -> None:
-        """A text, shown as it stands (a config, a command line)."""
+    def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
+        """A text, shown as it stands (a config, a command line), or rendered as Markdown."""
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
         """A grid of images, shape (N, C, H, W) with C of 1 or 3; uint8, or floats stretched to their own range."""
@@ -55,7 +55,7 @@ class NullSink:
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None: ...
 
-    def text(self, tag: str, text: str, step: int = 0) -> None: ...
+    def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None: ...
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None: ...
 
@@ -78,9 +78,9 @@ class FanOut:
         for sink in self._sinks:
             sink.hparams(values, metrics)
 
-    def text(self, tag: str, text: str, step: int = 0) -> None:
+    def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
         for sink in self._sinks:
-            sink.text(tag, text, step)
+            sink.text(tag, text, step, markdown=markdown)
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
         for sink in self._sinks:
@@ -203,9 +203,9 @@ class TensorBoardSink:
         self._add(0, start)
         self._file.flush()
 
-    def text(self, tag: str, text: str, step: int = 0) -> None:
+    def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
         """TensorBoard renders Markdown: indented by four spaces the text stays as it is."""
-        block = "".join(f"    {line}\n" for line in text.splitlines())
+        block = text if markdown else "".join(f"    {line}\n" for line in text.splitlines())
         self._add(step, self._summary.text(tag, block))
         self._file.flush()
 

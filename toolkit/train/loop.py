@@ -19,9 +19,11 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Json
 from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
+from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
+from toolkit.metrics.timesheet import Timesheet
 from toolkit.strategies.protocol import Strategy
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
@@ -98,6 +100,7 @@ class Trainer:
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
         self._throughput = Throughput(window=config.log_every)
+        self._sheet = Timesheet()
         self._loss = LossWindow(session.rank, session.world_size)
         self._pace = Pace(session)
         self._bad_samples = Ledger(session, loader.max_bad_samples)
@@ -126,10 +129,17 @@ class Trainer:
         with closing(self._checkpoints), closing(sinks) as self._sink:
             if loaded is None:
                 describe(self._sink)
-            else:
+            self._begin()
+            if loaded is not None:
                 self._make_up(evaluate)
             self._train(evaluate)
         return self._finish()
+
+    def _begin(self) -> None:
+        """From here on rank 0 measures where the time goes: what was before is start-up."""
+        self._history = History(self._session, self._step, self._sheet)
+        self._sheet.begin()
+        self._session.progress(spent=self._sheet.spent)
 
     def _make_up(self, evaluate: Evaluate) -> None:
         """An evaluation that was due at the checkpoint and was cut short by the stop that made it."""
@@ -168,7 +178,8 @@ class Trainer:
 
     def _stop(self) -> NoReturn:
         """Commit and leave; nothing to commit where this attempt has gained no step."""
-        self._checkpoints.settle(self._step)
+        with self._sheet.on("checkpoint"):
+            self._checkpoints.settle(self._step)
         if self._step != (self._checkpoints.newest or 0):
             self._save(must=True)
         self._report("stopped")
@@ -180,6 +191,7 @@ class Trainer:
         It asks after each batch, which shows as well that it gets on.
         """
         self._doing.move()
+        self._sheet.add("evaluation")
         return self._session.gate.pending == STOP
 
     def _step_done(self, loss: Tensor) -> None:
@@ -187,6 +199,7 @@ class Trainer:
         self._doing.step = self._step
         self._loss.add(loss)
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
+        self._sheet.step_done(self._loader.data_wait_s)
         self._session.progress(step=self._step)
 
     # ------------------------------------------------------------------------------------- what is due, by the step
@@ -217,16 +230,20 @@ class Trainer:
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
+            **self._history.scalars(self._step),
         }
         self._metrics["train/loss"] = loss
         self._sink.scalars(self._step, values)
+        if (table := self._history.take_table()) is not None:
+            self._sink.text("run/restarts", table, self._step, markdown=True)
         self._report("train")
 
     def _evaluate(self, evaluate: Evaluate) -> bool:
         """Whether the model has never been as good."""
         self._report("evaluate")
         self._doing.phase = activity.EVALUATING
-        found = evaluate(self._strategy, self._is_cut)
+        with self._sheet.on("evaluation"):
+            found = evaluate(self._strategy, self._is_cut)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
@@ -242,10 +259,11 @@ class Trainer:
     def _save(self, *, must: bool) -> None:
         self._report("checkpoint")
         self._doing.phase = activity.SAVING
-        self._sink.flush()  # first: what was logged up to a committed step must survive with it
-        reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
-        self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
-        self._checkpoints.save(self._step, reached, must=must)
+        with self._sheet.on("checkpoint"):
+            self._sink.flush()  # first: what was logged up to a committed step must survive with it
+            reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
+            self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
+            self._checkpoints.save(self._step, reached, must=must)
         self._saved = self._step
         self._report("train")
         self._throughput.pause()

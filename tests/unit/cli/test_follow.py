@@ -12,6 +12,7 @@ from rich.console import Console
 from toolkit import rundir
 from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
+from toolkit.launch.goodput import PARTS
 from toolkit.launch.submit import Run
 
 TRAINING: dict[str, Any] = {
@@ -69,6 +70,9 @@ def test_times_read_like_a_clock(seconds: float, text: str) -> None:
     assert follow.clock({"eta_s": seconds}, 0.0) == f"{text} left"
 
 
+TIMES = dict.fromkeys(PARTS, 0.0) | {"training": 6.0, "start_up": 1.0}
+
+
 def ended(tmp_path: Path, **result: Any) -> Run:
     run = rundir.create("my-run", tmp_path)
     (run.tensorboard / "events").touch()
@@ -77,10 +81,13 @@ def ended(tmp_path: Path, **result: Any) -> Run:
 
 
 def test_the_end_names_test_accuracy_folder_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ended(tmp_path, state="completed", step=450, metrics={"train/loss": 0.1, "eval/accuracy": 0.98333})
+    run = ended(
+        tmp_path, state="completed", step=450, metrics={"train/loss": 0.1, "eval/accuracy": 0.98333}, goodput=TIMES
+    )
     assert follow.to_the_end(run, bar=True) == EXIT_DONE
     out = capsys.readouterr().out
     assert "test accuracy: 0.9833" in out
+    assert "86 % of 7 s was training; 14 % start-up" in out
     assert f"run folder: {run.dir.path}" in out
     assert f"tensorboard {run.id}" in out
 
@@ -99,8 +106,10 @@ def test_a_run_whose_loss_is_no_number_at_its_end_is_told_like_any_other(
 def test_brackets_in_an_error_are_shown_as_they_stand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str
 ) -> None:
-    assert follow.to_the_end(ended(tmp_path, state="failed", why=why), bar=False) == EXIT_FAILED
-    assert why in capsys.readouterr().out
+    assert follow.to_the_end(ended(tmp_path, state="failed", why=why, goodput=TIMES), bar=False) == EXIT_FAILED
+    out = capsys.readouterr().out
+    assert why in out
+    assert "86 % of 7 s was training; 14 % start-up" in out
 
 
 def test_a_job_without_a_result_is_one_line(

@@ -1,0 +1,132 @@
+"""Where a run's time went: seconds by name, from its submission on and over all its attempts.
+
+The supervisor's clock says when things happened, rank 0's how long each thing took; the two are never compared, for
+they may differ by minutes. Whatever nobody has measured is ``idle``, so the parts always sum to the wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeAlias
+
+from toolkit.rundir import RunDir
+
+#: What rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
+MEASURED = ("training", "data_wait", "checkpoint", "evaluation")
+#: ``replay`` is the time of steps that an earlier attempt had made already. ``idle`` is what is left: a step that was
+#: never ended, the end of an attempt, nobody there.
+PARTS = ("queue", "start_up", *MEASURED, "replay", "idle")
+_WORDS = {
+    "queue": "in the queue",
+    "start_up": "start-up",
+    "data_wait": "waiting for data",
+    "checkpoint": "saving",
+    "evaluation": "evaluation",
+    "replay": "steps made again",
+    "idle": "idle",
+}
+
+#: Seconds of each of PARTS.
+Ledger: TypeAlias = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What led to an attempt. Times in seconds since the epoch."""
+
+    since: float  #: the end of the attempt before, or the run's submission
+    submitted: float | None  #: when the job was, or was requeued; None for a restart within the job
+    queue_s: float
+    ready: float  #: the start of the job, or the decision to start again
+    best_step: int  #: the furthest that any attempt before has come
+
+
+def of_attempt(start: Start, first_step: float | None, progress: Mapping[str, Any], until: float) -> Ledger:
+    """From ``start.since`` to ``until``; ``first_step`` is when that began, None before, ``progress`` rank 0's report.
+
+    Of a step's time, its data included, that share is replay which the steps made again are of all that were made.
+    """
+    ledger = dict.fromkeys(PARTS, 0.0) | (progress.get("spent") or {})
+    ledger["queue"] = start.queue_s
+    ledger["start_up"] = (until if first_step is None else first_step) - start.ready
+    share = _share_made_again(progress.get("step_start") or 0, progress.get("step") or 0, start.best_step)
+    ledger["replay"] = share * (ledger["training"] + ledger["data_wait"])
+    ledger["training"] *= 1 - share
+    ledger["data_wait"] *= 1 - share
+    return _fitted(ledger, until - start.since)
+
+
+def _share_made_again(first: int, last: int, best: int) -> float:
+    return max(0, min(last, best) - first) / (last - first) if last > first else 0.0
+
+
+def of_run(attempts: Sequence[Mapping[str, Any]], submitted: float, now: float) -> Ledger:
+    """The whole run's from ``submitted`` to ``now``, by the lines of attempts.jsonl. Of one without a ledger, as an
+    older version wrote them, nothing is known."""
+    told = [line.get("goodput") or {} for line in attempts]
+    return _fitted({part: sum(ledger.get(part, 0.0) for ledger in told) for part in PARTS}, now - submitted)
+
+
+def _fitted(ledger: Ledger, wall_s: float) -> Ledger:
+    """With what is left as idle. Clocks that were set meanwhile may leave less than nothing: then all parts shrink."""
+    known = {part: max(0.0, ledger[part]) for part in PARTS if part != "idle"}
+    total_s, wall_s = sum(known.values()), max(0.0, wall_s)
+    scale = wall_s / total_s if total_s > wall_s else 1.0
+    return {part: scale * known[part] for part in known} | {"idle": max(0.0, wall_s - total_s)}
+
+
+def ratio(ledger: Mapping[str, float]) -> float:
+    """The share of the time that was spent on steps that count; 0 of no time."""
+    wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
+    return ledger.get("training", 0.0) / wall_s if wall_s else 0.0
+
+
+def as_json(ledger: Ledger) -> dict[str, float]:
+    """For a file: rounded, with the ratio."""
+    return {part: round(ledger[part], 3) for part in PARTS} | {"ratio": round(ratio(ledger), 4)}
+
+
+def submission(line: Mapping[str, Any]) -> float:
+    """When the run was submitted, by its first attempt's line, or status; its start where that is not known."""
+    return moment(line.get("submitted") or line["started"])
+
+
+def moment(value: float | str) -> float:
+    """Seconds since the epoch: status.json has them as they are, attempts.jsonl as ISO 8601."""
+    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else value
+
+
+def of_files(run: RunDir) -> dict[str, float] | None:
+    """By the run's own files, up to its end or its last sign of life; None if nothing was measured."""
+    told = (run.result() or {}).get("goodput")
+    if told is not None:
+        return dict(told)
+    lines, status = run.attempts(), run.status()
+    if status.get("goodput") and all(line["attempt"] != status["attempt"] for line in lines):
+        lines.append({**status, "ended": status["updated"]})
+    if not any(line.get("goodput") for line in lines):
+        return None
+    return as_json(of_run(lines, submission(lines[0]), moment(lines[-1]["ended"])))
+
+
+def sentence(ledger: Mapping[str, float] | None) -> str:
+    """``87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again``; empty for a run that reports nothing."""
+    if not ledger or not any(ledger[part] for part in MEASURED):
+        return ""
+    wall_s = sum(ledger[part] for part in PARTS)
+    rest = sorted(((ledger[part] / wall_s, words) for part, words in _WORDS.items()), reverse=True)
+    others = ", ".join(f"{share:.0%} {words}" for share, words in rest if share >= 0.005)
+    text = f"{ledger['training'] / wall_s:.0%} of {_span(wall_s)} was training; {others}".replace("%", " %")
+    return text.removesuffix("; ")
+
+
+def _span(seconds: float) -> str:
+    """The two largest units that it has."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next((i for i, (count, _) in enumerate(units) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count) or "0 s"

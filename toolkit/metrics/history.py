@@ -1,0 +1,67 @@
+"""What TensorBoard shows of a run's attempts: which made each step, where the time went, what a restart cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.cluster import hostlist
+from toolkit.dist.session import Session
+from toolkit.launch import goodput
+from toolkit.launch.goodput import PARTS, Start
+from toolkit.metrics.timesheet import Timesheet
+from toolkit.rundir import RunDir
+
+_HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "steps lost")
+
+
+class History:
+    """The attempts before this one, read once, by rank 0 alone, from the run's own files; other ranks have none."""
+
+    def __init__(self, session: Session, first_step: int, sheet: Timesheet) -> None:
+        self._attempt, self._is_main = session.attempt, session.is_main
+        self._first_step = first_step
+        self._sheet = sheet
+        run = RunDir(session.run_dir)
+        status = run.status() if self._is_main else {}
+        self._nodes = status.get("nodes") or []
+        self._lines = run.attempts() if self._is_main else []
+        self._before = goodput.of_files(run) if self._is_main else None
+        self._table_is_due = bool(self._lines)
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """The attempt's number, and the share of each part in the time since the run was submitted.
+
+        Shares over all attempts, not of this one alone: a curve that began anew at each restart would show least where
+        most was lost.
+        """
+        if not self._is_main:
+            return {}
+        best = max((line["step_end"] or 0 for line in self._lines), default=0)
+        spent = dict(self._sheet.spent)
+        here = goodput.of_attempt(
+            Start(0.0, None, 0.0, 0.0, best),
+            0.0,
+            {"spent": spent, "step_start": self._first_step, "step": step},
+            sum(spent.values()),
+        )
+        both = {part: here[part] + (self._before or {}).get(part, 0.0) for part in PARTS}
+        wall_s = sum(both.values()) or 1.0
+        return {"run/attempt": float(self._attempt)} | {f"goodput/{part}": both[part] / wall_s for part in PARTS}
+
+    def take_table(self) -> str | None:
+        """A Markdown table with a row for each restart, at the first call in an attempt that is one."""
+        if not self._table_is_due:
+            return None
+        self._table_is_due = False
+        now = {"attempt": self._attempt, "step_start": self._first_step, "nodes": self._nodes}
+        starts = [*self._lines[1:], now]
+        rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, self._lines, starts)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(ended: Mapping[str, Any], start: Mapping[str, Any]) -> Sequence[str]:
+    first, last = start["step_start"], ended["step_end"]
+    lost = "" if first is None or last is None else str(max(0, last - first))
+    why = f"{ended['cause']}: {ended['line']}".replace("|", r"\|").replace("\n", " ")
+    return (str(start["attempt"]), "" if first is None else str(first), hostlist.compress(start["nodes"]), why, lost)
