@@ -2,10 +2,14 @@
 
 Rank 0 proposes a name, all read and verify their part of it, and the worst result decides for all. A damaged checkpoint
 is skipped; one that does not fit the model is an error, for an older one would not fit either.
+
+A shard may be cut otherwise than it was saved, on any number of ranks: it is put together from the stored parts that
+meet it. Values of one rank alone (PerRank) fit the same number of ranks only.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +21,7 @@ import torch
 from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
-from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, Part, TensorRecord, ValueRecord, file_name
+from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, file_name
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import KINDS
 from toolkit.dist.state import Entry, Json, Sharded, State
@@ -87,7 +91,7 @@ class _Reader:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
         for key, entry in self.state.items():
             if isinstance(entry.value, torch.Tensor):
-                tensors.fill(key, entry.value, path, _part_for(entry, manifest.tensors[key]))
+                _fill(key, entry, entry.value, path, manifest.tensors[key])
                 self.store.moved()
         values = {key: record.value for key, record in manifest.values.items() if key in self.state}
         return Loaded(manifest.step, manifest.meta, values, path)
@@ -152,10 +156,14 @@ def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
     return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
 
 
-def _part_for(entry: Entry, record: TensorRecord) -> Part:
-    """The stored part that is this rank's; there is one, for `_differences` found none."""
+def _fill(name: str, entry: Entry, live: torch.Tensor, folder: Path, record: TensorRecord) -> None:
+    """From the very part that stands here, straight into place; from all that meet it where there is none."""
     place = _place(entry)
-    return next(part for part in record.parts if (part.offsets, part.shape) == place)
+    same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
+    if same is not None:
+        tensors.fill(name, live, folder, same)
+    else:
+        tensors.assemble(name, live, place[0], folder, record.parts)
 
 
 def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -204,9 +212,9 @@ def _tensor_difference(name: str, entry: Entry, record: TensorRecord) -> str | N
     dtype = tensors.dtype_name(entry.value)
     if (record.dtype, record.shape) != (dtype, shape):
         return f"{name} is {record.dtype} {record.shape} in the checkpoint and {dtype} {shape} here"
-    parts = [part for part in record.parts if (part.offsets, part.shape) == place]
-    if not parts:
-        return f"{name} is cut into {len(record.parts)} parts in the checkpoint, none of them the one here"
-    if parts[0].size_bytes != entry.value.numel() * entry.value.element_size():
-        return f"{name} has {parts[0].size_bytes} bytes in the checkpoint, which is not its size"
+    for part in record.parts:
+        if part.size_bytes != math.prod(part.shape) * entry.value.element_size():
+            return (
+                f"{name} has a part of {part.size_bytes} bytes in the checkpoint, which is not the size of {part.shape}"
+            )
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def to_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     """The elements in C order. Of a contiguous CPU tensor it is the memory itself, so read it before the next step."""
     _check_plain(name, tensor)
+    if not tensor.numel():  # its strides may be such that torch refuses to see it as bytes
+        return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
@@ -43,14 +46,60 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
 
 def fill(name: str, live: torch.Tensor, folder: Path, part: Part) -> None:
     """Read `part` into `live`, in place; CorruptCheckpointError, with `live` as it was, if the bytes are wrong."""
-    staged = torch.empty(part.size_bytes, dtype=torch.uint8)
-    _read(folder, part, staged.numpy().data)
-    check_crc(folder, name, part, zlib.crc32(staged.numpy().data))
+    staged = _verified(name, folder, part)
     target = live.detach()
+    if not target.numel():
+        return
     if target.is_contiguous():  # as bytes: some types of torch (int1) have no copy of their own
         target.view(-1).view(torch.uint8).copy_(staged)
     else:
         target.copy_(staged.view(live.dtype).reshape(live.shape))
+
+
+def assemble(name: str, live: torch.Tensor, offsets: tuple[int, ...], folder: Path, parts: Iterable[Part]) -> None:
+    """Fill `live`, which stands at `offsets` of the global tensor, from all `parts` that meet it, however they are cut.
+
+    Each of them is read whole, once, and used when its crc32 is right; one is in memory at a time.
+    CorruptCheckpointError, with `live` filled in part, if the bytes of one are wrong.
+    """
+    target = live.detach()
+    whole = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    for part in parts:
+        meeting = _meeting(offsets, tuple(live.shape), part.offsets, part.shape)
+        if meeting is not None:
+            here, there = meeting
+            staged = _verified(name, folder, part)
+            _rows(whole, tuple(live.shape))[here].copy_(_rows(staged, part.shape)[there])
+            del staged  # before the next one is read
+    if whole is not target:
+        target.copy_(whole)
+
+
+def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bytes of a contiguous tensor that has `shape`, those of one element along one more dimension."""
+    return tensor.view(-1).view(torch.uint8).view(*shape, -1)
+
+
+def _meeting(
+    start: tuple[int, ...], shape: tuple[int, ...], other_start: tuple[int, ...], other_shape: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two rectangles of a tensor share, as slices of the one and of the other; None if that is nothing."""
+    here, there = list[slice](), list[slice]()
+    for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        here.append(slice(low - a, high - a))
+        there.append(slice(low - b, high - b))
+    return tuple(here), tuple(there)
+
+
+def _verified(name: str, folder: Path, part: Part) -> torch.Tensor:
+    """The bytes of `part`, whose crc32 is right."""
+    staged = torch.empty(part.size_bytes, dtype=torch.uint8)
+    _read(folder, part, staged.numpy().data)
+    check_crc(folder, name, part, zlib.crc32(staged.numpy().data))
+    return staged
 
 
 def _read(folder: Path, part: Part, target: memoryview) -> None:
