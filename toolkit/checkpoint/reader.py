@@ -58,8 +58,9 @@ def load(
     `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
     starting anew silently would throw the run away. After an error the tensors hold anything.
 
-    The run's writer moves damaged checkpoints aside, once a good one is found, and removes what dead writers left over;
-    `read_only` (evaluation, export: perhaps beside a living writer) changes no file.
+    The run's writer refuses (CheckpointError) what others than this user and root own or may write, moves damaged
+    checkpoints aside, once a good one is found, and removes what dead writers left over; `read_only` (evaluation,
+    export: perhaps beside a living writer, perhaps another user's) minds no owner and changes no file.
     """
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
@@ -101,8 +102,11 @@ def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:
     """Rank 0's side: propose, newest first, until all ranks have verified one."""
     store, skipped = reader.store, dict[str, str]()
     if not read_only:
+        store.refuse_of_others(store.folder)
         store.sweep()
     for path in store.list():
+        if not read_only:
+            store.refuse_of_others(path)
         loaded, reason = _propose(reader, talk, path.name)
         if loaded is None:
             skipped[path.name] = reason

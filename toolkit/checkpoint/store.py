@@ -11,8 +11,11 @@ older checkpoints removed. Whatever dies in between, the newest committed checkp
 from __future__ import annotations
 
 import errno
+import os
+import pwd
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +70,29 @@ def committed(folder: Path) -> list[Path]:
 def newest_step(folder: Path) -> int | None:
     """The step of the newest committed checkpoint in `folder`, for commands that only want to say it."""
     return next(map(step_of, committed(folder)), None)
+
+
+def _refuse_of_others(path: Path) -> None:
+    """A link is what it leads to: people put `checkpoints` on another disk. One that leads nowhere is damage."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid in (os.geteuid(), 0) and not mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    raise CheckpointError(
+        f"{path} belongs to {_user(found.st_uid)} and has mode {mode:04o}: somebody other than {_user(os.geteuid())} "
+        f"may write there, and so choose what a resumed run goes on with. If you trust what is there: `chmod -R go-w "
+        f"{path}` (and, as root, `chown -R {_user(os.geteuid())} {path}`), then resume the run; else start a new run"
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 class CheckpointStore:
@@ -177,6 +203,15 @@ class CheckpointStore:
             raise CorruptCheckpointError(f"{path} holds step {manifest.step}: somebody renamed the folder")
         manifests.check_sizes(path, manifest)
         return manifest
+
+    def refuse_of_others(self, path: Path) -> None:
+        """CheckpointError unless this user, or root, alone can change `path`: `folder` itself, or a checkpoint in it.
+
+        Whoever else may write there can hand a run that resumes any weights they like, with right digests.
+        """
+        with file_errors("looking at", path):
+            for each in (path, *(path.iterdir() if path != self.folder else ())):
+                _refuse_of_others(each)
 
     def prune(self) -> Sequence[Path]:
         """Remove all valid checkpoints but those to `keep`; call it when the newest is committed, never before.

@@ -1,0 +1,94 @@
+"""A resume takes nothing from a place where others may write; reading beside a run does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from toolkit.checkpoint.reader import load
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.errors import CheckpointError
+
+STRANGER = 54321
+PLACES = [".", "step-00000200", "step-00000200/manifest.json", "step-00000200/rank-00000.bin"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (100, 200):
+        alone(store, step, weights(float(step)))
+    return store
+
+
+def give(uid: int, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `paths` seem to belong to `uid`: only root could give them away."""
+    plain = os.stat
+    given = {plain(path).st_ino for path in paths}
+
+    def stat(target: object, *args: object, **options: object) -> os.stat_result:
+        found = plain(target, *args, **options)  # type: ignore[call-overload]
+        return os.stat_result((*found[:4], uid, *found[5:])) if found.st_ino in given else found
+
+    monkeypatch.setattr(os, "stat", stat)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_may_write_is_not_resumed_from(store: CheckpointStore, place: str, mode: int) -> None:
+    path = store.folder / place
+    path.chmod(mode)
+    with pytest.raises(CheckpointError, match=f"has mode {mode:04o}") as caught:
+        load_alone(store, weights(0.0))
+    assert str(path) in str(caught.value)
+    assert f"chmod -R go-w {path}" in str(caught.value)
+    assert len(store.list()) == 2  # nothing was moved aside
+    path.chmod(mode & ~0o022)
+    assert load_alone(store, weights(0.0))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_somebody_else_owns_is_not_resumed_from(
+    store: CheckpointStore, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.folder / place
+    give(STRANGER, [path], monkeypatch)
+    with pytest.raises(CheckpointError, match=f"{path} belongs to {STRANGER} and has mode 0[67]00"):
+        load_alone(store, weights(0.0))
+
+
+def test_what_root_owns_is_resumed_from(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    give(0, [store.folder / place for place in PLACES], monkeypatch)
+    loaded = load_alone(store, weights(0.0))
+    assert loaded
+    assert loaded.step == 200
+
+
+def test_reading_beside_a_run_minds_neither_owner_nor_mode(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.path(200).chmod(0o777)
+    give(STRANGER, [store.folder], monkeypatch)
+    loaded = load_alone(store, weights(0.0), read_only=True)
+    assert loaded
+    assert loaded.step == 200
+
+
+def test_an_empty_folder_of_others_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(CheckpointError, match="has mode 0777"):
+        load_alone(CheckpointStore(tmp_path), weights(0.0))
+
+
+def test_all_ranks_hear_of_it(store: CheckpointStore) -> None:
+    store.folder.chmod(0o770)
+
+    def read(rank: int, kv: object) -> object:
+        return load(CheckpointStore(store.folder), weights(0.0), rank=rank, world_size=3, kv=kv)
+
+    outcomes = on_ranks(3, read)
+    assert all(isinstance(outcome, CheckpointError) and "has mode 0770" in str(outcome) for outcome in outcomes)
