@@ -10,6 +10,10 @@ bytes without gaps) and `manifest.json`:
 The first line stays the same in every later version. Its crc32 is that of the version and the text below it, so each
 byte of the folder is under a digest. A manifest is data from outside: it is never unpickled, file names other than
 `rank-*.bin` are refused, and every range is checked against the file's real size before memory is taken for it.
+
+A next version counts `FORMAT` up, and `decode` still takes every version before it: it turns the fields of an older one
+into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version is kept
+with the tests, its bytes never made again, and must load bit for bit.
 """
 
 from __future__ import annotations

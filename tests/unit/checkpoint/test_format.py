@@ -1,0 +1,73 @@
+"""A checkpoint that was written in an earlier format is read bit for bit: `format-1` holds the bytes of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.unit.checkpoint.ranks import on_ranks
+from toolkit.checkpoint.reader import Loaded, load
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.dist.state import PerRank, Replicated, Sharded, State
+
+GOLDEN = Path(__file__).parent / "format-1"
+#: What rank 0 and rank 1 saved in step 42, written down without torch: bits where numpy has no such type.
+WEIGHT = np.array([[1.5, -0.0, 3e-45], [np.inf, 1 / 3, -7.25]], np.float32)
+BFLOAT16_BITS = np.array([0x3F80, 0xC2F7, 0x7FC1, 0x0001], np.uint16)  # 1.0, -123.5, a NaN with a payload, the least
+FLOAT8_BITS = np.array([0x38, 0xFF, 0x01], np.uint8)
+SHARDED = np.arange(15, dtype=np.float64).reshape(5, 3) / 7
+ROWS = (slice(0, 2), slice(2, 5))
+
+
+def state(rank: int) -> State:
+    """What was saved."""
+    return {
+        "model/weight": Replicated(torch.from_numpy(WEIGHT.copy())),
+        "model/half": Replicated(torch.from_numpy(BFLOAT16_BITS.copy()).view(torch.bfloat16)),
+        "model/eighth": Replicated(torch.from_numpy(FLOAT8_BITS.copy()).view(torch.float8_e4m3fn)),
+        "model/mask": Replicated(torch.tensor([True, False, True])),
+        "model/seen": Replicated(torch.tensor(1 << 40)),
+        "model/empty": Replicated(torch.empty(0, 4, dtype=torch.int16)),
+        "optim/weight/betas": Replicated([0.9, 0.95]),
+        "model/shards": Sharded(torch.from_numpy(SHARDED[ROWS[rank]].copy()), (5, 3), (ROWS[rank].start, 0)),
+        f"residual/rank{rank}": PerRank(torch.tensor([rank + 1j, -2j])),
+        f"stream/rank{rank}": PerRank({"position": 7 + rank, "name": "é", "rest": None}),
+    }
+
+
+def zeroed(rank: int) -> State:
+    found = state(rank)
+    for entry in found.values():
+        if isinstance(entry.value, torch.Tensor):
+            entry.value.zero_()
+    return found
+
+
+def bits(value: torch.Tensor) -> bytes:
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+
+
+def test_a_checkpoint_of_format_1_is_read_bit_for_bit() -> None:
+    def read(rank: int, kv: object) -> tuple[Loaded, State]:
+        live = zeroed(rank)
+        found = load(CheckpointStore(GOLDEN), live, rank=rank, world_size=2, kv=kv, read_only=True)
+        assert found
+        return found, live
+
+    for rank, (loaded, live) in enumerate(on_ranks(2, read)):
+        for name, entry in state(rank).items():
+            if isinstance(entry.value, torch.Tensor):
+                assert bits(live[name].value) == bits(entry.value), name
+        assert (loaded.step, loaded.skipped) == (42, {})
+        assert loaded.meta == {
+            "identity": {"model.name": "mlp"},
+            "samples": 2688,
+            "metrics": {"eval/accuracy": 0.5},
+            "evaluated": None,
+        }
+        assert loaded.values == {
+            "optim/weight/betas": [0.9, 0.95],
+            f"stream/rank{rank}": {"position": 7 + rank, "name": "é", "rest": None},
+        }
