@@ -8,6 +8,7 @@ data that its owner did not offer to the whole cluster. Every rename of the pack
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -129,6 +130,41 @@ def rename_dir(source: Path, target: Path) -> None:
     sync_dir(source)
     source.rename(target)
     sync_dir(target.parent)
+
+
+@contextlib.contextmanager
+def new_path(path: Path) -> Iterator[Path]:
+    """A free name beside ``path`` for a file or folder, which becomes ``path``, durably, when the block has written it.
+
+    Raises FileExistsError where ``path`` is there; of a block that fails nothing stays. What is written for others to
+    read is private all the same: its owner opens it to them.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        _refuse_existing(path)
+        yield temporary
+        temporary.chmod(DIR_MODE if temporary.is_dir() else FILE_MODE)
+        _sync(temporary)
+        _refuse_existing(path)
+        temporary.rename(path)
+    except BaseException:
+        remove_tree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+        raise
+    sync_dir(path.parent)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
+def _sync(path: Path) -> None:
+    for each in (*(path.rglob("*") if path.is_dir() else ()), path):
+        fd = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 #: A long file is brought to the disk in pieces of this size: one flush at its end would show no sign of life for as

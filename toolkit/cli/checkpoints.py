@@ -1,4 +1,4 @@
-"""`toolkit checkpoint list|verify|diff|prune`: a run's checkpoints, from their files alone."""
+"""`toolkit checkpoint list|verify|diff|export|prune`: a run's checkpoints, from their files alone."""
 
 from __future__ import annotations
 
@@ -147,6 +147,30 @@ def _told(what: str, value: Any) -> str:
     dtype, shape, *parts = value
     digests = " ".join(f"{crc32:08x}" for _, _, crc32 in parts[:3])
     return f"{dtype} {list(shape)} {digests}{' ...' if len(parts) > 3 else ''}"
+
+
+FORMATS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "dcp"}
+
+
+def export(run: RunDir, text: str | None, to: str, form: str | None, *, everything: bool) -> str:
+    """Write the checkpoint of step ``text``, by default the newest good one, as the file or folder ``to``; says what
+    was written. Raises RequestError before anything is read."""
+    target = Path(to).expanduser().absolute()
+    form = form or FORMATS.get(target.suffix)
+    if form is None:
+        raise RequestError(f"--to {to}: no format goes by {target.suffix}; say which: --as safetensors, torch or dcp")
+    if target.exists() or not target.parent.is_dir():
+        reason = "is there already; choose another name" if target.exists() else "is in a folder that does not exist"
+        raise RequestError(f"--to {to}: {target} {reason}")
+    from toolkit.checkpoint import export, whole
+
+    chosen = form
+    path, count = whole.from_newest(
+        pick(run, text),
+        lambda path, manifest: export.export(path, manifest, target, chosen, run=run.id, everything=everything),
+    )
+    size = _size(target) if target.is_dir() else target.stat().st_size
+    return f"{target}: {count} tensors of {path.name}, {_bytes(size)}"
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:

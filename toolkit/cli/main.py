@@ -142,11 +142,17 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--executor", default="auto", help="auto (default), slurm, local")
     check.add_argument("--json", action="store_true", help="one JSON document")
 
-    saved = _add(commands, "checkpoint", _checkpoint, "a run's checkpoints: list, verify, diff, prune")
-    saved.usage = "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP] [--with RUN] [--keep N] [--json]"
-    saved.add_argument("verb", choices=["list", "verify", "diff", "prune"])
+    saved = _add(commands, "checkpoint", _checkpoint, "a run's checkpoints: list, verify, diff, export, prune")
+    saved.usage = (
+        "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP] [--with RUN] [--keep N] [--json]\n"
+        "       toolkit checkpoint export RUN [STEP] --to PATH [--as {safetensors,torch,dcp}] [--all]"
+    )
+    saved.add_argument("verb", choices=["list", "verify", "diff", "export", "prune"])
     saved.add_argument("run", metavar="RUN")
     saved.add_argument("steps", nargs="*", metavar="STEP", help="verify: default all; diff: two, or the newest two")
+    saved.add_argument("--to", metavar="PATH", help="export: a new .safetensors, .pt or .pth file, or a folder")
+    saved.add_argument("--as", dest="form", choices=["safetensors", "torch", "dcp"], help="export: default by the name")
+    saved.add_argument("--all", action="store_true", help="export: the optimizer's state as well")
     saved.add_argument("--with", dest="other", metavar="RUN", help="diff: the second one is of this run")
     saved.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
     saved.add_argument("--json", action="store_true", help="list: one JSON document")
@@ -299,9 +305,23 @@ def _checkpoint(args: argparse.Namespace) -> int:
         found = list(checkpoints.verify(run, args.steps[0] if args.steps else None))
         print("\n".join(f"{path.name}: {problem or 'every byte is as it was written'}" for path, problem in found))
         return EXIT_FAILED if any(problem for _, problem in found) else EXIT_DONE
+    if args.verb == "export":
+        return _export(run, args)
     lines = checkpoints.diff(*checkpoints.pair(run, rundir.find(args.other) if args.other else run, args.steps))
     print("\n".join(lines or ["identical: tensors, values and meta data"]))
     return EXIT_FAILED if lines else EXIT_DONE
+
+
+def _export(run: Any, args: argparse.Namespace) -> int:
+    from toolkit import logs
+    from toolkit.cli import checkpoints
+
+    if args.to is None or len(args.steps) > 1:
+        raise RequestError("toolkit checkpoint export: one STEP at most, and --to PATH says where to")
+    logs.setup()
+    step = args.steps[0] if args.steps else None
+    print(checkpoints.export(run, step, args.to, args.form, everything=args.all))
+    return EXIT_DONE
 
 
 def _resume_check(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.unit.checkpoint.ranks import weights
 from toolkit import rundir
@@ -84,9 +85,34 @@ def test_a_difference_is_named_and_its_absence_too(run: RunDir, capsys: pytest.C
     assert capsys.readouterr().out == "identical: tensors, values and meta data\n" * 2
 
 
+def test_the_newest_good_checkpoint_is_exported_for_other_programs(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model.safetensors"
+    assert cli.main(["checkpoint", "export", run.id, "--to", str(out)]) == EXIT_DONE
+    assert capsys.readouterr().out.startswith(f"{out}: 1 tensors of step-00000040, ")
+    assert torch.equal(load_file(out)["weight"], torch.full((3, 4), 40.0))
+    (run.checkpoints / "step-00000040/rank-00000.bin").write_bytes(bytes(48))
+    assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "older"), "--as", "torch"]) == EXIT_DONE
+    told = capsys.readouterr()
+    assert "1 tensors of step-00000020" in told.out  # 30 has a flipped bit
+    assert told.err.count("is damaged, the next older one is tried") == 2
+    assert torch.equal(torch.load(tmp_path / "older", weights_only=True)["weight"], torch.full((3, 4), 20.0))
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run: RunDir, tmp_path: Path) -> None:
+    assert cli.main(["checkpoint", "export", run.id, "30", "--to", str(tmp_path / "x.pt")]) == EXIT_FAILED
+    assert not (tmp_path / "x.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["export", "digits"], "--to PATH says where to"),
+        (["export", "digits", "10", "20", "--to", "x.pt"], "one STEP at most"),
+        (["export", "digits", "--to", "x.onnx"], "no format goes by .onnx; say which: --as"),
+        (["export", "digits", "--to", "nowhere/x.pt"], "is in a folder that does not exist"),
+        (["export", "digits", "--to", "README.md", "--as", "torch"], "is there already; choose another name"),
         (["verify", "digits", "7"], "no checkpoint of step 7; there are: 40, 30, 20"),
         (["diff", "digits", "40"], "name two steps of its 3 checkpoints"),
         (["prune", "digits", "--keep", "1"], "set it to 2 or more"),

@@ -1,0 +1,223 @@
+"""What is exported is read by safetensors, torch and torch's DCP themselves, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
+from toolkit.checkpoint import export as exports
+from toolkit.checkpoint import whole
+from toolkit.checkpoint.export import export
+from toolkit.checkpoint.manifest import CorruptCheckpointError
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.errors import CheckpointError
+
+FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+
+
+def entries(model: nn.Module) -> State:
+    return {
+        **{f"model/{name}": Replicated(value) for name, value in model.state_dict().items()},
+        "optim/head.bias/momentum_buffer": Replicated(torch.randn(7)),
+        "optim/head.bias/step": Replicated(3),
+        "residual/rank0": PerRank(torch.ones(2)),
+    }
+
+
+def read_back(path: Path, form: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the format's own reader."""
+    if form == "safetensors":
+        return load_file(path)
+    if form == "torch":
+        found: dict[str, Tensor] = torch.load(path, weights_only=True)
+        return found
+    into = {name: torch.zeros_like(value) for name, value in like.items()}
+    dcp.load(into, checkpoint_id=path, no_dist=True)
+    return into
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def exported(folder: Path, form: str, *, everything: bool = False) -> Path:
+    (path,) = CheckpointStore(folder / "checkpoints").list()
+    target = folder / FORMS[form]
+    manifest = CheckpointStore(path.parent).manifest(path)
+    export(path, manifest, target, form, run="20260102-030405-abcd", everything=everything)
+    return target
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_loaded_from_its_export(tmp_path: Path, form: str) -> None:
+    model = Tied()
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(model))
+    expected = model.state_dict()
+    found = read_back(exported(tmp_path, form), form, expected)
+    assert same(found, expected)
+    fresh = Tied()
+    fresh.load_state_dict(found)
+    assert same(fresh.state_dict(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_ranks_shared_is_whole_again(tmp_path: Path, form: str) -> None:
+    rows, columns = torch.arange(20.0).reshape(5, 4), torch.arange(12).reshape(2, 6)
+
+    def run(rank: int, kv: object) -> Path:
+        a, b = ((0, 1), (1, 1), (1, 5))[rank]
+        state = {
+            "model/rows": Sharded(rows[a:b].clone(), (5, 4), (a, 0)),
+            "model/columns": Sharded(columns[:, 2 * rank : 2 * rank + 2].clone(), (2, 6), (0, 2 * rank)),
+        }
+        return save(CheckpointStore(tmp_path / "checkpoints"), 3, state, {}, rank=rank, world_size=3, kv=kv)
+
+    assert len(set(on_ranks(3, run))) == 1
+    expected = {"rows": rows, "columns": columns}
+    assert same(read_back(exported(tmp_path, form), form, expected), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", FORMS)
+def test_all_tensors_come_under_the_checkpoints_names(tmp_path: Path, form: str) -> None:
+    state = entries(Tied())
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, state)
+    tensors = {name: entry.value for name, entry in state.items() if isinstance(entry.value, Tensor)}
+    target = exported(tmp_path, form, everything=True)
+    found = read_back(target, form, tensors)
+    if form == "torch":
+        assert found.pop("optim/head.bias/step") == 3  # type: ignore[comparison-overlap]
+    assert same(found, tensors)
+    if form == "safetensors":
+        with safe_open(target, "pt") as file:
+            assert json.loads(file.metadata()["values"]) == {"optim/head.bias/step": 3}
+
+
+def test_safetensors_say_which_step_of_which_run_they_are(tmp_path: Path) -> None:
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    with safe_open(exported(tmp_path, "safetensors"), "pt") as file:
+        about = file.metadata()
+    assert about["format"] == "pt"
+    assert (about["step"], about["run"], about["torch"]) == ("200", "20260102-030405-abcd", torch.__version__)
+    assert "values" not in about
+
+
+def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
+    state: State = {}
+    for name in exports._TYPES:
+        dtype = getattr(torch, name)
+        bits = torch.randint(0, 2 if dtype is torch.bool else 256, (3 * dtype.itemsize,), dtype=torch.uint8)
+        state[f"model/{name}"] = Replicated(bits.view(dtype))
+        state[f"model/{name}/empty"] = Replicated(torch.empty(0, 3, dtype=dtype))
+        state[f"model/{name}/scalar"] = Replicated(bits.view(dtype)[0].clone())
+    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    found = load_file(exported(tmp_path, "safetensors"))
+    assert len(found) == len(state)
+    for name, value in found.items():
+        expected = state[f"model/{name}"].value
+        assert isinstance(expected, Tensor)
+        assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
+        assert value.data_ptr() % value.element_size() == 0
+        if value.numel():
+            assert torch.equal(value.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
+
+
+def test_a_type_that_safetensors_has_not_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"model/w": Replicated(torch.ones(2, dtype=torch.complex128))}
+    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    with pytest.raises(CheckpointError, match=r"w is of type complex128, which safetensors has not; export to a \.pt"):
+        exported(tmp_path, "safetensors")
+
+
+def test_a_state_without_a_model_is_refused_saying_what_there_is(tmp_path: Path) -> None:
+    alone(CheckpointStore(tmp_path / "checkpoints"), 1, {"net/w": Replicated(torch.ones(2))})
+    with pytest.raises(CheckpointError, match=r"has no tensors named model/\.\.\., see --all; there are: net/w"):
+        exported(tmp_path, "torch")
+
+
+def test_safetensors_are_written_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"model/{i}": Replicated(torch.full((4,), float(i))) for i in range(9)}
+    alone(CheckpointStore(tmp_path / "checkpoints"), 1, state)
+    seen, most, plain = list[Callable[[], Tensor | None]](), list[int](), whole.read
+
+    def read(*args: object) -> Tensor:
+        most.append(sum(ref() is not None for ref in seen))
+        found = plain(*args)  # type: ignore[arg-type]
+        seen.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(whole, "read", read)
+    exported(tmp_path, "safetensors")
+    assert len(seen) == 9
+    assert max(most) <= 1  # the one that has just been written
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_a_damaged_checkpoint_nothing_is_exported(tmp_path: Path, form: str) -> None:
+    path = alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    file = path / "rank-00000.bin"
+    file.write_bytes(file.read_bytes()[:-40] + bytes(40))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        exported(tmp_path, form, everything=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, form: str) -> None:
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    before = sorted(tmp_path.iterdir())
+
+    def full(operation: str, path: str) -> None:
+        if operation == "fsync":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with file_operations(full), pytest.raises(CheckpointError, match="No space left on device"):
+        exported(tmp_path, form)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_there_is_not_overwritten(tmp_path: Path, form: str) -> None:
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    (tmp_path / FORMS[form]).write_text("mine")
+    with pytest.raises(CheckpointError, match="File exists"):
+        exported(tmp_path, form)
+    assert (tmp_path / FORMS[form]).read_text() == "mine"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_type_that_this_torch_has_not_is_named(tmp_path: Path) -> None:
+    alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
+    (path,) = CheckpointStore(tmp_path / "checkpoints").list()
+    record = CheckpointStore(path.parent).manifest(path).tensors["model/head.bias"]
+    object.__setattr__(record, "dtype", "save")
+    with pytest.raises(CheckpointError, match=r"model/head\.bias is of type save, which torch"):
+        whole.read(path, "model/head.bias", record)

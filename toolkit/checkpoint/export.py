@@ -1,0 +1,135 @@
+"""A checkpoint as a file that other programs read: safetensors, torch.save's, or a folder of torch's DCP.
+
+Every byte that is read has its digest verified, and tensors that ranks shared are whole again. A safetensors file is
+written one tensor at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of length, a JSON header, the
+bytes without gaps); the other two writers want all tensors in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit import __version__, fsio
+from toolkit.checkpoint import tensors, whole
+from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.errors import CheckpointError, listing
+
+#: safetensors' names of the types that it has.
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+def export(folder: Path, manifest: Manifest, target: Path, form: str, *, run: str, everything: bool = False) -> int:
+    """Write the checkpoint in ``folder`` as the new ``target``, all or nothing; returns how many tensors it holds.
+
+    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them. ``everything``: all
+    tensors under the checkpoint's names (``model/...``, ``optim/...``), and the values that are no tensors where
+    ``form`` can hold them unpickled: not in a DCP folder. CorruptCheckpointError for damage; CheckpointError where
+    there is nothing to write, or it cannot be written.
+    """
+    records = dict(manifest.tensors) if everything else whole.model_tensors(manifest)
+    if not records:
+        there = listing(sorted(manifest.tensors)) or "none"
+        raise CheckpointError(f"{folder} has no tensors named {whole.MODEL}..., see --all; there are: {there}")
+    with _write_errors(target), fsio.new_path(target) as temporary:
+        _WRITERS[form](temporary, _Content(folder, manifest, records, run, everything))
+    return len(records)
+
+
+@contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """Turn what the disk says, and torch wraps into a RuntimeError, into a CheckpointError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
+        reason = str(cause).strip().split("\n")[-1]
+        raise CheckpointError(
+            f"writing {target} failed ({reason}); free space there, or choose another place"
+        ) from error
+
+
+class _Content:
+    """What is to be written."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, records: Mapping[str, TensorRecord], run: str, everything: bool
+    ) -> None:
+        self.folder = folder
+        self.records = records
+        self.values = {name: record.value for name, record in manifest.values.items()} if everything else {}
+        self.about = {"step": str(manifest.step), "run": run, "toolkit": __version__, **manifest.versions}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read it now."""
+        return whole.read(self.folder, name, self.records[name])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All at once."""
+        return {name: self.tensor(name) for name in self.records}
+
+
+def _write_safetensors(path: Path, content: _Content) -> None:
+    """Wide types first, as the package's own writer has them: then every tensor is aligned."""
+    widths = {name: whole.dtype_of(content.folder, name, record).itemsize for name, record in content.records.items()}
+    names = sorted(widths, key=lambda name: (-widths[name], name))
+    fsio.write_stream(path, _stream(names, widths, content))
+
+
+def _stream(names: list[str], widths: Mapping[str, int], content: _Content) -> Iterator[bytes | memoryview]:
+    values = {"values": json.dumps(content.values)} if content.values else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **content.about, **values}}
+    end = 0
+    for name in names:
+        record = content.records[name]
+        start, end = end, end + math.prod(record.shape) * widths[name]
+        header[name] = {"dtype": _type(name, record), "shape": record.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors.to_bytes(name, content.tensor(name))
+
+
+def _type(name: str, record: TensorRecord) -> str:
+    if record.dtype not in _TYPES:
+        raise CheckpointError(f"{name} is of type {record.dtype}, which safetensors has not; export to a .pt file")
+    return _TYPES[record.dtype]
+
+
+def _write_torch(path: Path, content: _Content) -> None:
+    with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        torch.save(content.tensors() | content.values, file)
+
+
+def _write_dcp(path: Path, content: _Content) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    found = content.tensors()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)), no_dist=True)
+    except CheckpointException as error:  # no Exception to Python
+        raise RuntimeError(str(error)) from None
+
+
+_WRITERS: Mapping[str, Callable[[Path, _Content], None]] = {
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}
