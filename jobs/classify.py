@@ -32,6 +32,7 @@ from toolkit.dist.session import open_session
 from toolkit.strategies import Strategy, build_strategy
 from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
+from toolkit.train.initial import initialised
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -58,7 +59,8 @@ def main(config: JobConfig) -> Result:
         loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)
-            model = partial(build_model, config.model, data.classes, data.sample_shape)
+            plain = partial(build_model, config.model, data.classes, data.sample_shape)
+            model = partial(initialised, plain, config.model.init_from, session)
             strategy.build(model, partial(build_optimizer, config.optim), cross_entropy, sample)
             trainer = Trainer(
                 config.train,

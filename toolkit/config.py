@@ -23,6 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from toolkit import origin
 from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
@@ -103,7 +104,7 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """What to train."""
+    """What to train. ``init_from``: where a new run's weights come from, see origin.py."""
 
     name: str = "mlp"
     init_from: str | None = None
@@ -311,6 +312,8 @@ def validate(
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     _check_job(config, project)
+    if config.model.init_from is not None:
+        origin.find(config.model.init_from)
     check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
@@ -473,7 +476,6 @@ def _check_not_built(config: JobConfig) -> None:
 _RESERVED = (
     "cluster.container",
     "strategy.compression",
-    "model.init_from",
 )
 
 

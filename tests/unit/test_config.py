@@ -94,6 +94,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
     [
         ("strategy.name=dpp", ["strategy.name", "did you mean 'ddp'?"]),
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
+        ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
         ("data.name=minst", ["data.name", "did you mean 'mnist'?"]),
         ("data.name=mnist", ["toolkit data fetch mnist"]),

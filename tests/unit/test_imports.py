@@ -19,6 +19,7 @@ RANKS = {
     "errors": 0,
     "fsio": 0,
     "logs": 0,
+    "origin": 0,
     "rundir": 0,
     "signals": 0,
     "stacks": 0,
@@ -70,7 +71,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["errors", "fsio", "logs", "rundir", "stacks", "config", "cluster", "launch", "diagnose", "cli"]
+    "part", ["errors", "fsio", "logs", "origin", "rundir", "stacks", "config", "cluster", "launch", "diagnose", "cli"]
 )
 def test_login_node_modules_never_import_torch(part: str) -> None:
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, origin, rundir
 from toolkit.config import JobConfig
 from toolkit.launch import snapshot
 from toolkit.rundir import RunDir
@@ -14,10 +14,13 @@ from toolkit.rundir import RunDir
 def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """A new run of ``config`` with a copy of the sources in ``project``; None: a foreign script runs where it lies.
 
-    A relative ``data.root`` becomes absolute: ranks may start in another folder.
+    A relative ``data.root`` becomes absolute: ranks may start in another folder. So does ``model.init_from``, which may
+    be a name that this run has as well.
     """
     if config.data.root is not None:
         config.data.root = str(Path(config.data.root).expanduser().absolute())
+    if config.model.init_from is not None:
+        config.model.init_from = str(origin.find(config.model.init_from).path)
     run = rundir.create(config.name)
     try:
         if project is not None:

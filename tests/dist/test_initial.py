@@ -1,0 +1,50 @@
+"""A run that starts from another's weights, on real ranks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.ranks import run_ranks
+from tests.dist.test_trainer import CONFIG, assert_same, noisy_model, train
+from toolkit.dist.session import Session
+from toolkit.train.initial import initialised
+
+pytestmark = pytest.mark.dist
+
+Weights = dict[str, Tensor]
+
+
+def train_from(session: Session, run_dir: Path, source: str, epochs: int) -> tuple[Weights, Weights]:
+    """The model as it was before the first step, and after the last one."""
+    here, seen = replace(session, run_dir=run_dir), list[Any]()
+
+    def model() -> Any:
+        torch.manual_seed(session.rank)  # what is not from the source would differ between ranks
+        seen.append(initialised(noisy_model, source, here))
+        seen.append({f"model/{name}": value.clone() for name, value in seen[0].state_dict().items()})
+        return seen[0]
+
+    _, after = train(session, run_dir, replace(CONFIG, epochs=epochs), model)
+    return seen[1], {name: value for name, value in after.items() if name.startswith("model/")}
+
+
+def test_all_ranks_start_from_the_other_runs_weights_and_a_resume_does_not_need_them(tmp_path: Path) -> None:
+    source, run_dir, whole = tmp_path / "source", tmp_path / "run", tmp_path / "whole"
+    first = run_ranks(2, partial(train, model=noisy_model), source)[0][1]
+    (source / "config.yaml").write_text("")
+    trained = {name: value for name, value in first.items() if name.startswith("model/")}
+    undisturbed = run_ranks(2, train_from, whole, str(source), 4)
+    for before, after in run_ranks(2, train_from, run_dir, str(source), 2):
+        assert_same(before, trained)
+        assert not torch.equal(after["model/1.weight"], trained["model/1.weight"])
+    shutil.rmtree(source)
+    for (_, after), (_, expected) in zip(run_ranks(2, train_from, run_dir, str(source), 4), undisturbed, strict=True):
+        assert_same(after, expected)

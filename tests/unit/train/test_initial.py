@@ -1,0 +1,159 @@
+"""A new run starts from the weights it was given, a resumed one from its own, and the log says what did not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from tests.unit.checkpoint.ranks import alone, on_ranks, weights
+from toolkit.activity import Activity
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.train.initial import fill, initialised, pair
+
+
+class Net(nn.Module):
+    """A backbone with buffers, and a head for so many classes."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+        self.head = nn.Linear(2, classes)
+
+
+def trained(classes: int = 3) -> dict[str, Tensor]:
+    """A state in which no tensor is as a fresh model has it."""
+    return {name: torch.full_like(value, 7) for name, value in Net(classes).state_dict().items()}
+
+
+def session_of(folder: Path, rank: int = 0, store: Any = None) -> Any:
+    store = store or HashStore()
+    place = {"rank": rank, "is_main": rank == 0, "attempt": 1, "store": store, "run_dir": folder}
+    return SimpleNamespace(**place, activity=Activity())
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ("a.weight", "a.weight"),
+        ("a.weight", "module.a.weight"),
+        ("a.weight", "_orig_mod.module.a.weight"),
+        ("a.weight", "model.a._orig_mod.weight"),
+        ("model.a.weight", "a.weight"),
+        ("model.a.weight", "module.model.a.weight"),
+        ("module.model.a.weight", "model.module.a.weight"),
+    ],
+)
+def test_wrappers_names_do_not_matter(own: str, others: str) -> None:
+    assert pair([own], [others]) == {own: others}
+
+
+def test_the_same_name_comes_before_the_same_without_wrappers_and_no_tensor_serves_twice() -> None:
+    assert pair(["a", "model.a"], ["model.a", "module.a"]) == {"a": "module.a", "model.a": "model.a"}
+    assert pair(["a", "model.a"], ["a"]) == {"a": "a"}
+    assert pair(["modelled.a", "b"], ["a", "c"]) == {}
+
+
+def test_what_fits_is_copied_in_place_and_the_rest_is_told() -> None:
+    model, given = Net(classes=5), trained(classes=3)
+    del given["conv.bias"]
+    given["ema.decay"] = torch.ones(())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    place = model.conv.weight.data_ptr()
+    match = fill(model, {f"module.{name}": value.double() for name, value in given.items()})
+    assert match.missing == ["conv.bias"]
+    assert match.extra == ["module.ema.decay"]
+    assert match.misshapen == [
+        "head.weight (5, 2), in the file (3, 2)",
+        "head.bias (5,), in the file (3,)",
+    ]
+    for name, value in model.state_dict().items():
+        expected = given[name] if name in match.filled else before[name]
+        assert (torch.equal(value, expected), value.dtype) == (True, before[name].dtype), name
+    assert match.filled == [name for name in before if name not in ("conv.bias", "head.weight", "head.bias")]
+    assert model.conv.weight.data_ptr() == place
+    assert model.conv.weight.requires_grad
+    assert model.conv.weight.grad_fn is None
+
+
+def test_a_tied_weight_that_the_file_has_once_is_not_missing() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    match = fill(model, {"embedding.weight": torch.ones(4, 2)})
+    assert (match.filled, match.missing) == (["embedding.weight"], [])
+
+
+def test_a_fresh_run_starts_from_the_file_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = trained(classes=5)
+    torch.save({"state_dict": {**given, "old.weight": torch.ones(1)}}, tmp_path / "w.pt")
+    with caplog.at_level("INFO"):
+        model = initialised(Net, str(tmp_path / "w.pt"), session_of(tmp_path / "run"))
+    assert torch.equal(model.state_dict()["norm.running_mean"], given["norm.running_mean"])
+    (said,) = caplog.messages
+    assert said == (
+        f"initial weights from {tmp_path}/w.pt: 7 tensors; of another shape, and left as made (2): "
+        "head.weight (3, 2), in the file (5, 2), head.bias (3,), in the file (5,); only in the file (1): old.weight"
+    )
+
+
+def test_a_file_of_which_nothing_fits_is_refused_and_all_of_it_listed(tmp_path: Path) -> None:
+    torch.save({f"layer{i}.w": torch.ones(1) for i in range(20)}, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match=r"model\.init_from: nothing in .*w\.pt fits this model") as caught:
+        initialised(Net, str(tmp_path / "w.pt"), session_of(tmp_path / "run"))
+    assert [f"layer{i}.w" for i in range(20) if f"layer{i}.w" not in str(caught.value)] == []
+    assert [name for name in trained() if name not in str(caught.value)] == []
+
+
+def test_a_run_that_has_a_checkpoint_does_not_even_look_at_the_file(tmp_path: Path) -> None:
+    alone(CheckpointStore(tmp_path / "run/checkpoints"), 10, weights(1.0))
+    model = initialised(Net, str(tmp_path / "gone.pt"), session_of(tmp_path / "run"))
+    assert isinstance(model, Net)
+
+
+def test_without_an_origin_a_model_is_as_it_was_built(tmp_path: Path) -> None:
+    net = Net()
+    assert initialised(lambda: net, None, session_of(tmp_path)) is net
+
+
+def source_run(folder: Path) -> CheckpointStore:
+    (folder / "config.yaml").write_text("")
+    store = CheckpointStore(folder / "checkpoints", keep=9)
+    alone(store, 10, weights(10.0))
+    return store
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 3, bias=False)
+
+
+def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = source_run(tmp_path)
+
+    def start(rank: int, kv: HashStore) -> float:
+        if rank:  # the run that is read saves once more as soon as rank 0 has looked
+            kv.wait(["toolkit/init_from/1"])
+            alone(store, 10 + rank, weights(10.0 + rank))
+        model = initialised(linear, str(tmp_path), session_of(tmp_path / "run", rank, kv))
+        return float(model.state_dict()["weight"].mean())
+
+    assert on_ranks(3, start) == [10.0] * 3
+
+
+def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
+    (source_run(tmp_path).path(10) / "rank-00000.bin").write_bytes(bytes(48))
+
+    def start(rank: int, kv: HashStore) -> nn.Module:
+        return initialised(linear, str(tmp_path), session_of(tmp_path / "run", rank, kv))
+
+    first, second = on_ranks(2, start)
+    assert isinstance(first, CheckpointError)
+    assert "none of 1 checkpoints is good" in str(first)
+    assert isinstance(second, CheckpointError)
+    assert "rank 0 could not read" in str(second)

@@ -1,0 +1,125 @@
+"""Weights from somewhere else, as a mapping from names to tensors on the CPU. Nothing in a file is ever run.
+
+torch.save's files are read with ``weights_only``. A DCP folder's own loader unpickles its ``.metadata`` whatever that
+holds; here an unpickler that knows torch's few classes of metadata reads it, and of the rest tensors only are read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit import origin
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint import whole
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.store import committed
+from toolkit.errors import CheckpointError
+from toolkit.origin import Origin
+
+
+def read(source: Origin) -> tuple[Path, dict[str, Tensor]]:
+    """The place that was read, and the tensors; of a run its newest good checkpoint, of a checkpoint the model's.
+
+    CheckpointError when it cannot be read, is damaged, or holds other things than tensors and plain values.
+    """
+    if source.kind == origin.RUN:
+        return whole.from_newest(committed(source.path / "checkpoints"), _model)
+    if source.kind == origin.CHECKPOINT:
+        return source.path, _model(source.path, manifests.read(source.path))
+    try:
+        return source.path, _of_the_model(_READERS[source.kind](source.path))
+    except Exception as error:  # each reader has errors of its own
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"{source.path} cannot be read as {source.kind}: {type(error).__name__}: {reason}; weights are tensors by "
+            "their names, such as torch.save(model.state_dict(), path) writes"
+        ) from error
+
+
+def _model(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    manifests.check_sizes(folder, manifest)
+    records = whole.model_tensors(manifest)
+    return {name: whole.read(folder, name, record) for name, record in records.items()}
+
+
+def _of_the_model(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the optimizer's, where our own export holds both."""
+    model = {n.removeprefix(whole.MODEL): value for n, value in found.items() if n.startswith(whole.MODEL)}
+    return model or found
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    for key in ("state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"it holds a {type(found).__name__}")
+    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _read_dcp(path: Path) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint import filesystem, state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    class Reader(filesystem.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return metadata
+
+    with (path / ".metadata").open("rb") as file:
+        metadata: Metadata = _MetadataUnpickler(file).load()
+    into = {
+        name: torch.empty(record.size, dtype=record.properties.dtype)
+        for name, record in metadata.state_dict_metadata.items()
+        if isinstance(record, TensorStorageMetadata)
+    }
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            state_dict_loader.load(into, storage_reader=Reader(path), no_dist=True)
+    except CheckpointException as error:  # no Exception to Python
+        raise RuntimeError(str(error).strip().split("\n")[-1]) from None
+    return into
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows what the ``.metadata`` of a DCP folder is made of, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_NAMES.get(module, ()) or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of tensors")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(vars(torch).get(name), torch.dtype)
+
+
+#: By module, the names that torch 2.11 to 2.15 write. Calling any of them with anything does no more than make a value.
+_METADATA_NAMES: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+}
+_READERS = {origin.SAFETENSORS: _read_safetensors, origin.TORCH: _read_torch, origin.DCP: _read_dcp}

@@ -1,0 +1,55 @@
+"""What `model.init_from` may name, and where it is: looked up on the login node, so without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import rundir
+from toolkit.errors import ConfigError, RunNotFoundError
+
+RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"
+_SUFFIXES = {".safetensors": SAFETENSORS, ".pt": TORCH, ".pth": TORCH}
+#: What a folder of each kind holds.
+_SIGNS = {CHECKPOINT: "manifest.json", DCP: ".metadata", RUN: "config.yaml"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from."""
+
+    kind: str
+    path: Path
+
+
+def find(text: str) -> Origin:
+    """What ``text`` names: a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name.
+
+    By a name it is the newest run of that name that has a checkpoint: the newest of all may be the one that asks.
+    Raises ConfigError that says what there is.
+    """
+    path = Path(text).expanduser().absolute()
+    if path.is_file():
+        return _file(path)
+    kind = next((kind for kind, sign in _SIGNS.items() if (path / sign).is_file()), RUN)
+    return _run(text) if kind == RUN else Origin(kind, path)
+
+
+def _file(path: Path) -> Origin:
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"model.init_from: {path} is none of {', '.join(_SUFFIXES)}; weights are read from these")
+    return Origin(_SUFFIXES[path.suffix], path)
+
+
+def _run(text: str) -> Origin:
+    try:
+        run = rundir.find(text)
+    except RunNotFoundError as error:
+        raise ConfigError(
+            f"model.init_from: {text} is no file, no checkpoint's folder (step-...), no DCP folder and no run: {error}"
+        ) from None
+    named = [other for other in rundir.all_runs() if other.name == text]
+    for each in (run, *reversed(named)):
+        if any(each.checkpoints.glob("step-*/manifest.json")):
+            return Origin(RUN, each.path)
+    raise ConfigError(f"model.init_from: run {run.id} has no checkpoint in {run.checkpoints}")

@@ -1,0 +1,121 @@
+"""The weights that a new run starts from, where `model.init_from` names some: fine-tuning, transfer, a longer run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import activity, logs, origin
+from toolkit.checkpoint import weights
+from toolkit.checkpoint.store import committed
+from toolkit.dist.session import Session
+from toolkit.errors import CheckpointError, ConfigError, listing
+from toolkit.origin import Origin
+from toolkit.strategies.protocol import ModelFactory
+
+#: What wrappers put in front of a model's names: DataParallel and DDP, torch.compile, a trainer's attribute.
+_PREFIXES = ("module.", "model.")
+_INFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+log = logs.get(__name__)
+
+
+def initialised(build: ModelFactory, source: str | None, session: Session) -> nn.Module:
+    """``build()``, at a run's fresh start with the weights that ``source`` names: the config's ``model.init_from``.
+
+    A run that has a checkpoint ignores ``source``, for its own weights follow. Every rank calls it, and every rank gets
+    the same weights. Tensors match by name, wrappers' prefixes aside, and shape; the log says which did not, and these
+    keep the values that ``build`` gave them. Raises ConfigError when none matches or there is no such source, and
+    CheckpointError when it cannot be read.
+    """
+    model = build()
+    if source is not None and not committed(session.run_dir / "checkpoints"):
+        session.activity.phase = activity.LOADING
+        path, found = _read(source, session)
+        match = fill(model, found)
+        if not match.filled:
+            raise ConfigError(f"model.init_from: nothing in {path} fits this model{match.told(every=True)}")
+        if session.is_main:
+            log.info("initial weights from %s: %d tensors%s", path, len(match.filled), match.told())
+    return model
+
+
+def _read(source: str, session: Session) -> tuple[Path, dict[str, Tensor]]:
+    """Rank 0 says what all read: of a run that is saving at this moment the others might find a newer checkpoint."""
+    key = f"toolkit/init_from/{session.attempt}"
+    if not session.is_main:
+        told = json.loads(session.store.get(key))
+        if told is None:
+            raise CheckpointError(f"model.init_from: rank 0 could not read {source}: its log says why")
+        return weights.read(Origin(told["kind"], Path(told["path"])))
+    told = None
+    try:
+        chosen = origin.find(source)
+        path, found = weights.read(chosen)
+        told = {"kind": origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind, "path": str(path)}
+    finally:
+        session.store.set(key, json.dumps(told))
+    return path, found
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the names and shapes of a model and a file went together."""
+
+    filled: list[str]
+    missing: list[str]
+    extra: list[str]
+    misshapen: list[str]
+
+    def told(self, *, every: bool = False) -> str:
+        """What did not, as the end of a sentence: a few of each sort, or every one."""
+        sorts = {
+            "not in the file, and left as made": self.missing,
+            "of another shape, and left as made": self.misshapen,
+            "only in the file": self.extra,
+        }
+        most = 10**9 if every else 10
+        return "".join(f"; {sort} ({len(names)}): {listing(names, most)}" for sort, names in sorts.items() if names)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
+    """Copy into ``model``, in place, what fits in name and shape, in the model's own types."""
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    names = pair(own, found)
+    match = Match([], [], [name for name in found if name not in names.values()], [])
+    for name, value in own.items():
+        if name not in names:
+            match.missing.append(name)
+        elif value.shape != found[names[name]].shape:
+            match.misshapen.append(f"{name} {tuple(value.shape)}, in the file {tuple(found[names[name]].shape)}")
+        else:
+            value.copy_(found[names[name]])
+            match.filled.append(name)
+    filled = {own[name].data_ptr() for name in match.filled}  # a tied weight has several names, a file perhaps one
+    match.missing[:] = [name for name in match.missing if own[name].data_ptr() not in filled]
+    return match
+
+
+def pair(own: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """The name among ``others`` for each of ``own`` that has one: the same, or else the same without wrappers."""
+    free = dict.fromkeys(others)
+    found = {name: name for name in own if name in free}
+    for name in found:
+        del free[name]
+    bare = {_bare(name): name for name in free}
+    rest = [name for name in own if name not in found]
+    return found | {name: bare[_bare(name)] for name in rest if _bare(name) in bare}
+
+
+def _bare(name: str) -> str:
+    for infix in _INFIXES:
+        name = name.replace(infix, "")
+    while name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name
