@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import KINDS
 from toolkit.dist.state import Entry, Json, Sharded, State
 from toolkit.errors import CheckpointError, listing
+
+#: Tensors that a rank reads at the same time.
+READERS = 4
 
 log = logs.get(__name__)
 
@@ -90,12 +94,22 @@ class _Reader:
         problems = _differences(manifest, self.state, self.rank, self.world_size)
         if problems:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
-        for key, entry in self.state.items():
-            if isinstance(entry.value, torch.Tensor):
-                _fill(key, entry, entry.value, path, manifest.tensors[key])
-                self.store.moved()
+        self._fill_all(path, manifest)
         values = {key: record.value for key, record in manifest.values.items() if key in self.state}
         return Loaded(manifest.step, manifest.meta, values, path)
+
+    def _fill_all(self, path: Path, manifest: Manifest) -> None:
+        """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
+        held = {key: (entry, entry.value) for key, entry in self.state.items() if isinstance(entry.value, torch.Tensor)}
+        with ThreadPoolExecutor(READERS) as pool:
+            fills = [pool.submit(_fill, k, *each, path, manifest.tensors[k]) for k, each in held.items()]
+            for fill in as_completed(fills):
+                try:
+                    fill.result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                self.store.moved()
 
 
 def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:

@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, on_ranks, weights
 from toolkit.activity import Activity
+from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train.initial import fill, initialised, pair
@@ -124,7 +125,7 @@ def test_without_an_origin_a_model_is_as_it_was_built(tmp_path: Path) -> None:
 
 def source_run(folder: Path) -> CheckpointStore:
     (folder / "config.yaml").write_text("")
-    store = CheckpointStore(folder / "checkpoints", keep=9)
+    store = CheckpointStore(folder / "checkpoints", Keep(9))
     alone(store, 10, weights(10.0))
     return store
 
