@@ -23,7 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit import origin
+from toolkit import origin, rundir
 from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
@@ -312,7 +312,8 @@ def validate(
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     _check_job(config, project)
-    if config.model.init_from is not None:
+    goes_on = rundir.RUN_DIR_VARIABLE in os.environ  # then the first weights may be gone
+    if config.model.init_from is not None and not goes_on:
         origin.find(config.model.init_from)
     check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:

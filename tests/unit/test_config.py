@@ -9,6 +9,7 @@ import pytest
 from toolkit import config as configs
 from toolkit.config import JobConfig, load_config, validate
 from toolkit.errors import ConfigError, RequestError
+from toolkit.rundir import RUN_DIR_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,6 +134,11 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
     for word in words:
         assert word in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIR_VARIABLE, "runs/digits-ddp/20260102-030405-abcd")
+    validate(load_config(ROOT / "configs/digits_ddp.yaml", ["model.init_from=gone.pt"]), login_node=False)
 
 
 @pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint", "exclude"])

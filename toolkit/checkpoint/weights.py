@@ -109,7 +109,7 @@ def _is_dtype(name: str) -> bool:
     return isinstance(vars(torch).get(name), torch.dtype)
 
 
-#: By module, the names that torch 2.11 to 2.15 write. Calling any of them with anything does no more than make a value.
+#: By module, the names that torch writes (2.13 and 2.15 were tried). Calling one does no more than make a value.
 _METADATA_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
