@@ -25,7 +25,7 @@ Words = NDArray[np.uint64]
 
 #: Up to this many items the whole epoch is ordered by a sort and kept.
 SORTED_MAX = 65_536
-#: Positions generated at once above that.
+#: As many positions as are best generated at once above that.
 BLOCK = 16_384
 
 _ROUNDS = 6
@@ -70,9 +70,14 @@ def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
     """
     if not 0 <= start <= stop <= n:
         raise ValueError(f"positions {start}..{stop} are not within an epoch of {n} samples")
+    return _items(n, seed, epoch, np.arange(start, stop, dtype=np.int64))
+
+
+def _items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
+    """The items at ``places`` of one epoch, each in ``range(n)``."""
     if n <= SORTED_MAX:
-        return _sorted_epoch(n, seed, epoch)[start:stop].copy()
-    return _feistel(np.arange(start, stop, dtype=np.uint64), n, _round_keys(seed, epoch)).view(np.int64)
+        return _sorted_epoch(n, seed, epoch)[places]
+    return _feistel(places.astype(np.uint64), n, _round_keys(seed, epoch)).view(np.int64)
 
 
 @lru_cache(maxsize=4)
@@ -110,36 +115,19 @@ def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
 
 
 class Order:
-    """The endless order of a training run: epoch after epoch, each a permutation of ``range(n)`` of its own.
-
-    Keeps the last block it generated, so reading on from where one stopped costs next to nothing.
-    """
+    """The endless order of a training run: epoch after epoch, each a permutation of ``range(n)`` of its own."""
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
             raise ValueError(f"a training set of {n} samples has no order; it needs at least one")
         self.n = n
         self.seed = seed
-        self._block = (0, 0)
-        self._items: Indices = np.empty(0, np.int64)
 
-    def indices(self, start: int, stop: int) -> Indices:
-        """The samples at positions ``start..stop`` counted from the beginning of the run, across epochs."""
-        first, last = self._block
-        if first <= start and stop <= last:
-            return self._items[start - first : stop - first]
-        parts = []
-        while start < stop:
-            end = min(stop, start - start % self.n + self.n)
-            parts.append(self._within_epoch(start, end))
-            start = end
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-    def _within_epoch(self, start: int, stop: int) -> Indices:
-        """Positions of a single epoch, out of a new block that reaches ``BLOCK`` ahead where the epoch is that long."""
-        epoch, begin = divmod(start, self.n)
-        first = 0 if self.n <= SORTED_MAX else begin
-        last = self.n if self.n <= SORTED_MAX else min(max(begin + stop - start, begin + BLOCK), self.n)
-        self._items = order(self.n, self.seed, epoch, first, last)
-        self._block = (epoch * self.n + first, epoch * self.n + last)
-        return self._items[begin - first : begin - first + stop - start]
+    def at(self, positions: Indices) -> Indices:
+        """The samples at ``positions``, of any shape, counted from the beginning of the run."""
+        epochs = positions // self.n
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[here] = _items(self.n, self.seed, epoch, positions[here] - epoch * self.n)
+        return found

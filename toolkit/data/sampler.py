@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from toolkit.data.permutation import Indices, Order
+from toolkit.data.permutation import BLOCK, Indices, Order
 from toolkit.dist.batch import Share
 
 
@@ -38,7 +38,11 @@ class Sampler(Protocol):
 
 
 class TrainSampler:
-    """The endless shuffled order, cut into global batches and those into shares."""
+    """The endless shuffled order, cut into global batches and those into shares.
+
+    A share's samples are generated for many steps at once, and none of another share's: what an index costs does not
+    grow with the number of shares. A block reaches no further than an epoch, so it touches two at most.
+    """
 
     def __init__(self, size: int, *, global_batch_size: int, seed: int, share: Share) -> None:
         if global_batch_size < 1:
@@ -46,14 +50,19 @@ class TrainSampler:
         self.order = Order(size, seed)
         self.global_batch_size = global_batch_size
         self.bounds = share.bounds(global_batch_size)
+        longest = BLOCK // max(self.bounds[1] - self.bounds[0], 1)
+        self._block_steps = max(min(longest, size // global_batch_size), 1)
+        self._first, self._block = 0, np.empty((0, 0), np.int64)
 
     def at(self, step: int) -> Part:
         """This share's samples of global batch ``step``."""
         if step < 0:
             raise IndexError(f"step {step} is before the beginning of the run")
+        if not self._first <= step < self._first + len(self._block):
+            starts = np.arange(step, step + self._block_steps, dtype=np.int64) * self.global_batch_size
+            self._first, self._block = step, self.order.at(starts[:, np.newaxis] + np.arange(*self.bounds))
         start = step * self.global_batch_size + self.bounds[0]
-        stop = step * self.global_batch_size + self.bounds[1]
-        return Part(self.order.indices(start, stop), start, self.global_batch_size)
+        return Part(self._block[step - self._first], start, self.global_batch_size)
 
 
 class EvalSampler:

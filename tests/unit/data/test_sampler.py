@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.permutation import order
+from toolkit.data.permutation import BLOCK, Order, order
 from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls
 from toolkit.dist.batch import Share
 
@@ -46,6 +46,30 @@ def test_random_access_equals_sequential_access(n: int, b: int, w: int, asked: l
     for step in asked:
         part = jumping.at(step)
         assert (part.start, part.indices.tolist()) == (parts[step].start, parts[step].indices.tolist())
+
+
+def test_what_is_generated_ahead_of_a_large_set_is_the_order_across_blocks_and_the_epochs_end() -> None:
+    n, b = 10**9, 4096
+    sampler = samplers(n, b, 3)[1]
+    steps = [*range(25), n // b - 1, n // b, n // b + 1, 3]
+    for step in steps:
+        part = sampler.at(step)
+        positions = part.positions().tolist()
+        assert (positions[0], len(positions)) == (step * b + 1365, 1365)
+        for place in (0, 700, 1364):
+            p = positions[place]
+            assert part.indices[place] == order(n, 5, p // n, p % n, p % n + 1)[0]
+
+
+def test_a_share_generates_no_other_shares_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,024 shares all but a thousandth of the work would be for nothing."""
+    generated = []
+    monkeypatch.setattr(Order, "at", lambda self, positions: generated.append(positions.size) or positions)
+    sampler = samplers(10**9, 64 * 1024, 1024)[5]
+    for step in range(1000):
+        sampler.at(step)
+    assert sum(generated) <= 64 * 1000 + BLOCK
+    assert len(generated) == 4
 
 
 @settings(max_examples=60, deadline=None)
