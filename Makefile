@@ -44,10 +44,11 @@ check: .venv/ready-dev  ## lint, format, types
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios, in one run: loop, saves, restart and start-up, each beside the field's own ways
-	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" -c requirements.lock || true
+bench: .venv/ready-dev  ## speed as ratios, in one run: loop, saves, data order, restart and start-up, each beside the field's own ways
+	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" "torchdata>=0.11" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.checkpoint
+	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.startup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -10,8 +11,20 @@ import pytest
 pytestmark = pytest.mark.dist
 
 
+def output_of(*words: str) -> str:
+    argv = [sys.executable, "-m", *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
+def test_the_orders_are_compared_and_one_that_memory_cannot_hold_is_not_run() -> None:
+    size = 10**12
+    lines = output_of("tests.bench.data", "--rounds", "1", "--sizes", "100000", str(size)).splitlines()
+    ours, theirs = ([line for line in lines if name in line] for name in ("  ours", "  torch DistributedSampler"))
+    assert [len(re.findall(r"[\d.]+ +\([\d.]+\)", line)) for line in (*ours, *theirs)] == [4, 4, 4, 0]
+    assert "not run: it needs 48000 GB" in theirs[1]
+
+
 def test_the_loops_are_compared() -> None:
-    argv = [sys.executable, "-m", "tests.bench.loop", "--steps", "20", "--rounds", "1"]
-    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout
+    out = output_of("tests.bench.loop", "--steps", "20", "--rounds", "1")
     contenders = {line.split("  ")[0] for line in out.splitlines()}
     assert {"hand-written", "ours", "ours, alone"} <= contenders
