@@ -1,4 +1,7 @@
-"""The training loop. The step number is the whole of its state: batches and learning rate are functions of it."""
+"""The training loop. The step number is the whole of its state: batches and learning rate are functions of it.
+
+Only a loader of streams has a place of its own to save, which the checkpoints ask it for.
+"""
 
 from __future__ import annotations
 
