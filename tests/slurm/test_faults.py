@@ -1,7 +1,8 @@
 """Random faults of every kind over one long run, which must end with the weights of a run that nobody disturbed.
 
 ``make soak`` makes TOOLKIT_FAULTS faults, 50 by default, on each of its four kinds of box: 200 in all. TOOLKIT_SEED
-repeats a sequence of faults (not its exact moments: those are the machine's, too).
+repeats a sequence of faults (not its exact moments: those are the machine's, too), TOOLKIT_FAULT_KINDS ("node cut off,
+preempted") makes these kinds only.
 """
 
 from __future__ import annotations
@@ -107,11 +108,22 @@ class Disturber:
                 wait_for(lambda: gets_on() or time.monotonic() > back, RECOVERY_S, "the time of the node's return")
             finally:
                 mend()
-        wait_for(gets_on, RECOVERY_S, f"new steps after {kind!r}")
+        try:
+            wait_for(gets_on, RECOVERY_S, f"new steps after {kind!r}")
+        except AssertionError:
+            self._say_what_is_known()
+            raise
         for attempt in self.run.attempts()[closed:]:
             say(f"    {attempt['cause']}, {attempt['decision']}: {attempt['line']}")
         say(f"    gets on after {time.monotonic() - began:.1f} s")
         wait_for(self._nodes_are_well, END_S, "nodes that are well")
+
+    def _say_what_is_known(self) -> None:
+        """For whoever reads why a run did not get on: nothing of the box is left then."""
+        for command in (["squeue", "--all"], ["sinfo", "-NRl"], ["sinfo", "-Nl"], ["scontrol", "show", "job"]):
+            say(f"{' '.join(command)}:\n{self.site.box.run(command, check=False).stdout}")
+        say(f"status.json: {self.status}")
+        say("supervisor.log:\n" + "".join((self.run.logs / "supervisor.log").read_text().splitlines(keepends=True)[-60:]))
 
     def _await(self, moment: str) -> None:
         if moment == "starting":
@@ -314,7 +326,8 @@ def test_after_many_faults_of_all_kinds_the_weights_are_those_of_an_undisturbed_
 
     def draw(dice: random.Random) -> list[str]:
         """All kinds in random order, and again."""
-        endless = itertools.chain.from_iterable(dice.sample(sorted(FAULTS), len(FAULTS)) for _ in itertools.count())
+        kinds = [kind for kind in os.environ.get("TOOLKIT_FAULT_KINDS", "").split(",") if kind] or sorted(FAULTS)
+        endless = itertools.chain.from_iterable(dice.sample(kinds, len(kinds)) for _ in itertools.count())
         return list(itertools.islice(endless, count))
 
     ends_with_the_weights_of_an_undisturbed_run(site, draw)
