@@ -32,11 +32,11 @@ PRELOAD = [
 ]
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
     """``function(session, *args)`` on every rank of a fresh process group; the results in the order of the ranks.
 
     ``function`` must be importable by name, arguments and results must survive ``pickle``. Raises AssertionError with
-    every rank's traceback when one fails, and when a rank is not done after a minute.
+    every rank's traceback when one fails, and when a rank is not done after ``limit_s``.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
     context = multiprocessing.get_context("forkserver")
@@ -44,7 +44,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        call = pickle.dumps((function, args))
+        call = pickle.dumps((function, args, limit_s))
         ranks = [
             context.Process(
                 target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
@@ -55,21 +55,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
             rank.start()
             sending.close()
         try:
-            return _results([receiving for receiving, _ in pipes])
+            return _results([receiving for receiving, _ in pipes], limit_s)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
 
 
-def _results(pipes: list[Connection]) -> list[Any]:
+def _results(pipes: list[Connection], limit_s: float) -> list[Any]:
     """Waits for all; the first failure ends the wait, since the other ranks may hang in a collective without it."""
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while len(results) < len(pipes):
         ready = wait([pipe for i, pipe in enumerate(pipes) if i not in results], timeout=deadline - time.monotonic())
         missing = sorted(set(range(len(pipes))) - set(results))
-        assert ready, f"ranks {missing} were not done after {LIMIT_S:.0f} s"
+        assert ready, f"ranks {missing} were not done after {limit_s:.0f} s"
         for pipe in ready:
             rank = pipes.index(pipe)
             done, results[rank] = _received(pipe)
@@ -94,13 +94,13 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     from toolkit.dist.stop_store import connector
 
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(LIMIT_S - 5)  # shows where a rank hangs, before it is killed
+    function, args, limit_s = pickle.loads(call)
+    faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     gate = Gate(rank, world_size, connector(store))
     session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
     try:
-        function, args = pickle.loads(call)
         answer = pickle.dumps((True, function(session, *args)))
         dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
     except BaseException:

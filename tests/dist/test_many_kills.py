@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.dist.ranks import run_ranks
-from tests.dist.test_resume_check import Images, judge, model
+from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 RANKS, BATCH, SAVE_EVERY = 4, 26, 5  # shares of 6 and 7 samples; 50 samples: epochs end within batches
 STEPS_PER_KILL = 12
+LONGEST_S = 600.0
 SEED = int(os.environ.get("TOOLKIT_SEED", random.randrange(10**6)))
 
 
@@ -80,8 +81,8 @@ def random_blow(dice: random.Random, newest: int, steps: int) -> dict[str, Any]:
 def undisturbed(folder: Path, steps: int, workers: int) -> RunDir:
     run = RunDir(folder / "whole")
     run.path.mkdir()
-    results = run_ranks(RANKS, train, run, 1, steps, workers, None)
-    run.add_attempt({"attempt": 1, "world_size": RANKS, "step_start": 0})
+    results = run_ranks(RANKS, train, run, 1, steps, workers, None, limit_s=LONGEST_S)
+    note_attempt(run, 1, RANKS, 0)
     run.write_result({"state": "completed", **results[0]})
     return run
 
@@ -91,15 +92,16 @@ def killed(folder: Path, kills: int, steps: int, workers: int) -> RunDir:
     run.path.mkdir()
     for attempt in range(1, kills + 2):
         newest = newest_step(run.checkpoints) or 0
-        run.add_attempt({"attempt": attempt, "world_size": RANKS, "step_start": newest})
         if attempt > kills:
+            results = run_ranks(RANKS, train, run, attempt, steps, workers, None, limit_s=LONGEST_S)
+            run.write_result({"state": "completed", **results[0]})
+            note_attempt(run, attempt, RANKS, newest)
             break
         blow = random_blow(dice, newest, steps)
         print(f"attempt {attempt}, from step {newest}: {blow}")
         with pytest.raises(AssertionError, match=r"the process ended without an answer|Connection"):
-            run_ranks(RANKS, train, run, attempt, steps, workers, blow)
-    results = run_ranks(RANKS, train, run, kills + 1, steps, workers, None)
-    run.write_result({"state": "completed", **results[0]})
+            run_ranks(RANKS, train, run, attempt, steps, workers, blow, limit_s=LONGEST_S)
+        note_attempt(run, attempt, RANKS, newest)
     return run
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
+from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
@@ -141,6 +142,13 @@ def mourn(trainer: Trainer) -> None:
     trainer._loader.at = at  # type: ignore[method-assign]
 
 
+def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) -> None:
+    """The line that a supervisor would have written at its end."""
+    times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
+    end = {"step_end": newest_step(run.checkpoints), "cause": "crashed", "line": "", "nodes": ["here"]}
+    run.add_attempt({"attempt": attempt, "world_size": world_size, "step_start": step_start, **times, **end})
+
+
 def check(folder: Path, *, off: str | None = None, then: int = 4) -> Report:
     """Both runs on 4 ranks, the second one going on with ``then``, and the comparison."""
     small, plan = then != 4, Plan(STEPS)
@@ -151,7 +159,7 @@ def check(folder: Path, *, off: str | None = None, then: int = 4) -> Report:
             dies = attempt < len(ranks)
             results = run_ranks(count, train, run.path, attempt, off, dies, small)
             start = 0 if attempt == 1 else SAVED
-            run.add_attempt({"attempt": attempt, "world_size": count, "step_start": start})
+            note_attempt(run, attempt, count, start)
         run.write_result({"state": "completed", **results[0]})
     return compare(whole, killed, plan, "rank 1")
 

@@ -123,7 +123,8 @@ class Disturber:
         for command in (["squeue", "--all"], ["sinfo", "-NRl"], ["sinfo", "-Nl"], ["scontrol", "show", "job"]):
             say(f"{' '.join(command)}:\n{self.site.box.run(command, check=False).stdout}")
         say(f"status.json: {self.status}")
-        say("supervisor.log:\n" + "".join((self.run.logs / "supervisor.log").read_text().splitlines(keepends=True)[-60:]))
+        for log in ("supervisor.log", "sentinel.log"):
+            say("\n".join([f"{log}:", *(self.run.logs / log).read_text().splitlines()[-60:]]))
 
     def _await(self, moment: str) -> None:
         if moment == "starting":

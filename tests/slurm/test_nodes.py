@@ -20,6 +20,7 @@ import pytest
 from tests.slurm.site import END_S, START_S, Site, attempts_of, reached
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
+from toolkit.cluster import hostlist
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
@@ -157,6 +158,25 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
     assert [a["attempt"] for a in attempts] == list(range(1, len(attempts) + 1))
     wait_for(lambda: not site.processes(), 60, "no process of ours on any node")
     site.box.wait_idle(120)
+
+
+@pytest.mark.soak
+def test_a_batch_host_that_comes_back_just_when_slurm_has_given_it_up_leaves_no_job_without_anybody(site: Site) -> None:
+    """Its slurmd then ends what it has of the job; an srun there would end the sentinel's step on the other node."""
+    run = start(site, *SPARE)
+    job, since = site.job_of(run), time.time()
+    site.box.cut_node("node1")
+    try:
+        wait_for(lambda: "node1" not in hosts_of(site, job), 120, "Slurm to give node1 up")
+    finally:
+        site.box.join_node("node1")
+    print(f"first new step after {first_new_step(run, since):.1f} s")
+    attempts = ended_as_undisturbed(site, run)
+    assert "node1" not in attempts[-1]["nodes"]
+
+
+def hosts_of(site: Site, job: str) -> list[str]:
+    return hostlist.expand(site.box.job(job)["NodeList"])
 
 
 # ------------------------------------------------------------------------------------------------- a dead supervisor

@@ -1,10 +1,18 @@
 """The sentinel: it waits on a second node and requeues the job when the batch host is gone.
 
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
-host dies stays RUNNING for ever with nobody in it. The supervisor starts it as an srun step of its own, which outlives
-the srun that started it. It goes by three things: the supervisor's status file, which changes twice a second; whether
-the supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and it took Slurm two minutes
-to miss the job there); and the job's node list, which a dead node leaves when Slurm has noticed.
+host dies stays RUNNING for ever with nobody in it. It goes by three things: the supervisor's status file, which changes
+twice a second; whether the supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and
+it took Slurm two minutes to miss the job there); and the job's node list, which a dead node leaves when Slurm has
+noticed.
+
+The supervisor starts it as an srun step of its own, and ends that srun, with no word to the step, as soon as the
+sentinel stands. A batch host that comes back just when Slurm has given it up has its processes killed, and an srun
+among them would take the sentinel's step with it (seen on 24.11: the job stayed RUNNING for ever). Instead of its srun
+a file says that the sentinel lives: it touches that at each look.
+
+A SIGTERM is no order to go either: Slurm sends one at the beginning of a preemption's grace. What is over ends the
+sentinel by its own state, and Slurm by SIGKILL after KillWait.
 """
 
 from __future__ import annotations
@@ -37,7 +45,13 @@ LOOK_EVERY_S = 5.0
 SILENT_S = 20.0
 #: So many looks in a row at a batch host that does not answer mean that it is gone.
 LOOKS = 2
+#: A sentinel that has not touched its file for so long is replaced; NFS shows a change after up to 60 s.
+LOST_S = 180.0
+#: One that does not stand after so long will not.
+STANDS_WITHIN_S = 120.0
 ASK_SLURM_EVERY_S = 30.0
+#: Once we were told to end, looks come this often and each asks Slurm: KillWait may be 5 s.
+LAST_LOOKS_EVERY_S = 1.0
 #: The run has ended: nothing is left to watch.
 OVER = ("completed", "stopped", "failed", "cancelled")
 
@@ -53,6 +67,7 @@ class Watched:
     restart_count: int
     batch_host: str
     port: int  #: the supervisor's, see Presence
+    supervisor: int  #: its pid
     nodes: int  #: of the job, spare ones included
 
 
@@ -74,12 +89,24 @@ class Watch:
         self._changed = clock()
         self._unanswered = 0
         self._asked_slurm = clock()
+        self._is_told_to_end = False
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next look."""
+        return LAST_LOOKS_EVERY_S if self._is_told_to_end else LOOK_EVERY_S
+
+    def hurry(self) -> None:
+        """We have been told to end: look for what may be the reason."""
+        self._is_told_to_end = True
 
     def look(self) -> str | None:
         """Why the job must be requeued, if it must. Raises Over when there is nothing to watch any more."""
         status = self._watched.run.status()
         if status.get("state") in OVER:
             raise Over(status["state"])
+        if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
+            raise Over("another supervisor has taken over, with a sentinel of its own")
         if status.get("updated") != self._updated:
             self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
         return self._silence() or self._slurms_word()
@@ -95,7 +122,7 @@ class Watch:
         return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
     def _slurms_word(self) -> str | None:
-        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S:
+        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self._is_told_to_end:
             return None
         self._asked_slurm = self._clock()
         try:
@@ -105,6 +132,8 @@ class Watch:
             return None
         if row is None or row.is_over or row.restarts > self._watched.restart_count:
             raise Over("the job is over")
+        if self._is_told_to_end and row.state != "RUNNING":
+            raise Over(f"the job is {row.state}")
         host = self._watched.batch_host
         if row.state != "RUNNING" or host in hostlist.expand(row.node_list):
             return None
@@ -117,8 +146,11 @@ class Over(Exception):
 
 def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
     """Look until the job is over or has been requeued, which ends this process as well."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD)
     watch = Watch(watched, slurm)
     while True:
+        with contextlib.suppress(OSError):  # a folder that is away: the supervisor has its own troubles then
+            sign_of_life(watched.run).touch(fsio.FILE_MODE)
         try:
             why = watch.look()
         except Over as over:
@@ -129,7 +161,11 @@ def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
             nodes.remember(watched.run, watched.batch_host, why)
             requeue(watched, slurm)
             return
-        time.sleep(LOOK_EVERY_S)
+        if signal.sigtimedwait(_TOLD, watch.pause_s) is not None:
+            watch.hurry()
+
+
+_TOLD = {signal.SIGTERM}
 
 
 def requeue(watched: Watched, slurm: SlurmCommands) -> None:
@@ -151,6 +187,11 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
     if excluded:
         patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
+
+
+def sign_of_life(run: RunDir) -> Path:
+    """Touched by a sentinel at each look."""
+    return run.logs / "sentinel.alive"
 
 
 class Presence:
@@ -179,7 +220,8 @@ class Sentinel:
         self._is_abandoned = False
 
     def abandon(self) -> None:
-        """Let go of it without a word: its srun would end the step of this number in the job's next start, too."""
+        """Let go of it without a word, and of an srun that still starts it: that would end the step of this number in
+        the job's next start, too."""
         self._is_abandoned = True
         if self._process is not None:
             silence(self._process)
@@ -189,26 +231,52 @@ class Sentinel:
         threading.Thread(target=self._keep, daemon=True).start()
 
     def _keep(self) -> None:
-        """Spares first, for they have nothing else to do. When the node where it stands is lost, srun ends."""
+        """Spares first, for they have nothing else to do."""
         for host in reversed(self._allocation.hosts[1:]):
             if self._is_abandoned:
                 return
-            log.info("the sentinel stands on %s", host)
-            self._process = subprocess.Popen(
-                self._argv(host),
-                env=self._step_environ(host),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            _, words = self._process.communicate()
-            log.info("the sentinel on %s has ended (%s)", host, words.strip() or self._process.returncode)
+            words = self._send(host)
+            if words is None:
+                log.info("the sentinel stands on %s", host)
+                self._wait_until_lost()
+                words = f"no sign of life for {LOST_S:.0f} s"
+            if not self._is_abandoned:
+                log.warning("no sentinel on %s any more: %s", host, words)
+
+    def _send(self, host: str) -> str | None:
+        """Start it, and end its srun when it stands; else what srun said."""
+        sign = sign_of_life(self._run)
+        sign.unlink(missing_ok=True)
+        self._process = srun = subprocess.Popen(
+            self._argv(host),
+            env=self._step_environ(host),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + STANDS_WITHIN_S
+        while srun.poll() is None and not sign.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        stands = sign.exists()
+        silence(srun)
+        _, words = srun.communicate()
+        return None if stands else words.strip() or f"srun ended with {srun.returncode}"
+
+    def _wait_until_lost(self) -> None:
+        seen: float | None = None
+        since = time.monotonic()
+        while not self._is_abandoned and time.monotonic() - since < LOST_S:
+            with contextlib.suppress(OSError):
+                touched = sign_of_life(self._run).stat().st_mtime
+                if touched != seen:
+                    seen, since = touched, time.monotonic()
+            time.sleep(LOOK_EVERY_S)
 
     def _argv(self, host: str) -> list[str]:
         job = self._allocation
         command = [sys.executable, "-P", "-m", "toolkit.launch.sentinel", str(self._run.path), str(job.job_id)]
-        command += [str(job.restart_count), job.hosts[0], str(self._port), str(len(job.hosts))]
+        command += [str(job.restart_count), job.hosts[0], str(self._port), str(os.getpid()), str(len(job.hosts))]
         step = Step(
             command=command,
             hosts=[host],
@@ -226,10 +294,18 @@ class Sentinel:
 
 
 def main() -> None:
-    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT NODES``"""
-    run_dir, job_id, restart_count, batch_host, port, count = sys.argv[1:]
+    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT SUPERVISOR NODES``"""
+    run_dir, job_id, restart_count, batch_host, *numbers = sys.argv[1:]
+    _write_own_log(RunDir(Path(run_dir)))
     logs.setup("sentinel")
-    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, int(port), int(count)), Slurm())
+    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, *map(int, numbers)), Slurm())
+
+
+def _write_own_log(run: RunDir) -> None:
+    """What goes through srun is lost with it."""
+    fd = fsio.open_private(run.logs / "sentinel.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, sys.stdout.fileno())
+    os.dup2(fd, sys.stderr.fileno())
 
 
 if __name__ == "__main__":

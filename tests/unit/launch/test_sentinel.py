@@ -29,7 +29,7 @@ class World:
         self.slurm.start(self.job, "node[1-2]")
         self.updated = 0.0
         self.speak()
-        watched = Watched(run, self.job, 0, "node1", 6818, nodes=2)
+        watched = Watched(run, self.job, 0, "node1", 6818, supervisor=77, nodes=2)
         self.watched = watched
         self.watch = Watch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
 
@@ -103,6 +103,54 @@ def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
 def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None:
     world.slurm.is_up = False
     assert world.looks(600, speaking=True) is None
+
+
+def test_the_watch_ends_when_another_supervisor_has_taken_over(world: World) -> None:
+    world.run.write_status({"state": "running", "updated": 9.0, "pid": 77})
+    assert world.watch.look() is None
+    world.run.write_status({"state": "running", "updated": 9.5, "pid": 78})
+    with pytest.raises(Over, match="another supervisor"):
+        world.watch.look()
+
+
+def test_told_to_end_it_asks_slurm_at_once_whether_the_batch_host_has_left(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    assert world.watch.look() is None
+    world.watch.hurry()
+    why = world.watch.look()
+    assert why is not None
+    assert "node list" in why
+
+
+def test_told_to_end_it_stays_with_a_job_that_runs_and_leaves_one_that_ends(world: World) -> None:
+    world.watch.hurry()
+    assert world.looks(60, speaking=True) is None
+    world.slurm.cancel(world.job)
+    with pytest.raises(Over):
+        world.watch.look()
+
+
+def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
+    """In a process of its own, as it is."""
+    world.slurm._set(world.slurm._one(world.job), node_list="node2")
+    code = f"""
+import os, signal, threading
+from pathlib import Path
+from toolkit.cluster.fake import FakeSlurm
+from toolkit.launch import sentinel
+from toolkit.rundir import RunDir
+
+slurm = FakeSlurm()
+job = slurm.sbatch(["job.sh"])
+slurm.start(job, "node2")
+sentinel.LOOK_EVERY_S = 3600.0
+threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+run = RunDir(Path({str(world.run.path)!r}))
+sentinel.stand_watch(sentinel.Watched(run, job, 0, "node1", 1, supervisor=77, nodes=2), slurm)
+print(slurm.show_job(job).restarts)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "1", done.stderr
 
 
 def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world: World) -> None:
