@@ -28,7 +28,7 @@ from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
 BACKENDS = ("auto", "nccl", "gloo")
-STRATEGIES = ("ddp",)
+STRATEGIES = ("ddp", "fsdp", "zero")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16")
@@ -84,8 +84,9 @@ class DistConfig:
 class StrategyConfig:
     """How the ranks share the work."""
 
-    name: str = "ddp"
+    name: str = "ddp"  #: see docs/strategies.md
     compression: str = "none"
+    activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The ddp strategy against a loop written by hand on one process, over the same global batches."""
+"""ddp, fsdp and zero against a loop written by hand on one process, over the same global batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +19,7 @@ from tests.dist.ranks import run_ranks
 from toolkit.config import StrategyConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
+from toolkit.dist.state import Sharded
 from toolkit.errors import ConfigError
 from toolkit.strategies import Criterion, Strategy, build_strategy
 from toolkit.train.evaluate import evaluate
@@ -35,9 +37,23 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+NAMES = ("ddp", "fsdp", "zero")
+
+
+class Residual(nn.Module):
+    """A block; its 5 rows and biases divide by no number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 5), nn.Linear(5, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.out(self.into(inputs).tanh())  # type: ignore[no-any-return]
+
+
 def plain_model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    return nn.Sequential(nn.Linear(FEATURES, 8), Residual(), Residual(), nn.Linear(8, CLASSES))
 
 
 def noisy_model() -> nn.Module:
@@ -65,7 +81,8 @@ def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (losses * targets).sum(), targets.sum().float()
 
 
-def ddp(
+def built(
+    name: str,
     session: Session,
     model: Callable[[], nn.Module] = plain_model,
     optimizer: str = "sgd",
@@ -73,13 +90,28 @@ def ddp(
     size: int = BATCH,
     **options: Any,
 ) -> Strategy:
-    strategy = build_strategy(StrategyConfig("ddp"), session, **options)
+    strategy = build_strategy(StrategyConfig(name), session, **options)
     strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
     return strategy
 
 
 def snapshot(strategy: Strategy) -> dict[str, Tensor]:
-    return {name: entry.value.detach().clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+    """A copy of the state, of sharded tensors the whole."""
+    return {name: whole(entry).clone() for name, entry in strategy.state().items()}
+
+
+def whole(entry: Any) -> Tensor:
+    if not isinstance(entry, Sharded):
+        return entry.value.detach()  # type: ignore[no-any-return]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (entry.offsets[0], entry.value))
+    return torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])]).view(entry.global_shape)
+
+
+def fill(entry: Any, value: Tensor) -> None:
+    """Copy into the live ``entry`` its part of the whole ``value``."""
+    start = entry.offsets[0] if isinstance(entry, Sharded) else 0
+    entry.value.copy_(value[start : start + len(entry.value)] if value.dim() else value)
 
 
 def rates(step: int) -> float:
@@ -120,19 +152,21 @@ CASES = [
 ]
 
 
-def train_cases(session: Session) -> list[tuple[list[float], dict[str, Tensor]]]:
+def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     found = []
     for optimizer, criterion, accumulate, size in CASES:
-        strategy = ddp(session, plain_model, optimizer, criterion, size, accumulate=accumulate)
+        strategy = built(name, session, plain_model, optimizer, criterion, size, accumulate=accumulate)
         strategy.state()  # what a fresh start does when it looks for a checkpoint must not change the first step
         losses = [strategy.step(part(strategy.share, n, size), rates(n)).loss.item() for n in range(STEPS)]
         found.append((losses, snapshot(strategy)))
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_steps_equal_those_of_one_process_on_the_same_global_batches(world_size: int) -> None:
-    ranks = run_ranks(world_size, train_cases)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [*(("ddp", n) for n in (1, 2, 3, 4)), *(("fsdp", n) for n in (1, 2, 3, 4)), ("zero", 3)]
+)
+def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: str, world_size: int) -> None:
+    ranks = run_ranks(world_size, train_cases, strategy)
     for case, (optimizer, criterion, _, size) in enumerate(CASES):
         losses, weights = oracle(optimizer, criterion, size)
         assert np.allclose(np.sum([rank[case][0] for rank in ranks], axis=0), losses, atol=1e-6), CASES[case]
@@ -155,16 +189,17 @@ def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
     return [Batch(inputs[a:b], targets[a:b], torch.arange(a, b), size) for a, b in cuts]
 
 
-def evaluate_parts(session: Session, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
-    strategy = ddp(session, noisy_model)
+def evaluate_parts(session: Session, name: str, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+    strategy = built(name, session, noisy_model)
     for step in range(STEPS):
         strategy.step(part(strategy.share, step), 0.05)
     figures = evaluate(strategy, eval_parts(strategy.share, size, 4), size, classification)
     return figures, snapshot(strategy)
 
 
-def test_evaluation_is_that_of_one_process_over_the_same_weights() -> None:
-    ranks = run_ranks(3, evaluate_parts, 22)
+@pytest.mark.parametrize("strategy", NAMES)
+def test_evaluation_is_that_of_one_process_over_the_same_weights(strategy: str) -> None:
+    ranks = run_ranks(3, evaluate_parts, strategy, 22)
     model = noisy_model()
     model.load_state_dict({name.removeprefix("model/"): v for name, v in ranks[0][1].items() if "model/" in name})
     inputs, targets = global_batch(7, 22)
@@ -176,7 +211,7 @@ def test_evaluation_is_that_of_one_process_over_the_same_weights() -> None:
 
 
 def evaluate_too_few(session: Session) -> str:
-    strategy = ddp(session)
+    strategy = built("ddp", session)
     with pytest.raises(Exception, match="evaluation looked at") as caught:
         evaluate(strategy, eval_parts(strategy.share, 22, 4), 23, classification)
     return str(caught.value)
@@ -187,7 +222,7 @@ def test_an_evaluation_that_misses_a_sample_is_refused_with_both_numbers() -> No
 
 
 def evaluate_one_sample(session: Session) -> str:
-    strategy = ddp(session)
+    strategy = built("ddp", session)
     with pytest.raises(ConfigError) as caught:
         evaluate(strategy, [], 1, classification)
     return str(caught.value)
@@ -202,14 +237,14 @@ def test_an_eval_set_with_fewer_samples_than_ranks_is_refused() -> None:
 
 
 def continue_training(
-    session: Session, start: dict[str, Tensor] | None, first: int, last: int
+    session: Session, name: str, start: dict[str, Tensor] | None, first: int, last: int
 ) -> list[dict[str, Tensor]]:
     """Steps ``first`` to ``last`` - 1, from ``start`` or from the beginning; the state after each."""
-    strategy = ddp(session, noisy_model, size=25, accumulate=2)
+    strategy = built(name, session, noisy_model, size=25, accumulate=2)
     live = strategy.state()
     if start is not None:
         for name, entry in live.items():
-            entry.value.copy_(start[name])  # type: ignore[union-attr]
+            fill(entry, start[name])
         assert live.keys() == start.keys()
         strategy.loaded({})
     states = []
@@ -220,28 +255,30 @@ def continue_training(
     return states
 
 
-def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted() -> None:
-    undisturbed = run_ranks(3, continue_training, None, 0, 6)[0]
-    resumed = run_ranks(3, continue_training, undisturbed[2], 3, 6)
+@pytest.mark.parametrize("strategy", NAMES)
+def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted(strategy: str) -> None:
+    undisturbed = run_ranks(3, continue_training, strategy, None, 0, 6)[0]
+    resumed = run_ranks(3, continue_training, strategy, undisturbed[2], 3, 6)
     for rank in resumed:
         for whole, again in zip(undisturbed[3:], rank, strict=True):
             assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
-def names(session: Session) -> tuple[set[str], set[str]]:
-    strategy = ddp(session, noisy_model, "adamw")
+def names(session: Session, name: str) -> tuple[set[str], set[str]]:
+    strategy = built(name, session, noisy_model, "adamw")
     before = set(strategy.state())
     strategy.step(part(strategy.share, 0), 0.1)
     return before, set(strategy.state())
 
 
-def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the_first_step() -> None:
+@pytest.mark.parametrize("strategy", NAMES)
+def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the_first_step(strategy: str) -> None:
     model = noisy_model()
     slots = {
         f"optim/{name}/{slot}" for name, _ in model.named_parameters() for slot in ("step", "exp_avg", "exp_avg_sq")
     }
     expected = {f"model/{name}" for name in model.state_dict()} | slots
-    assert run_ranks(1, names) == [(expected, expected)]
+    assert run_ranks(1, names, strategy) == [(expected, expected)]
 
 
 # ---------------------------------------------------------------------------------------------------- priming
@@ -282,20 +319,20 @@ class RandomFeatures(nn.Module):
         return self.head((inputs @ self.features).cos())  # type: ignore[no-any-return]
 
 
-def first_values(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = RandomFeatures(session.rank)
-    strategy = ddp(session, lambda: model)
-    built = {name: value.clone() for name, value in model.state_dict().items()}
+def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    strategy = built(name, session, lambda: RandomFeatures(session.rank))
+    first = snapshot(strategy)
     strategy.step(part(strategy.share, 0), 0.1)
-    return built, {name: value.clone() for name, value in model.state_dict().items()}
+    return first, snapshot(strategy)
 
 
-def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn() -> None:
-    ranks = run_ranks(2, first_values)
-    first = RandomFeatures(0).state_dict()
-    for built, stepped in ranks:
-        assert all(torch.equal(built[name], first[name]) for name in first)
-        assert all(torch.equal(stepped[name], ranks[0][1][name]) for name in first)
+@pytest.mark.parametrize("strategy", NAMES)
+def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn(strategy: str) -> None:
+    ranks = run_ranks(2, first_values, strategy)
+    expected = RandomFeatures(0).state_dict()
+    for first, stepped in ranks:
+        assert all(torch.equal(first[f"model/{name}"], value) for name, value in expected.items())
+        assert all(torch.equal(stepped[name], value) for name, value in ranks[0][1].items())
 
 
 class HalfUsed(nn.Module):
@@ -307,17 +344,18 @@ class HalfUsed(nn.Module):
         return self.used(inputs)  # type: ignore[no-any-return]
 
 
-def refusals(session: Session) -> list[str]:
+def refusals(session: Session, name: str) -> list[str]:
     messages = []
-    for build in (partial(ddp, session, HalfUsed), partial(ddp, session, size=1)):
+    for build in (partial(built, name, session, HalfUsed), partial(built, name, session, size=1)):
         with pytest.raises(ConfigError) as caught:
             build()
         messages.append(str(caught.value))
     return messages
 
 
-def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step() -> None:
-    for unused, without in run_ranks(2, refusals):
+@pytest.mark.parametrize("strategy", NAMES)
+def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step(strategy: str) -> None:
+    for unused, without in run_ranks(2, refusals, strategy):
         assert "idle.weight, idle.bias" in unused
         assert "data.global_batch_size: 1 samples cannot be shared by 2 ranks" in without
 
@@ -325,15 +363,16 @@ def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_fir
 # ------------------------------------------------------------------------------------------- precision, compile
 
 
-def train_bf16(session: Session) -> tuple[float, torch.dtype]:
-    strategy = ddp(session, precision="bf16")
+def train_bf16(session: Session, name: str) -> tuple[float, torch.dtype]:
+    strategy = built(name, session, precision="bf16")
     losses = [strategy.step(part(strategy.share, 0), 0.1).loss.item() for _ in range(5)]
     weight = strategy.state()["model/0.weight"].value
     return losses[-1] - losses[0], weight.dtype  # type: ignore[union-attr]
 
 
-def test_bf16_computes_in_half_precision_and_keeps_weights_in_fp32() -> None:
-    for change, dtype in run_ranks(2, train_bf16):
+@pytest.mark.parametrize("strategy", NAMES)
+def test_bf16_computes_in_half_precision_and_keeps_weights_in_fp32(strategy: str) -> None:
+    for change, dtype in run_ranks(2, train_bf16, strategy):
         assert change < 0
         assert dtype is torch.float32
 
@@ -350,7 +389,7 @@ def fail_to_compile(session: Session) -> str:
         return made
 
     with pytest.raises(ConfigError) as caught:
-        ddp(session, model, compile=True)
+        built("ddp", session, model, compile=True)
     return str(caught.value)
 
 
@@ -360,13 +399,14 @@ def test_a_model_that_cannot_be_compiled_names_the_key_to_change() -> None:
     assert "no compiler here); set train.compile: false" in message
 
 
-def train_compiled(session: Session) -> list[list[float]]:
-    kinds = [ddp(session, accumulate=3, compile=compiling) for compiling in (False, True)]
+def train_compiled(session: Session, name: str) -> list[list[float]]:
+    kinds = [built(name, session, accumulate=3, compile=compiling) for compiling in (False, True)]
     return [[kind.step(part(kind.share, n), 0.1).loss.item() for n in range(STEPS)] for kind in kinds]
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_model_trains_like_the_plain_one() -> None:
-    for plain, compiled in run_ranks(2, train_compiled):
+@pytest.mark.parametrize("strategy", NAMES)
+def test_a_compiled_model_trains_like_the_plain_one(strategy: str) -> None:
+    for plain, compiled in run_ranks(2, train_compiled, strategy):
         assert compiled == pytest.approx(plain, abs=1e-5)

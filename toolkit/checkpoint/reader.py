@@ -3,8 +3,8 @@
 Rank 0 proposes a name, all read and verify their part of it, and the worst result decides for all. A damaged checkpoint
 is skipped; one that does not fit the model is an error, for an older one would not fit either.
 
-A shard may be cut otherwise than it was saved, on any number of ranks: it is put together from the stored parts that
-meet it. Values of one rank alone (PerRank) fit the same number of ranks only.
+A shard may be cut otherwise than it was saved, on any number of ranks, or not be cut at all there or here: it is put
+together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
 def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:
     """What is different about one value, or None."""
     kind = KINDS[type(entry)]
-    if record.kind != kind:
+    if record.kind != kind and "per_rank" in (record.kind, kind):
         return f"{name} is {record.kind} in the checkpoint and {kind} here"
     if isinstance(entry.value, torch.Tensor) != isinstance(record, TensorRecord):
         return f"{name} is a tensor only {'here' if isinstance(entry.value, torch.Tensor) else 'in the checkpoint'}"

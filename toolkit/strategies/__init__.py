@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from toolkit.config import StrategyConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
+from toolkit.strategies.layout import Layout
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Strategy, Sums
+from toolkit.strategies.replicas import Replicas
+from toolkit.strategies.shards import Shards
 from toolkit.strategies.spmd import Spmd
 
 __all__ = [
@@ -19,7 +25,11 @@ __all__ = [
     "build_strategy",
 ]
 
-_CLASSES = {"ddp": Spmd}
+_LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "ddp": Replicas,
+    "fsdp": Shards,
+    "zero": partial(Shards, reshard_after_forward=False),
+}
 
 
 def build_strategy(
@@ -27,10 +37,13 @@ def build_strategy(
 ) -> Strategy:
     """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
 
-    ``precision`` is fp32 or bf16 (autocast; weights and optimizer stay fp32), ``accumulate`` the number of parts in
-    which a rank works through its share of a batch. Raises ConfigError for an unknown name.
+    ``precision`` is fp32 or bf16 (weights and optimizer stay fp32), ``accumulate`` the number of parts in which a rank
+    works through its share of a batch. Raises ConfigError for an unknown name.
     """
-    if config.name not in _CLASSES:
-        hint = nearest(config.name, _CLASSES)
-        raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_CLASSES)}")
-    return _CLASSES[config.name](session, precision=precision, accumulate=accumulate, compile=compile)
+    if config.name not in _LAYOUTS:
+        hint = nearest(config.name, _LAYOUTS)
+        raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_LAYOUTS)}")
+    layout = _LAYOUTS[config.name](
+        session.device, bf16=precision == "bf16", compile=compile, recompute=config.activation_checkpointing
+    )
+    return Spmd(session, layout, accumulate=accumulate, compile=compile)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.dist.state import Json, Replicated
+from toolkit.dist.state import Json, Replicated, Sharded
+from toolkit.strategies.layout import entry, local
 
 
 class OptimizerState:
@@ -26,16 +27,17 @@ class OptimizerState:
         self._unfilled = False
         self._stepped = False
 
-    def entries(self) -> dict[str, Replicated]:
+    def entries(self) -> dict[str, Replicated | Sharded]:
         """Every slot; tensors are live and may be filled in place."""
         if not self._stepped and not self._optimizer.state:
             self._make_slots()
-        return {name: Replicated(slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None}
+        found = ((name, slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None)
+        return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found}
 
     def live(self) -> dict[str, Tensor]:
         """``optimizer/<parameter>/<slot>`` of the slots that there are now, and are tensors."""
         found = ((name.replace("optim/", "optimizer/", 1), slots[slot]) for name, slots, slot in self._named())
-        return {name: value for name, value in found if isinstance(value, Tensor)}
+        return {name: local(value) for name, value in found if isinstance(value, Tensor)}
 
     def filled(self, values: Mapping[str, Json]) -> None:
         """The tensors of :meth:`entries` hold a checkpoint's; ``values`` are its slots that are no tensors."""

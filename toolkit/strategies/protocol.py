@@ -60,6 +60,10 @@ class Strategy(Protocol):
         """Ranks whose death does not end the attempt."""
 
     @property
+    def evaluates_together(self) -> bool:
+        """Whether :meth:`evaluate` waits for other ranks: then an evaluation ends early on all of them or on none."""
+
+    @property
     def own_time(self) -> Stopwatch:
         """Started by the loop as each step begins; stopped in :meth:`step`, before the first wait for another rank."""
 

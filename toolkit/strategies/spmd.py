@@ -1,63 +1,55 @@
-"""Every rank runs the same program on its own part of the batch: data parallelism through DistributedDataParallel.
+"""Every rank runs the same program on its own part of the batch; how the model lies on the ranks is a layout's matter.
 
-Exactness. torch's DDP averages the gradients of W ranks with equal weight, which is the gradient of the mean loss only
-where all shares are equal. Here rank r's loss is sum_r * W / weight, with the weight of the whole global batch, so that
-DDP's (1/W) * sum over r is the gradient of (sum over r of sum_r) / weight: the mean over the global batch, however
-unevenly its samples are shared or split into parts.
+Exactness. torch averages the gradients of W ranks with equal weight (DDP and FSDP alike), which is the gradient of the
+mean loss only where all shares are equal. Here rank r's loss is sum_r * W / weight, with the weight of the whole global
+batch, so that (1/W) * sum over r is the gradient of (sum over r of sum_r) / weight: the mean over the global batch,
+however unevenly its samples are shared or split into parts.
 
 Bitwise. DDP sums its first iteration in another bucket layout than all later ones, so the first step after a resume
 would differ in the last bits from the same step of an undisturbed run. Every start therefore primes: one throw-away
-pass over a real batch, after which every step of every attempt sums alike. (No ``static_graph``: it would be wrong,
-silently, for a model that leaves out layers at random.)
+pass over a real batch, after which every step of every attempt sums alike.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.activity import PRIMING
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
-from toolkit.dist.state import Json, Replicated
+from toolkit.dist.state import Json, Replicated, Sharded
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.layout import Layout, entry, local
 from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 
-#: No broadcast of buffers in every forward pass: see ``_equalise_buffers``. torch 2.15 renamed the option.
-_KEEP_BUFFERS: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else {"broadcast_buffers": False}
-)
-
 
 class Spmd:
-    """Replicates the model on every rank and averages the gradients; see :class:`~.protocol.Strategy`."""
+    """Trains one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
 
     round_steps = 1
     expendable: frozenset[int] = frozenset()
 
     _model: nn.Module
-    _ddp: DistributedDataParallel
     _optimizer: Optimizer
     _optimizer_state: OptimizerState
     _criterion: Criterion
+    _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
-    def __init__(self, session: Session, *, precision: str, accumulate: int, compile: bool) -> None:
+    def __init__(self, session: Session, layout: Layout, *, accumulate: int, compile: bool) -> None:
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
         self._activity = session.activity
-        self._bf16 = precision == "bf16"
+        self._layout = layout
+        self.evaluates_together = layout.passes_are_joint
         self._accumulate = accumulate
         self._compile = compile
         self._buffers_equal = False
@@ -68,14 +60,12 @@ class Spmd:
     ) -> None:
         """Raises ConfigError when a rank would have no sample, a parameter no gradient, or compiling fails."""
         batch = self._checked(sample)
-        self._model = model().to(self._device).train()
-        if self._compile:
-            self._model.compile()  # in place: the names in state() stay those of the model
+        self._stand_in = batch.inputs[:1].to(self._device)
+        self._model = self._layout.place(model).train()
         self._optimizer = optimizer(self._model)
         self._optimizer_state = OptimizerState(self._model, self._optimizer)
         self._criterion = criterion
-        self._ddp = DistributedDataParallel(self._model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
-        self._equalise_buffers()  # torch < 2.15 with that option leaves the first ones as each rank made them
+        self._equalise_buffers()  # the first ones are as each rank made them
         with _compile_errors(self._compile):
             self._prime(batch)
 
@@ -93,23 +83,26 @@ class Spmd:
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         self._equalise_buffers()
-        if batch is None or not len(batch):
-            return Sums({}, 0)
-        batch = batch.to(self._device)
+        found = Sums({}, 0)
         self._model.eval()
-        with self._autocast():
-            values = measure(self._model(batch.inputs), batch.targets)
+        with self._layout.precision():
+            if batch is not None and len(batch):
+                batch = batch.to(self._device)
+                found = Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
+            elif self._layout.passes_are_joint:
+                self._model(self._stand_in)  # the others wait for our part of the weights
         self._model.train()
-        return Sums(values, len(batch))
+        self._layout.rest()
+        return found
 
-    def state(self) -> dict[str, Replicated]:
+    def state(self) -> dict[str, Replicated | Sharded]:
         """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
         self._equalise_buffers()
-        weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
+        weights = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
         return weights | self._optimizer_state.entries()
 
     def live(self) -> dict[str, Tensor]:
-        weights = {f"weights/{name}": value for name, value in self._model.named_parameters()}
+        weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
         buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
         return weights | buffers | self._optimizer_state.live()
 
@@ -118,7 +111,7 @@ class Spmd:
         self._buffers_equal = True
 
     def close(self) -> None:
-        for name in ("_ddp", "_model", "_optimizer", "_optimizer_state", "_criterion"):
+        for name in ("_layout", "_model", "_optimizer", "_optimizer_state", "_criterion", "_stand_in"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -128,26 +121,29 @@ class Spmd:
         *early, last = self._parts(batch)
         losses: list[Tensor] = []
         weights: list[Tensor | None] = []
+        joint = self._layout.passes_are_joint
+        if joint:
+            self.own_time.stop()  # all that follows waits for the others' parts of the weights
         for part in early:
-            with self._ddp.no_sync():
+            with self._layout.without_sync():
                 self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
         loss = self._forward(last, losses, weights)
-        self.own_time.stop()  # while the last part goes backward, gradients are summed
+        if not joint:
+            self.own_time.stop()  # while the last part goes backward, gradients are summed
         total = _WeightSum.start(weights)
         loss.backward()  # type: ignore[no-untyped-call]
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
         return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """Micro-batches; a share smaller than their number has fewer, and still one to take part in the all-reduce."""
-        if self._accumulate == 1:
-            return [batch]
-        return [part for part in batch.split(self._accumulate) if len(part)]
+        """Micro-batches, on all ranks equally many: fewer than asked for where the smallest share has fewer samples."""
+        count = min(self._accumulate, batch.global_count // self.share.count)
+        return [batch] if count == 1 else batch.split(count)
 
     def _forward(self, batch: Batch, losses: list[Tensor], weights: list[Tensor | None]) -> Tensor:
         """The loss to go backward from, as if each sample of the global batch weighed one."""
-        with self._autocast():
-            total, weight = self._criterion(self._ddp(batch.inputs), batch.targets)
+        with self._layout.precision():
+            total, weight = self._criterion(self._layout.forward(batch.inputs), batch.targets)
         loss = total * (self.share.count / batch.global_count)
         losses.append(loss.detach())
         weights.append(weight)
@@ -159,11 +155,8 @@ class Spmd:
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
         """
         factor = (assumed / weight.clamp(min=1e-30)).float()
-        torch._foreach_mul_([p.grad for p in self._model.parameters() if p.grad is not None], factor)
+        torch._foreach_mul_([local(p.grad) for p in self._model.parameters() if p.grad is not None], factor)
         return factor
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
 
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between ranks after a step: those of share 0 count. Once after each step."""
@@ -183,7 +176,7 @@ class Spmd:
         return sample
 
     def _prime(self, batch: Batch) -> None:
-        """One pass that leaves its mark on DDP's buckets (and the compiler's cache) only."""
+        """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
         self._activity.phase = PRIMING
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         devices = [self._device] if self._device.type != "cpu" else []

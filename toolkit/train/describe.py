@@ -13,6 +13,7 @@ _LEFT_OUT = (
     "data.bad_samples",
     "data.max_bad_samples",
     "data.workers",
+    "strategy.activation_checkpointing",
     "strategy.compression",
     "train.compile",
     "train.log_every",

@@ -42,15 +42,16 @@ def evaluate(
         for name, value in found.values.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
         cut = is_cut()
+        if strategy.evaluates_together:  # who ended alone would leave the others waiting in their next batch
+            cut = bool(sum_across_ranks(torch.tensor(float(cut), device=_device(sums))).item())
         if cut:
             break
     return _means(sums, count, size, cut)
 
 
 def _means(sums: dict[str, Tensor], count: int, size: int, cut: bool) -> dict[str, float] | None:
-    first = next(iter(sums.values()))
     total = torch.cat(
-        [torch.stack([*sums.values()]), torch.tensor([count, cut], dtype=torch.float64, device=first.device)]
+        [torch.stack([*sums.values()]), torch.tensor([count, cut], dtype=torch.float64, device=_device(sums))]
     )
     *values, counted, cuts = sum_across_ranks(total).tolist()
     if cuts:
@@ -61,3 +62,8 @@ def _means(sums: dict[str, Tensor], count: int, size: int, cut: bool) -> dict[st
             "the ranks' parts must tile the set without padding"
         )
     return {name: value / size for name, value in zip(sums, values, strict=True)}
+
+
+def _device(sums: dict[str, Tensor]) -> torch.device:
+    """Each rank has samples in its first batch, so there is a sum."""
+    return next(iter(sums.values())).device

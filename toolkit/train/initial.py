@@ -31,9 +31,12 @@ def initialised(build: ModelFactory, source: str | None, session: Session) -> nn
     A run that has a checkpoint ignores ``source``, for its own weights follow. Every rank calls it, and every rank gets
     the same weights. Tensors match by name, wrappers' prefixes aside, and shape; the log says which did not, and these
     keep the values that ``build`` gave them. Raises ConfigError when none matches or there is no such source, and
-    CheckpointError when it cannot be read.
+    CheckpointError when it cannot be read. A model made without memory (on ``meta``) stays as it is: sharding
+    strategies hand rank 0's weights to all.
     """
     model = build()
+    if torch.get_default_device().type == "meta":
+        return model
     if source is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
         path, found = _read(source, session)

@@ -132,7 +132,7 @@ def test_folders_are_0700_and_files_0600(tmp_path: Path) -> None:
         ({"a": Replicated(torch.zeros(3))}, r"a is float32 \(2,\) in the checkpoint and float32 \(3,\) here"),
         ({"a": Replicated(torch.zeros(2, dtype=torch.int32))}, r"float32 \(2,\) in the checkpoint and int32"),
         ({"b": Replicated(torch.zeros(2))}, "b is not in the checkpoint, a is only in the checkpoint"),
-        ({"a": Sharded(torch.zeros(2), (2,), (0,))}, "a is replicated in the checkpoint and sharded here"),
+        ({"a": PerRank(torch.zeros(2))}, "a is replicated in the checkpoint and per_rank here"),
         ({"a": Replicated(1)}, "a is a tensor only in the checkpoint"),
     ],
 )

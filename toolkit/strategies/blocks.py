@@ -1,0 +1,50 @@
+"""The blocks of a model: the parts that it repeats, such as the layers of a transformer or of a residual network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of which a list or a sequence in ``model`` holds several of one class, in order.
+
+    A single layer (Linear) is no block, however often it comes.
+    """
+    found: list[nn.Module] = []
+    kinds = Counter(type(child) for child in model.children()) if isinstance(model, _CONTAINERS) else Counter()
+    for child in model.children():
+        is_block = (
+            kinds[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters())
+        )
+        found += [child] if is_block else blocks(child)
+    return found
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Each block keeps only its inputs for the backward pass and computes the rest again there; names stay.
+
+    Raises ConfigError where there is no block, or where a second pass would change more than it computes.
+    """
+    parts = blocks(model)
+    if not parts:
+        raise ConfigError(
+            "strategy.activation_checkpointing: this model repeats no block (several modules of one class in a "
+            "ModuleList or Sequential) whose activations could be computed again; set it to false"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise ConfigError(
+                f"strategy.activation_checkpointing: {name} would count each batch twice in its running statistics; "
+                "set it to false, or use a model without BatchNorm"
+            )
+    for part in parts:
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)

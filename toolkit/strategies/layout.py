@@ -1,0 +1,48 @@
+"""How a model lies on the ranks: the one thing in which ddp, fsdp and zero differ."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.dist.state import Replicated, Sharded
+from toolkit.strategies.protocol import ModelFactory
+
+
+class Layout(Protocol):
+    """Puts the model in its place; what a pass through it then sends is its own business."""
+
+    #: Every forward pass waits for the other ranks, so that all must make equally many of them.
+    passes_are_joint: bool
+
+    def place(self, make: ModelFactory) -> nn.Module:
+        """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """A pass whose backward pass sums the gradients over the ranks and divides by their number."""
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        """Passes in it only add to the gradients of this rank, for one outside of it that follows."""
+
+    def precision(self) -> AbstractContextManager[object]:
+        """What passes and the criterion run in."""
+
+    def rest(self) -> None:
+        """After passes without a backward pass: the model's parameters are again those that the optimizer has."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` that lies on this rank, live and without a gradient's history."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def entry(tensor: Tensor) -> Replicated | Sharded:
+    """The live ``tensor`` as a checkpoint stores it."""
+    if not isinstance(tensor, DTensor):
+        return Replicated(tensor)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part stands
+    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets))

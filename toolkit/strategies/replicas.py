@@ -1,0 +1,57 @@
+"""ddp: the whole model on every rank, gradients averaged by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.protocol import ModelFactory
+
+#: No broadcast of buffers in every forward pass: see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+class Replicas:
+    """See :class:`~.layout.Layout`. (No ``static_graph``: wrong, silently, for a model that leaves out layers.)"""
+
+    passes_are_joint = False
+
+    _ddp: DistributedDataParallel
+
+    def __init__(self, device: torch.device, *, bf16: bool, compile: bool, recompute: bool) -> None:
+        self._device = device
+        self._bf16 = bf16
+        self._compile = compile
+        self._recompute = recompute
+
+    def place(self, make: ModelFactory) -> nn.Module:
+        model = make().to(self._device)
+        if self._recompute:
+            checkpoint_activations(model)
+        if self._compile:
+            model.compile()  # in place: the names in state() stay those of the model
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+        return model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._ddp(inputs)
+        return outputs
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return self._ddp.no_sync()
+
+    def precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+
+    def rest(self) -> None:
+        """Passes leave replicas as they are."""
