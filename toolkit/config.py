@@ -586,6 +586,8 @@ FIXED_ON_RESUME = (
     "optim.name",
     "train.seed",
 )
+#: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
+SAME_STATE = ("ddp", "fsdp", "zero")
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -199,14 +199,14 @@ def evaluate_parts(session: Session, name: str, size: int) -> tuple[dict[str, fl
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_evaluation_is_that_of_one_process_over_the_same_weights(strategy: str) -> None:
-    ranks = run_ranks(3, evaluate_parts, strategy, 22)
+    ranks = run_ranks(3, evaluate_parts, strategy, 25)  # two ranks have nothing in their last batch
     model = noisy_model()
     model.load_state_dict({name.removeprefix("model/"): v for name, v in ranks[0][1].items() if "model/" in name})
-    inputs, targets = global_batch(7, 22)
+    inputs, targets = global_batch(7, 25)
     outputs = model.eval()(inputs)
     for figures, _ in ranks:
         assert figures == ranks[0][0]
-        assert figures["accuracy"] == (outputs.argmax(1) == targets).sum().item() / 22
+        assert figures["accuracy"] == (outputs.argmax(1) == targets).sum().item() / 25
         assert figures["loss"] == pytest.approx(functional.cross_entropy(outputs, targets).item(), rel=1e-6)
 
 

@@ -68,10 +68,11 @@ def train(
     checkpoint: CheckpointConfig = EVERY_4,
     job: JobConfig | None = None,
     judge: Any = judge,
+    name: str = "ddp",
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
-    strategy = build_strategy(StrategyConfig(), session, accumulate=config.accumulate)
+    strategy = build_strategy(StrategyConfig(name), session, accumulate=config.accumulate)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
@@ -116,7 +117,9 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(undisturbed: Any) -> 
     assert names == ["step-00000008", "step-00000010"]  # the newest two of 4, 8, 10
 
 
-def die_after(session: Session, run_dir: Path, steps: int, checkpoint: CheckpointConfig = EVERY_4) -> None:
+def die_after(
+    session: Session, run_dir: Path, steps: int, checkpoint: CheckpointConfig = EVERY_4, name: str = "ddp"
+) -> None:
     """A crash of one rank's loader: nothing is saved on the way out."""
     plain_at = Loader.at
 
@@ -127,7 +130,7 @@ def die_after(session: Session, run_dir: Path, steps: int, checkpoint: Checkpoin
 
     Loader.at = at  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
-        train(session, run_dir, checkpoint=checkpoint)
+        train(session, run_dir, checkpoint=checkpoint, name=name)
 
 
 def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(
@@ -191,7 +194,7 @@ def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any
             assert_same(same, undisturbed[2])
 
 
-def stop_at(session: Session, run_dir: Path, step: int) -> int:
+def stop_at(session: Session, run_dir: Path, step: int, name: str = "ddp") -> int:
     """Every rank is signalled, before it starts its ``step``-th step, at its own time and twice."""
     plain_at = Loader.at
 
@@ -204,7 +207,7 @@ def stop_at(session: Session, run_dir: Path, step: int) -> int:
 
     Loader.at = at  # type: ignore[method-assign]
     with pytest.raises(StoppedError) as stopped:
-        train(session, run_dir)
+        train(session, run_dir, name=name)
     return int(str(stopped.value).split()[3])
 
 

@@ -20,7 +20,7 @@ from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.config import FIXED_ON_RESUME, CheckpointConfig, JobConfig, value_of
+from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, value_of
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
@@ -44,13 +44,17 @@ def identity(config: JobConfig) -> dict[str, Json]:
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
     """Raises ConfigError with every key whose value is another one than in the checkpoint ``where``."""
-    changed = [key for key in current if key in saved and saved[key] != current[key]]
+    changed = [key for key in current if key in saved and not _goes_on_with(key, saved[key], current[key])]
     if changed:
         values = "; ".join(f"{key} was {saved[key]!r} and is now {current[key]!r}" for key in changed)
         raise ConfigError(
             f"{where} cannot be continued: {values}. Set {'them' if len(changed) > 1 else 'it'} back, "
             "or start a new run with `toolkit submit`"
         )
+
+
+def _goes_on_with(key: str, then: Json, now: Json) -> bool:
+    return then == now or (key == "strategy.name" and then in SAME_STATE and now in SAME_STATE)
 
 
 def conditions(session: Session) -> dict[str, Json]:
@@ -343,11 +347,17 @@ class Checkpoints:
             return None
 
     def _say_what_differs(self, meta: Mapping[str, Json]) -> None:
-        saved, now = _mapping(meta.get("conditions", {})), _mapping(self._meta["conditions"])
+        saved, now = _circumstances(meta), _circumstances(self._meta)
         changed = [f"{key} ({saved[key]} -> {now[key]})" for key in now if key in saved and saved[key] != now[key]]
         if changed and self._session.is_main:
             log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                         "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
+    """The conditions that a save wrote down, and the strategy."""
+    strategy = _mapping(meta.get("identity", {})).get("strategy.name", SAME_STATE[0])
+    return {**_mapping(meta.get("conditions", {})), "strategy": strategy}
 
 
 def _number(value: Json) -> float | None:

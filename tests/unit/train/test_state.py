@@ -21,9 +21,9 @@ from toolkit.activity import Activity
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import state
-from toolkit.train.state import PATIENCE_S, Checkpoints
+from toolkit.train.state import PATIENCE_S, Checkpoints, refuse_other_identity
 
 
 class Clock:
@@ -377,3 +377,10 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
     assert [checkpoints.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
     assert not checkpoints.is_best({"eval/accuracy": 1.0})
     assert "there is no number -eval/loss, only eval/accuracy" in caplog.text
+
+
+def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
+    refuse_other_identity({"strategy.name": "ddp"}, {"strategy.name": "fsdp"}, Path("here"))
+    for key, then, now in (("strategy.name", "ddp", "pipeline"), ("optim.name", "ddp", "fsdp")):
+        with pytest.raises(ConfigError, match=f"{key} was '{then}' and is now '{now}'"):
+            refuse_other_identity({key: then}, {key: now}, Path("here"))
