@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toolkit import origin, rundir
 from toolkit.errors import ConfigError, nearest
 
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo")
 STRATEGIES = ("ddp", "fsdp", "zero")
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -91,7 +91,7 @@ class StrategyConfig:
 
 @dataclass
 class DataConfig:
-    """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``."""
+    """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
 
     name: str = "digits"
     root: str | None = None

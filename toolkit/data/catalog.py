@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 _CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 _SPLITS = ("train", "val")
+#: Folders of the standard library's that hold others' code, or tests of it.
+_NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ CATALOG = {
     "cifar10": Entry((3, 32, 32), folder="cifar-10-batches-py", files=_CIFAR10_FILES),
     "image_folder": Entry((3, 224, 224), classes=None),
     "synthetic": Entry((3, 32, 32)),
+    "text": Entry((1, 1, 1), classes=256),  # bytes; see text_files
 }
 
 
@@ -81,6 +85,9 @@ def check_datasets(config: DataConfig) -> None:
     if config.name == "image_folder":
         class_names(root)
         return
+    if config.name == "text":
+        text_files(config.root)
+        return
     missing = missing_files(config.name, root)
     if missing:
         raise DataMissingError(
@@ -94,6 +101,18 @@ def check_datasets(config: DataConfig) -> None:
 def fetch_command(name: str, root: Path) -> str:
     """The command line that fetches a data set."""
     return shlex.join(["toolkit", "data", "fetch", name, "--root", str(root)])
+
+
+def text_files(root: str | None) -> list[Path]:
+    """The files of data set ``text`` in order: all below ``root`` but hidden ones; null: Python's standard library."""
+    folder = Path(root or sysconfig.get_path("stdlib")).expanduser().absolute()
+    inner = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*" if root else "*.py")))
+    files = [path for path, parts in inner if path.is_file() and not any(part.startswith(".") for part in parts)]
+    if root is None:
+        files = [path for path in files if not _NOT_OURS & set(path.relative_to(folder).parts)]
+    if not files:
+        raise DataMissingError(f"data.root: there are no text files below {folder}; give it a folder that holds some")
+    return files
 
 
 def class_names(root: Path) -> list[str]:

@@ -26,7 +26,7 @@ from toolkit.data import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order
-from toolkit.errors import DataMissingError, RequestError
+from toolkit.errors import ConfigError, DataMissingError, RequestError
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -66,8 +66,12 @@ class Datasets:
 def build_datasets(config: DataConfig) -> Datasets:
     """The data sets of the ``data:`` section; :class:`DataMissingError` when their files are not there."""
     catalog.check_datasets(config)
-    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder}
+    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder, "text": _refuse_text}
     return builders.get(config.name, _from_torchvision)(config)
+
+
+def _refuse_text(config: DataConfig) -> Datasets:
+    raise ConfigError("data.name: text has no images to classify; choose a data set of images, or jobs.language_model")
 
 
 def _digits(config: DataConfig) -> Datasets:

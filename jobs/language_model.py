@@ -1,0 +1,119 @@
+"""Train a small GPT on bytes with sharded weights: a job that is worth sharding once it is large, made to be copied.
+
+Two ranks on any machine, on the sources of Python's standard library, in under a minute::
+
+    toolkit submit configs/gpt_fsdp.yaml --wait
+
+Any text files, here all below a folder, and a longer training::
+
+    toolkit submit configs/gpt_fsdp.yaml data.root=~/books train.max_steps=5000
+
+GPT-2's smallest size, on four GPUs of each of two nodes::
+
+    toolkit submit configs/gpt_fsdp.yaml data.root=/scratch/books model.name=gpt_small data.global_batch_size=512 \\
+        cluster.nodes=2 cluster.tasks_per_node=4 cluster.gpus_per_node=4 train.precision=bf16 \\
+        train.accumulate=4 strategy.activation_checkpointing=true optim.lr=6e-4 train.max_steps=20000
+
+The model knows nothing of the strategy: fsdp shards its blocks because they stand in a list, and ``strategy.name=ddp``
+trains the same. To make it yours, replace ``GPT`` by your model and ``Windows`` by your tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from toolkit.config import JobConfig
+from toolkit.data import text
+from toolkit.data.loader import build_loader, eval_batches
+from toolkit.dist.session import open_session
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.train.describe import describe_run
+from toolkit.train.evaluate import evaluate
+from toolkit.train.initial import initialised
+from toolkit.train.loop import Result, Trainer
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+#: What ``model.name`` may be; read on the login node without importing this file, hence a literal.
+MODELS = ("gpt_tiny", "gpt_small")
+#: Of each: blocks, width, heads, and the length of a window in bytes.
+SIZES = {"gpt_tiny": (4, 64, 4, 64), "gpt_small": (12, 768, 12, 1024)}
+
+
+def main(config: JobConfig) -> Result:
+    """One rank of the training; every rank calls it."""
+    train, size = config.train, SIZES[config.model.name]
+    with open_session(config.dist) as session:
+        prepare(train.seed, deterministic=train.deterministic)
+        path = text.of_run(config.data.root, session)
+        train_set, eval_set = (text.Windows(path, size[-1], held_out=held_out) for held_out in (False, True))
+        options = {"precision": train.precision, "accumulate": train.accumulate, "compile": train.compile}
+        strategy = build_strategy(config.strategy, session, **options)
+        loader = build_loader(train_set, config.data, strategy.share, seed=train.seed, device=session.device)
+        with closing(loader), closing(strategy):
+            sample = loader.at(0)
+            model = partial(initialised, partial(GPT, *size), config.model.init_from, session)
+            strategy.build(model, partial(build_optimizer, config.optim), next_byte, sample)
+            schedule = partial(build_schedule, config.optim)
+            checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
+            trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+            return trainer.fit(partial(perplexity, eval_set), partial(describe_run, config, sample))
+
+
+def perplexity(eval_set: text.Windows, strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+    """Mean loss of a byte over all windows held out, in nats, and its exponential; None when a stop cut it short."""
+    batches = eval_batches(eval_set, strategy.share, batch_size=16)
+    found = evaluate(strategy, batches, len(eval_set), lambda *both: {"loss": next_byte(*both)[0]}, is_cut)
+    return found and {**found, "perplexity": math.exp(found["loss"])}
+
+
+def next_byte(logits: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+    """Criterion: cross entropy of logits (n, length, 256) against bytes (n, length), each window weighing one."""
+    total = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / targets.shape[1], None
+
+
+class GPT(nn.Module):
+    """A decoder of pre-norm blocks on bytes (Radford et al. 2019); ``length`` is the longest input."""
+
+    def __init__(self, blocks: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits (n, length, 256) of the byte that follows each of ``inputs`` (n, length)."""
+        hidden = self.bytes(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention to what came before, then two layers for each place by itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.attend, self.gather = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.think = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = self.attend(self.norm(hidden)).unflatten(
+            -1, (3, self.heads, -1)
+        )  # (n, length, 3, heads, width / heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.gather(seen.transpose(1, 2).flatten(2))
+        return hidden + self.think(hidden)  # type: ignore[no-any-return]

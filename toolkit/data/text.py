@@ -1,0 +1,76 @@
+"""Text as bytes, packed end to end and cut into windows of one length: what a language model of bytes is trained on.
+
+The text is copied into the run's folder once, and memory-mapped there: a resume finds the same bytes, on whichever node
+and whatever has become of the files since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit import fsio
+from toolkit.data import catalog
+from toolkit.data.permutation import Indices
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
+
+#: A window in so many is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
+HELD_OUT_EVERY = 20
+MOST_HELD_OUT = 256
+
+
+def of_run(root: str | None, session: Session) -> Path:
+    """The run's copy of the text that ``data.root`` names; rank 0 makes it where there is none. Every rank calls."""
+    path = session.run_dir / "text.bin"
+    if session.is_main and not path.exists():
+        pack(catalog.text_files(root), path, session.activity.move)
+    dist.barrier()
+    return path
+
+
+def pack(files: list[Path], target: Path, moved: Callable[[], None] = lambda: None) -> None:
+    """Write ``files`` end to end, a zero byte after each, as the new file ``target``, all or nothing."""
+
+    def contents() -> Iterator[bytes]:
+        for file in files:
+            yield file.read_bytes() + b"\0"
+            moved()
+
+    with fsio.new_path(target) as temporary:
+        fsio.write_stream(temporary, contents())
+
+
+class Windows:
+    """Those windows of ``length`` bytes of a packed text that are ``held_out``, or all others; none overlap.
+
+    Those held out stand evenly all over the text, so that the evaluation sees of everything a little.
+    """
+
+    def __init__(self, path: Path, length: int, *, held_out: bool) -> None:
+        self._bytes = np.memmap(path, np.uint8, "r")
+        self._length = length
+        self._held_out = held_out
+        self._windows = (len(self._bytes) - 1) // length
+        self._every = max(HELD_OUT_EVERY, self._windows // MOST_HELD_OUT)
+        if self._windows < 2:
+            raise ConfigError(
+                f"data.root: {len(self._bytes)} bytes of text make {self._windows} windows of {length}, and two are "
+                "needed, one to train on and one to evaluate; give it more text, or a model.name with shorter windows"
+            )
+
+    def __len__(self) -> int:
+        held_out = -(-self._windows // self._every)
+        return held_out if self._held_out else self._windows - held_out
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Bytes (n, length) int64 of the windows ``indices`` (n,), and the byte that follows each of them."""
+        windows = indices * self._every if self._held_out else indices + indices // (self._every - 1) + 1
+        rows = self._bytes[(windows * self._length)[:, None] + np.arange(self._length + 1)]
+        text = torch.from_numpy(rows.astype(np.int64))
+        return text[:, :-1], text[:, 1:]
