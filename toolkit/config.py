@@ -27,7 +27,7 @@ from toolkit import origin, rundir
 from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
-BACKENDS = ("auto", "nccl", "gloo")
+BACKENDS = ("auto", "nccl", "gloo", "mpi")
 STRATEGIES = ("ddp", "fsdp", "zero")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")

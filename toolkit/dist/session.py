@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def open_session(config: DistConfig) -> Iterator[Session]:
     backend = choose_backend(config.backend)
     device = choose_device(backend, local_rank)
     with ExitStack() as stack:
+        if config.backend == "mpi" and backend != "mpi":
+            stack.push(_mpi().finalize)
         folder = rundir.runs_root() / ".rendezvous"
         store = rendezvous.open_store(rank, world_size, timeout, folder)
         dist.init_process_group(
@@ -102,12 +105,24 @@ _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def choose_backend(name: str) -> str:
-    """``auto`` is NCCL where CUDA is, gloo elsewhere."""
+    """torch's name for it. ``auto`` is NCCL where CUDA is, gloo elsewhere; torch's own MPI goes before ours."""
     if name == "auto":
         return "nccl" if torch.cuda.is_available() else "gloo"
+    if name == "mpi":
+        return "mpi" if dist.is_mpi_available() else _mpi().register()
     if name == "nccl" and not torch.cuda.is_available():
         raise ConfigError("dist.backend: nccl needs CUDA, and torch sees none on this node; use auto or gloo")
     return name
+
+
+def _mpi() -> ModuleType:
+    try:
+        from toolkit.dist import mpi
+    except (ImportError, RuntimeError) as error:  # no mpi4py; mpi4py finds no MPI library
+        raise ConfigError(
+            f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({error})"
+        ) from error
+    return mpi
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:

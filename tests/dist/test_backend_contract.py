@@ -1,0 +1,78 @@
+"""One contract for process groups; gloo and our group over MPI both pass it, on 4 ranks and on 3 of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.dist import contract, parallel_cases
+from tests.dist.ranks import run_ranks
+from toolkit.dist.session import Session
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+#: What a backend cannot do: refuses, gets wrong (tensors that are not contiguous), or waits for for ever.
+LACKS: dict[str, set[str]] = {
+    "gloo": {
+        *(name for name in contract.CASES if name.endswith(" int16")),
+        "broadcast of rare dtypes",
+        "not contiguous",
+        "not contiguous messages",
+        "all gather uneven",
+        "all to all uneven",
+        "coalesced of two dtypes",
+        "coalesced by device",
+        "a sent tensor may be forgotten",
+        "a wait has an end",
+        "errors name the rank",
+    },
+    "mpi": set(),
+}
+
+
+def names(backend: str) -> list[str]:
+    return [name for name in contract.CASES if name not in LACKS[backend]]
+
+
+def on_gloo(session: Session) -> dict[str, str]:
+    return contract.run_cases(names("gloo"))
+
+
+def over_mpi() -> list[dict[str, str]]:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cases.json").write_text(json.dumps(names("mpi")))
+        mpirun(contract.WORLD, ["-m", "tests.dist.contract", name])
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(contract.WORLD)]
+
+
+def mpirun(ranks: int, arguments: list[str]) -> None:
+    """Python, as ranks of an MPI launch on this machine; raises AssertionError with what they said when one fails."""
+    pytest.importorskip("mpi4py")
+    launcher = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe"]
+    local = ["--mca", "btl", "self,sm", "--mca", "pml", "ob1"]
+    argv = [*launcher, *local, "-n", str(ranks), sys.executable, *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_process_group_keeps_the_contract(backend: str) -> None:
+    """One test for all cases, since starting the ranks costs more than they do."""
+    results = run_ranks(contract.WORLD, on_gloo) if backend == "gloo" else over_mpi()
+    told = [f"rank {rank}: {name}\n{said}" for rank, all in enumerate(results) for name, said in all.items() if said]
+    assert not told, "\n".join(told)
+    assert [len(all) for all in results] == [cases_of(backend, rank) for rank in range(contract.WORLD)]
+
+
+def cases_of(backend: str, rank: int) -> int:
+    """The first rank is not among the three."""
+    return len(names(backend)) * (2 if rank else 1) + len(parallel_cases.CASES)
