@@ -202,7 +202,9 @@ def evaluate_between(session: Session, between: bool) -> list[dict[str, Tensor]]
     strategy = built("zero", session, criterion=token_loss, accumulate=2)
     for step in range(3):
         if between:
+            before = {name: value.clone() for name, value in strategy.live().items()}
             evaluate(strategy, eval_parts(strategy.share, 10, 2), 10, classification)
+            trainer.assert_same(before, strategy.live())
         states.append(snapshot(strategy))
         strategy.step(part(strategy.share, step), rates(step))
     return states

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.dist.ranks import run_ranks
-from tests.dist.test_trainer import CONFIG, assert_same, noisy_model, train
+from tests.dist.test_spmd import snapshot
+from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
+from toolkit.config import StrategyConfig
+from toolkit.data.loader import Loader
 from toolkit.dist.session import Session
+from toolkit.strategies import build_strategy
 from toolkit.train.initial import initialised
+from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 
@@ -48,3 +53,18 @@ def test_all_ranks_start_from_the_other_runs_weights_and_a_resume_does_not_need_
     shutil.rmtree(source)
     for (_, after), (_, expected) in zip(run_ranks(2, train_from, run_dir, str(source), 4), undisturbed, strict=True):
         assert_same(after, expected)
+
+
+def start_sharded(session: Session, source: str) -> Weights:
+    strategy = build_strategy(StrategyConfig("fsdp"), session)
+    loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
+    model = partial(initialised, noisy_model, source, session)
+    strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), cross_entropy, loader.at(0))
+    return snapshot(strategy)
+
+
+def test_sharded_ranks_start_from_the_other_runs_weights_which_rank_0_alone_reads(tmp_path: Path) -> None:
+    trained = run_ranks(2, partial(train, model=noisy_model), tmp_path)[0][1]
+    (tmp_path / "config.yaml").write_text("")
+    for first in run_ranks(3, start_sharded, str(tmp_path)):
+        assert_same(first, {name: trained[name] for name in first})

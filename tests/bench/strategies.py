@@ -1,0 +1,87 @@
+"""ddp, fsdp and zero beside each other: what a rank keeps between steps, what it adds in one, how long one takes.
+
+    python -m tests.bench.strategies [RANKS]
+
+trains a GPT of 3.7 million parameters (8 blocks, 192 wide, windows of 64 bytes, 2 of them for each rank) with AdamW.
+Times are of steps that take turns, so that whatever else the machine does falls on all alike.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.language_model import GPT, next_byte
+from tests.dist.ranks import run_ranks
+from toolkit.config import StrategyConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.strategies import Strategy, build_strategy
+
+SIZE, PER_RANK, TURNS = (8, 192, 4, 64), 2, 7
+KINDS = {
+    "ddp": StrategyConfig("ddp"),
+    "zero": StrategyConfig("zero"),
+    "fsdp": StrategyConfig("fsdp"),
+    "fsdp, recomputing": StrategyConfig("fsdp", activation_checkpointing=True),
+}
+
+
+def batch(session: Session) -> Batch:
+    draw = torch.Generator().manual_seed(session.rank)
+    text = torch.randint(256, (PER_RANK, SIZE[-1] + 1), generator=draw)
+    return Batch(text[:, :-1], text[:, 1:], torch.arange(PER_RANK), PER_RANK * session.world_size)
+
+
+def built(session: Session, kind: str) -> Strategy:
+    torch.manual_seed(0)
+    strategy = build_strategy(KINDS[kind], session)
+    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), next_byte, batch(session))
+    strategy.step(batch(session), 1e-3)
+    return strategy
+
+
+def memory(session: Session, kind: str) -> tuple[float, float]:
+    """MiB of weights and moments between steps; and by how much a step raises the process above what it has then."""
+    strategy = built(session, kind)
+    kept = sum(value.numel() * value.element_size() for value in strategy.live().values())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    strategy.step(batch(session), 1e-3)
+    return kept / 2**20, (_status("VmHWM") - before) / 2**10
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key)))
+
+
+def times(session: Session) -> dict[str, float]:
+    """The median step of each, in seconds."""
+    strategies = {kind: built(session, kind) for kind in KINDS}
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(TURNS):
+        for kind, strategy in strategies.items():
+            began = time.perf_counter()
+            strategy.step(batch(session), 1e-3)
+            found[kind].append(time.perf_counter() - began)
+    return {kind: statistics.median(laps) for kind, laps in found.items()}
+
+
+def main(ranks: int) -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system, so that peaks are real
+    took: dict[str, float] = run_ranks(ranks, times)[0]
+    for kind in KINDS:
+        kept: Any = run_ranks(ranks, memory, kind)[0]
+        ratio = took[kind] / took["ddp"]
+        print(f"{kind:18} keeps {kept[0]:6.1f} MiB  a step adds {kept[1]:6.1f} MiB  takes {ratio:.2f} of ddp's time")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
