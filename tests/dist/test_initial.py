@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.dist.ranks import run_ranks
 from tests.dist.test_spmd import snapshot
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
+from toolkit.checkpoint import weights
 from toolkit.config import StrategyConfig
 from toolkit.data.loader import Loader
 from toolkit.dist.session import Session
@@ -55,16 +56,21 @@ def test_all_ranks_start_from_the_other_runs_weights_and_a_resume_does_not_need_
         assert_same(after, expected)
 
 
-def start_sharded(session: Session, source: str) -> Weights:
+def start_sharded(session: Session, source: str) -> tuple[int, Weights]:
+    """How often this rank read the source, and what it started from."""
+    reads, plain_read = list[Any](), weights.read
+    weights.read = lambda found: reads.append(found) or plain_read(found)
     strategy = build_strategy(StrategyConfig("fsdp"), session)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
     model = partial(initialised, noisy_model, source, session)
     strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), cross_entropy, loader.at(0))
-    return snapshot(strategy)
+    return len(reads), snapshot(strategy)
 
 
 def test_sharded_ranks_start_from_the_other_runs_weights_which_rank_0_alone_reads(tmp_path: Path) -> None:
     trained = run_ranks(2, partial(train, model=noisy_model), tmp_path)[0][1]
     (tmp_path / "config.yaml").write_text("")
-    for first in run_ranks(3, start_sharded, str(tmp_path)):
+    ranks = run_ranks(3, start_sharded, str(tmp_path))
+    assert [reads for reads, _ in ranks] == [1, 0, 0]
+    for _, first in ranks:
         assert_same(first, {name: trained[name] for name in first})
