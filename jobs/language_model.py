@@ -1,6 +1,6 @@
 """Train a small GPT on bytes with sharded weights: a job that is worth sharding once it is large, made to be copied.
 
-Two ranks on any machine, on the sources of Python's standard library, in under a minute::
+Two ranks on any machine, on the sources of Python's standard library, in a minute or two::
 
     toolkit submit configs/gpt_fsdp.yaml --wait
 
