@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.dist import contract, parallel_cases
+from tests.dist.mpi import mpirun
 from tests.dist.ranks import run_ranks
 from toolkit.dist.session import Session
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 #: What a backend cannot do: refuses, gets wrong (tensors that are not contiguous), or waits for for ever.
 LACKS: dict[str, set[str]] = {
     "gloo": {
@@ -46,22 +43,13 @@ def on_gloo(session: Session) -> dict[str, str]:
 
 
 def over_mpi() -> list[dict[str, str]]:
+    pytest.importorskip("mpi4py")
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps(names("mpi")))
-        mpirun(contract.WORLD, ["-m", "tests.dist.contract", name])
+        code, said = mpirun(contract.WORLD, ["-m", "tests.dist.contract", name])
+        assert code == 0, said
         return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(contract.WORLD)]
-
-
-def mpirun(ranks: int, arguments: list[str]) -> None:
-    """Python, as ranks of an MPI launch on this machine; raises AssertionError with what they said when one fails."""
-    pytest.importorskip("mpi4py")
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe"]
-    local = ["--mca", "btl", "self,sm", "--mca", "pml", "ob1"]
-    argv = [*launcher, *local, "-n", str(ranks), sys.executable, *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

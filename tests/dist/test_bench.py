@@ -28,3 +28,11 @@ def test_the_loops_are_compared() -> None:
     out = output_of("tests.bench.loop", "--steps", "20", "--rounds", "1")
     contenders = {line.split("  ")[0] for line in out.splitlines()}
     assert {"hand-written", "ours", "ours, alone"} <= contenders
+
+
+def test_the_backends_are_compared() -> None:
+    pytest.importorskip("mpi4py")
+    argv = [sys.executable, "-m", "tests.bench.collectives", "--rounds", "1"]
+    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert "all-reduce 64 MB" in out
+    assert "DDP step" in out

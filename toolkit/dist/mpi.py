@@ -1,11 +1,10 @@
 """A process group over mpi4py: `dist.backend: mpi` on a torch that was built without MPI.
 
-torch sees a Python `ProcessGroup` (torch 2.11 knows no other way). Its collectives are MPI's blocking ones where the
-caller waits anyway (``async_op=False``), else the non-blocking ones. MPI matches the two kinds with nothing but their
-own, so all ranks must say the same, as they do in every loop that is the same program on each rank.
-
-MPI works on an operation only while somebody is in a call of it. Whoever waits does that himself; what nobody waits
-for (DDP waits for futures, a sent tensor is forgotten) a thread asks after now and then.
+torch sees a Python `ProcessGroup` (torch 2.11 knows no other way). A collective with ``async_op=False`` is MPI's
+blocking one, in the caller; the others are made in their order by a thread of the group, which blocks as well, on a
+communicator of its own (MPI's non-blocking ones took 2 to 4 times as long: 64 MB 75 ms instead of 18). So all ranks
+must say the same of ``async_op``, as they do where each runs the same program. Messages between two ranks never block:
+a pipeline sends both ways at once.
 
 Sums of half precision are made in fp32 and rounded once. Tensors on a GPU go through host memory, unless
 ``TOOLKIT_MPI_CUDA=1`` says that this MPI reads GPU memory.
@@ -39,12 +38,20 @@ from mpi4py import MPI  # noqa: E402
 
 #: The name under which torch knows it: torch 2.11 refuses `mpi`, which is its own.
 NAME = "mpi4py"
+#: Open MPI spins while it waits. Where more runs than there are cores (data workers, a second thread of ours), those
+#: for whom it waits would not get on for whole time slices: 25 MB took 26 ms instead of 10 on a busy machine.
+YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 CUDA_VARIABLE = "TOOLKIT_MPI_CUDA"
-#: How often the thread asks. More often takes the processor away from those who compute.
+#: How often a thread asks after messages for which nobody waits. More often would take the processor from others.
 PAUSE_S = 50e-6
-#: How long a waiting caller only yields the processor before it sleeps between two questions.
+#: How long a caller that waits for a message asks without a pause.
 EAGER_S = 1e-3
+#: A rank's part of a long all-reduce, which is made in pieces that stay in the processor's caches: 64 MB on 2 ranks in
+#: 18 ms instead of 45. With more ranks, and so a longer way round, pieces are longer.
+PIECE_BYTES = 2 << 20
+LEFT_AFTER_S = 1.0
 
+Calls = Sequence[tuple[Any, ...]]
 _MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 _REDUCED = {
     torch.float32: MPI.FLOAT,
@@ -84,6 +91,7 @@ def _create(options: Any, _: object) -> MpiGroup:
 
 def _open(rank: int, size: int) -> None:
     if not MPI.Is_initialized():
+        os.environ.setdefault(YIELD_VARIABLE, "1")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world((rank, size), (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()), MPI.Get_library_version())
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -211,58 +219,39 @@ class _Reduction:
 
 
 class MpiWork(Work):
-    """One operation on its way; done as soon as MPI is and ``finish`` has put the outcome where it belongs.
+    """One operation on its way. When MPI is done with it, ``finish`` puts the outcome where it belongs.
 
-    ``held`` is the memory that MPI reads and writes until then. No request: it is done already.
+    ``held`` is the memory that MPI reads and writes until then.
     """
 
     def __init__(
-        self,
-        what: str,
-        request: MPI.Request | None,
-        finish: Callable[[], object],
-        result: list[Tensor],
-        limit_s: float,
-        held: object = None,
+        self, what: str, finish: Callable[[], object], result: list[Tensor], limit_s: float, held: object
     ) -> None:
         super().__init__()
         self._what = what
-        self._request = request
         self._finish = finish
         self._result = result
         self._limit_s = limit_s
         self._held = held
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._future: Future[list[Tensor]] | None = None
         self._error: Exception | None = None
-        self._status = MPI.Status()
 
-    def poll(self) -> bool:
-        """Whether it is done. Gets it on unless another thread is just doing that; never blocks."""
-        if self._request is None:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False
+    def _end(self, error: Exception | None = None) -> None:
+        """Once, by the thread that has got it done, or has failed to."""
         try:
-            future = self._advance()
-        finally:
-            self._lock.release()
+            if error is None:
+                self._finish()
+        except Exception as failure:
+            error = failure
+        with self._lock:
+            self._error = None if error is None else _named(self._what, error)
+            self._held = None
+            self._ended.set()
+            future = self._future
         if future is not None:
             self._announce(future)  # without the lock: what hangs on it may wait for this very work
-        return self._request is None
-
-    def _advance(self) -> Future[list[Tensor]] | None:
-        """Under the lock. Returns the future to be set, once, if somebody has asked for it before the end."""
-        if self._request is None:
-            return None
-        try:
-            if not self._request.Test(self._status):
-                return None
-            self._finish()
-        except Exception as error:
-            self._error = _named(self._what, error)
-        self._request = self._held = None
-        return self._future
 
     def _announce(self, future: Future[list[Tensor]]) -> None:
         if self._error is None:
@@ -273,42 +262,101 @@ class MpiWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises DistBackendError when MPI fails, or after ``timeout`` (the group's where it is 0)."""
         limit_s = timeout.total_seconds() or self._limit_s
-        start = time.monotonic()
-        while not self.poll():
-            waited_s = time.monotonic() - start
-            if waited_s > limit_s:
-                raise dist.DistBackendError(f"{self._what}: not done after {limit_s:.0f} s; have all ranks called it?")
-            if waited_s < EAGER_S:
-                os.sched_yield()
-            else:
-                time.sleep(PAUSE_S)
+        if not self._ends_within(limit_s):
+            raise dist.DistBackendError(f"{self._what}: not done after {limit_s:g} s; have all ranks called it?")
         if self._error is not None:
             raise self._error
         return True
+
+    def _ends_within(self, limit_s: float) -> bool:
+        return self._ended.wait(limit_s)
 
     def synchronize(self) -> None:
         """Nothing: where `wait` has returned, no stream is behind."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Set to the tensors when the work is done, by whichever thread finds out."""
+        """Set to the tensors when the work is done, by the thread that does it."""
         with self._lock:
-            if self._future is None:
-                self._future = Future(devices=list({tensor.device for tensor in self._result if tensor.is_cuda}))
-                if self._request is None:
-                    self._announce(self._future)
-            return self._future
+            if self._future is not None:
+                return self._future
+            future = Future[list[Tensor]](devices=list({tensor.device for tensor in self._result if tensor.is_cuda}))
+            if self._ended.is_set():
+                self._announce(future)
+            self._future = future
+            return future
 
     def is_completed(self) -> bool:
-        return self.poll()
+        return self._ended.is_set()
 
     def is_success(self) -> bool:
-        return self.poll() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
 
     def result(self) -> list[Tensor]:
         return self._result
+
+
+class Collective(MpiWork):
+    """Calls of one of MPI's collectives, one after the other: ``calls`` holds the arguments of each."""
+
+    def __init__(self, method: str, calls: Calls, *work: Any) -> None:
+        super().__init__(*work)
+        self._method = method
+        self._calls = calls
+
+    def run(self, comm: MPI.Intracomm) -> None:
+        """Blocks until all ranks have called it."""
+        try:
+            for arguments in self._calls:
+                getattr(comm, self._method)(*arguments)
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end()
+
+
+class Message(MpiWork):
+    """Something sent or received. MPI gets it on while somebody asks: whoever waits, else a thread."""
+
+    def __init__(self, request: MPI.Request, *work: Any) -> None:
+        super().__init__(*work)
+        self._request = request
+        self._asking = threading.Lock()
+        self._status = MPI.Status()
+
+    def poll(self) -> bool:
+        """Whether it is done; asks MPI unless another thread is just doing that. Never blocks."""
+        if not self._ended.is_set() and self._asking.acquire(blocking=False):
+            try:
+                self._ask()
+            finally:
+                self._asking.release()
+        return self._ended.is_set()
+
+    def _ask(self) -> None:
+        if self._ended.is_set():
+            return
+        try:
+            is_done = self._request.Test(self._status)
+        except MPI.Exception as error:
+            self._end(error)
+        else:
+            if is_done:
+                self._end()
+
+    def _ends_within(self, limit_s: float) -> bool:
+        start = time.monotonic()
+        while not self.poll():
+            waited_s = time.monotonic() - start
+            if waited_s > limit_s:
+                return False
+            time.sleep(0 if waited_s < EAGER_S else PAUSE_S)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.poll()
 
     def source_rank(self) -> int:
         """Who sent what was received from any rank, counted in the group."""
@@ -359,36 +407,39 @@ def _named(what: str, error: Exception) -> Exception:
     return type(error)(f"{what}: {error}") if isinstance(error, TypeError | ValueError) else error
 
 
-class _Progress:
-    """The thread that asks after operations for which nobody waits. It starts with the first of them."""
+class _Thread:
+    """A thread that takes works from a queue."""
 
-    def __init__(self) -> None:
-        self._arrived: SimpleQueue[MpiWork | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, name: str, target: Callable[[SimpleQueue[Any]], None]) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=target, args=(self._queue,), daemon=True, name=name)
+        self._thread.start()
 
-    def watch(self, work: MpiWork) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="mpi progress")
-            self._thread.start()
-        self._arrived.put(work)
+    def put(self, work: MpiWork) -> None:
+        self._queue.put(work)
 
     def close(self) -> None:
-        """Operations that are still on their way are forgotten."""
-        if self._thread is not None:
-            self._arrived.put(None)
-            self._thread.join()
+        """Whatever it is still at is left there: after a failure it may wait for a rank that is dead."""
+        self._queue.put(None)
+        self._thread.join(LEFT_AFTER_S)
 
-    def _run(self) -> None:
-        pending: list[MpiWork] = []
-        while True:
-            if not pending or not self._arrived.empty():
-                arrived = self._arrived.get()
-                if arrived is None:
-                    return
-                pending.append(arrived)
-            else:
-                pending = [work for work in pending if not work.poll()]
-                time.sleep(PAUSE_S)
+
+def _run_in_order(comm: MPI.Intracomm, queue: SimpleQueue[Collective | None]) -> None:
+    while (work := queue.get()) is not None:
+        work.run(comm)
+
+
+def _ask_after(queue: SimpleQueue[Message | None]) -> None:
+    pending: list[Message] = []
+    while True:
+        if not pending or not queue.empty():
+            arrived = queue.get()
+            if arrived is None:
+                return
+            pending.append(arrived)
+        else:
+            pending = [message for message in pending if not message.poll()]
+            time.sleep(PAUSE_S)
 
 
 # -------------------------------------------------------------------------------------------------------------- group
@@ -423,7 +474,8 @@ class MpiGroup(_Group):  # type: ignore[misc]
         self._own = comm.Get_rank()
         self._count = comm.Get_size()
         self._limit_s = timeout.total_seconds()
-        self._progress = _Progress()
+        self._collectives = _Thread("mpi collectives", partial(_run_in_order, comm.Dup()))
+        self._messages = _Thread("mpi messages", _ask_after)
         self._batch: list[Work] | None = None
         self._called = self._described = ""
 
@@ -449,8 +501,9 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return self
 
     def shutdown(self) -> None:
-        """Stop the thread. The communicator goes with MPI: freeing it here would wait for ranks that may have died."""
-        self._progress.close()
+        """Stop the threads. The communicators go with MPI: to free them here would be to wait for all ranks."""
+        self._collectives.close()
+        self._messages.close()
 
     # ------------------------------------------------------------------------------------------------- to all ranks
 
@@ -459,11 +512,11 @@ class MpiGroup(_Group):  # type: ignore[misc]
         (tensor,) = tensors
         staged = _on_host(tensor)
         finish = partial(_give_back, staged, tensor)
-        return self._do("Bcast", (_message(staged), opts.rootRank), opts, finish, tensors, staged)
+        return self._do("Bcast", [(_message(staged), opts.rootRank)], opts, finish, tensors, staged)
 
     @_naming
     def barrier(self, opts: Any) -> Work:
-        return self._do("Barrier", (), opts, _nothing, [], None)
+        return self._do("Barrier", [()], opts, _nothing, [], None)
 
     # --------------------------------------------------------------------------------------------------- reductions
 
@@ -472,8 +525,9 @@ class MpiGroup(_Group):  # type: ignore[misc]
         (tensor,) = tensors
         reduction = _Reduction.of(opts.reduceOp, tensor.dtype, self._count)
         staged = _on_host(tensor, reduction.dtype)
-        arguments = (MPI.IN_PLACE, _message(staged, reduction.datatype), reduction.op)
-        return self._do("Allreduce", arguments, opts, partial(reduction.finish, staged, tensor), tensors, staged)
+        pieces = torch.split(staged.view(-1), PIECE_BYTES * self._count // staged.element_size())
+        calls = [(MPI.IN_PLACE, _message(piece, reduction.datatype), reduction.op) for piece in pieces]
+        return self._do("Allreduce", calls, opts, partial(reduction.finish, staged, tensor), tensors, staged)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
         return MpiWorks([self.allreduce([tensor], opts) for tensor in tensors])
@@ -487,7 +541,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         is_root = self._own == opts.rootRank
         buffers = (MPI.IN_PLACE, message) if is_root else (message, None)
         finish = partial(reduction.finish, staged, tensor) if is_root else _nothing
-        return self._do("Reduce", (*buffers, reduction.op, opts.rootRank), opts, finish, tensors, staged)
+        return self._do("Reduce", [(*buffers, reduction.op, opts.rootRank)], opts, finish, tensors, staged)
 
     @_naming
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
@@ -512,7 +566,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         sent, received = _on_host(row, reduction.dtype), _on_host(output, reduction.dtype)
         messages = _message(sent, reduction.datatype), _message(received, reduction.datatype)
         finish = partial(reduction.finish, received, output)
-        return self._do("Reduce_scatter", (*messages, counts, reduction.op), opts, finish, outputs, (sent, received))
+        return self._do("Reduce_scatter", [(*messages, counts, reduction.op)], opts, finish, outputs, (sent, received))
 
     # ------------------------------------------------------------------------------------------ gather and scatter
 
@@ -523,7 +577,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         _check_own(tensor.numel(), counts[self._own])
         finish = partial(_give_back_row, received, tensors)
         arguments = (_message(sent), _message(received, counts=counts))
-        return self._do("Allgatherv", arguments, opts, finish, tensors, (sent, received))
+        return self._do("Allgatherv", [arguments], opts, finish, tensors, (sent, received))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """``outputs`` holds a list for each rank."""
@@ -541,7 +595,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
             [memory, sent.numel(), datatype],
         )  # from each rank
         finish = partial(_give_back, received, output)
-        return self._do("Allgather", arguments, opts, finish, [output], (sent, received))
+        return self._do("Allgather", [arguments], opts, finish, [output], (sent, received))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         pairs = zip(outputs, inputs, strict=True)
@@ -553,7 +607,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         sent, received = _on_host(tensor), _room(tensors, tensor.dtype)
         into = _message(received, counts=self._shares(tensors)) if tensors else None
         finish = partial(_give_back_row, received, tensors)
-        return self._do("Gatherv", (_message(sent), into, opts.rootRank), opts, finish, tensors, (sent, received))
+        return self._do("Gatherv", [(_message(sent), into, opts.rootRank)], opts, finish, tensors, (sent, received))
 
     @_naming
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
@@ -565,10 +619,9 @@ class MpiGroup(_Group):  # type: ignore[misc]
         (output,), parts = outputs, inputs[0] if self._own == opts.rootRank else []
         sent, received = _row(parts) if parts else None, _on_host(output)
         source = None if sent is None else _message(sent, counts=self._shares(parts))
+        calls = [(source, _message(received), opts.rootRank)]
         finish = partial(_give_back, received, output)
-        return self._do(
-            "Scatterv", (source, _message(received), opts.rootRank), opts, finish, outputs, (sent, received)
-        )
+        return self._do("Scatterv", calls, opts, finish, outputs, (sent, received))
 
     def _shares(self, tensors: Sequence[Tensor]) -> list[int]:
         counts = _counts(tensors)
@@ -582,7 +635,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         sent, received = _row(inputs), _room(outputs, outputs[0].dtype)
         arguments = (_message(sent, counts=self._shares(inputs)), _message(received, counts=self._shares(outputs)))
         finish = partial(_give_back_row, received, outputs)
-        return self._do("Alltoallv", arguments, opts, finish, outputs, (sent, received))
+        return self._do("Alltoallv", [arguments], opts, finish, outputs, (sent, received))
 
     @_naming
     def all_to_all_single(
@@ -596,7 +649,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         sent, received = _on_host(input), _on_host(output)
         arguments = (self._split(sent, input_splits), self._split(received, output_splits))
         finish = partial(_give_back, received, output)
-        return self._do("Alltoallv", arguments, opts, finish, [output], (sent, received))
+        return self._do("Alltoallv", [arguments], opts, finish, [output], (sent, received))
 
     def _split(self, tensor: Tensor, splits: list[int] | None) -> list[Any]:
         """``splits`` rows of ``tensor`` for or from each rank; without them, as many for each."""
@@ -611,13 +664,13 @@ class MpiGroup(_Group):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Work:
         staged = _on_host(tensors[0])
         request = self._comm.Isend(_message(staged), destination, tag)
-        return self._watched("send", request, _nothing, tensors, staged)
+        return self._start("send", request, _nothing, tensors, self._limit_s, staged)
 
     @_naming
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         staged = _on_host(tensors[0])
         request = self._comm.Irecv(_message(staged), source, tag)
-        return self._watched("recv", request, partial(_give_back, staged, tensors[0]), tensors, staged)
+        return self._start("recv", request, partial(_give_back, staged, tensors[0]), tensors, self._limit_s, staged)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
@@ -637,29 +690,28 @@ class MpiGroup(_Group):  # type: ignore[misc]
     def _do(
         self,
         method: str,
-        arguments: tuple[Any, ...],
+        calls: Calls,
         opts: Any,
         finish: Callable[[], object],
         result: list[Tensor],
         held: object,
     ) -> Work:
-        """Call a collective of MPI: blocking where the caller says that it will wait at once."""
+        """One of MPI's collectives; here and now where the caller says that it will wait at once."""
+        work = Collective(method, calls, f"{self.where}: {method.lower()}", finish, result, self._limit_s, held)
         if getattr(opts, "asyncOp", True):
-            request = getattr(self._comm, f"I{method.lower()}")(*arguments)
-            return self._watched(method.lower(), request, finish, result, held)
-        getattr(self._comm, method)(*arguments)
-        finish()
-        return self._noted(MpiWork(f"{self.where}: {method.lower()}", None, finish, result, self._limit_s))
-
-    def _watched(
-        self, what: str, request: MPI.Request, finish: Callable[[], object], result: list[Tensor], held: object
-    ) -> Work:
-        work = MpiWork(f"{self.where}: {what}", request, finish, result, self._limit_s, held)
-        if not work.poll():
-            self._progress.watch(work)
+            self._collectives.put(work)
+        else:
+            work.run(self._comm)
+            work.wait()
         return self._noted(work)
 
-    def _noted(self, work: MpiWork) -> MpiWork:
+    def _start(self, what: str, request: MPI.Request, *outcome: Any) -> Work:
+        message = Message(request, f"{self.where}: {what}", *outcome)
+        if not message.poll():
+            self._messages.put(message)
+        return self._noted(message)
+
+    def _noted(self, work: Work) -> Work:
         if self._batch is not None:
             self._batch.append(work)
         return work

@@ -1,0 +1,105 @@
+"""All-reduces from 4 KB to 64 MB, and a DDP step of 25 million parameters, over MPI and over gloo.
+
+The same ranks make both in turn, in one run: what else the machine does hits them alike. Medians over the rounds of
+the slowest rank's time; the ratio is gloo's time over MPI's, so above 1 MPI is ahead. `again`: gloo's time over that
+of a second gloo group, which should be 1: how far it is from that says what a ratio is worth on this machine.
+
+    python -m tests.bench.collectives [--ranks 2] [--rounds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+KIB = (4, 64, 256, 1024, 4096, 16384, 65536)
+Contenders = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.folder is not None:
+        be_rank(given.folder, given.rounds)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mpirun = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe"]
+        rank = [sys.executable, "-m", "tests.bench.collectives", "--rounds", str(given.rounds), "--folder", folder]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*mpirun, "-n", str(given.ranks), *rank], check=True, env=environ)
+
+
+def be_rank(folder: Path, rounds: int) -> None:
+    from toolkit.dist import mpi
+
+    torch.set_num_threads(1)
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group(mpi.register(), store=store, rank=rank, world_size=size)
+    groups = {"mpi": dist.group.WORLD, "gloo": dist.new_group(backend="gloo"), "again": dist.new_group(backend="gloo")}
+    if rank == 0:
+        print(f"{size} ranks, medians of {rounds}")
+        print(f"{'':24}{'mpi':>12}{'gloo':>12}{'gloo/mpi':>10}{'again':>8}", flush=True)
+    for kib in KIB:
+        name = f"all-reduce {kib} KB" if kib < 1024 else f"all-reduce {kib // 1024} MB"
+        compare(name, {backend: all_reduce(group, kib * 256) for backend, group in groups.items()}, rounds)
+    compare("DDP step, 25 M", {backend: ddp_step(group) for backend, group in groups.items()}, max(rounds // 4, 3))
+    dist.destroy_process_group()
+    mpi.finalize(None, None, None)
+
+
+def all_reduce(group: dist.ProcessGroup | None, elements: int) -> Callable[[], object]:
+    tensor = torch.ones(elements)
+    return lambda: dist.all_reduce(tensor.fill_(1.0), group=group)
+
+
+def ddp_step(group: dist.ProcessGroup | None) -> Callable[[], object]:
+    """Six layers of 2048 x 2048, SGD, 8 rows: most of the step is the sum of 100 MB of gradients."""
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))), process_group=group)
+    optimizer, rows = torch.optim.SGD(model.parameters(), 0.01), torch.randn(8, 2048)
+
+    def step() -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def compare(name: str, contenders: Contenders, rounds: int) -> None:
+    """In turn, so that a disturbance hits all; the first two rounds warm up."""
+    times: dict[str, list[float]] = {backend: [] for backend in contenders}
+    for _ in range(rounds + 2):
+        for backend, call in contenders.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            times[backend].append(slowest(time.perf_counter() - start))
+    mpi, gloo, again = (statistics.median(times[backend][2:]) for backend in ("mpi", "gloo", "again"))
+    if dist.get_rank() == 0:
+        print(f"{name:24}{mpi * 1e3:9.3f} ms{gloo * 1e3:9.3f} ms{gloo / mpi:10.2f}{gloo / again:8.2f}", flush=True)
+
+
+def slowest(seconds: float) -> float:
+    worst = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+if __name__ == "__main__":
+    main()

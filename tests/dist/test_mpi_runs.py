@@ -1,0 +1,70 @@
+"""Real runs with `dist.backend: mpi`, started by mpirun: beside gloo, killed and continued, and wrongly started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.dist.mpi import ROOT, mpirun
+from toolkit import rundir
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.export import export
+
+pytest.importorskip("mpi4py")
+pytestmark = pytest.mark.dist
+
+STEPS, SAVED = 30, 10
+RANKS = 3  # with two, a sum has no order
+RUN = ["-m", "toolkit", "run", "configs/digits_ddp.yaml", f"train.max_steps={STEPS}", f"checkpoint.every_steps={SAVED}"]
+#: Rank 0 dies in a save, the second one or so.
+KILL = json.dumps([{"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 25}])
+
+
+def train(folder: Path, backend: str, **environ: str) -> tuple[int, str]:
+    return mpirun(RANKS, [*RUN, f"dist.backend={backend}"], {"TOOLKIT_RUNS": str(folder), **environ})
+
+
+def last_step(folder: Path) -> Path:
+    """The checkpoint of the last step of the only run in ``folder``."""
+    (run,) = rundir.all_runs(folder)
+    return run.checkpoints / f"step-{STEPS:08d}"
+
+
+def weights(checkpoint: Path, target: Path) -> dict[str, torch.Tensor]:
+    export(checkpoint, manifest.read(checkpoint), target, "safetensors", run="this one")
+    return load_file(target)
+
+
+def test_a_run_has_the_weights_of_one_on_gloo_and_a_killed_one_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for name, backend in (("whole", "mpi"), ("gloo", "gloo")):
+        code, said = train(tmp_path / name, backend)
+        assert code == 0, said
+    ours, theirs = (weights(last_step(tmp_path / name), tmp_path / f"{name}.safetensors") for name in ("whole", "gloo"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    code, said = train(tmp_path / "killed", "mpi", TOOLKIT_CHAOS=KILL)
+    assert code != 0, said
+    (run,) = rundir.all_runs(tmp_path / "killed")
+    assert not last_step(tmp_path / "killed").exists()
+    code, said = train(tmp_path / "killed", "mpi", TOOLKIT_RUN_DIR=str(run.path))
+    assert code == 0, said
+    assert f"training from step {SAVED} to {STEPS}" in said
+    whole, killed = (last_step(tmp_path / name) / manifest.file_name(0) for name in ("whole", "killed"))
+    assert whole.read_bytes() == killed.read_bytes()
+
+
+def test_a_launcher_that_mpi_does_not_know_is_named(tmp_path: Path) -> None:
+    """Each of torchrun's ranks would be alone in a world of its own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *RUN, "dist.backend=mpi"]
+    environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "rank 1 of 2 is rank 0 of 1 for MPI" in done.stdout + done.stderr
+    assert "srun --mpi=pmix" in done.stdout + done.stderr
