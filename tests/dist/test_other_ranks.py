@@ -31,7 +31,7 @@ from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, identity
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 SAMPLES, BATCH, EPOCHS = 50, 13, 4  # 13 divides neither the samples nor 4, 2 or 3 ranks
 STEPS = 16

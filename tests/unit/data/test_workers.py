@@ -170,6 +170,7 @@ class Deadly(Noisy):
 
 
 @pytest.mark.parametrize("most", [None, 9], ids=["fail", "skip"])  # a dead worker is no bad sample
+@pytest.mark.chaos
 def test_a_worker_that_dies_is_reported_with_the_sample_it_was_loading(most: int | None) -> None:
     fatal = int(order(18, 3, 0, 8, 9)[0])  # position 8 is in step 1, which the worker loads ahead
     gate = multiprocessing.get_context("fork").Event()
