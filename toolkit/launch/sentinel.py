@@ -30,7 +30,7 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.cluster import hostlist
-from toolkit.cluster.commands import Slurm, SlurmCommands, Step, srun_argv, step_environment
+from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands, Step, srun_argv, step_environment
 from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import ending, nodes, patience
@@ -130,14 +130,20 @@ class Watch:
         except SlurmError as error:
             log.warning("Slurm does not say how the job stands: %s", error)
             return None
-        if row is None or row.is_over or row.restarts > self._watched.restart_count:
+        if row is None or row.restarts > self._watched.restart_count:
             raise Over("the job is over")
-        if self._is_told_to_end and row.state != "RUNNING":
+        if has_lost(row, self._watched.batch_host):
+            return f"the batch host {self._watched.batch_host} has left the job's node list"
+        if row.is_over or (self._is_told_to_end and row.state != "RUNNING"):
             raise Over(f"the job is {row.state}")
-        host = self._watched.batch_host
-        if row.state != "RUNNING" or host in hostlist.expand(row.node_list):
-            return None
-        return f"the batch host {host} has left the job's node list"
+        return None
+
+
+def has_lost(row: JobRow, batch_host: str) -> bool:
+    """Whether Slurm has given the batch host up. The job then runs on; if that host comes back at once, and says that
+    the batch script was killed, 22.05 takes the job for a failed launch and ends it."""
+    is_here = not row.node_list or batch_host in hostlist.expand(row.node_list)
+    return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
 
 
 class Over(Exception):
@@ -176,7 +182,8 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends us, too; KillWait is time enough for the rest
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
-    if ending.how_slurm_sees_it(row, watched.restart_count) is ending.Slurm.CANCELLED:
+    is_lost = row is not None and has_lost(row, watched.batch_host)
+    if ending.how_slurm_sees_it(row, watched.restart_count) is ending.Slurm.CANCELLED and not is_lost:
         log.info("job %s has been cancelled: leaving it so", watched.job_id)
         return
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}

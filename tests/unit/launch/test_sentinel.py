@@ -87,6 +87,19 @@ def test_a_batch_host_that_left_the_nodes_of_the_job_is_dead(world: World) -> No
     assert "node list" in why
 
 
+def test_a_job_that_slurm_ends_because_its_batch_host_came_back_is_brought_back(world: World) -> None:
+    job = world.slurm._one(world.job)
+    world.slurm._set(job, node_list="node2", state="COMPLETING", reason="JobLaunchFailure")
+    world.watch.hurry()
+    assert "node list" in (world.watch.look() or "")
+    before = signal.getsignal(signal.SIGTERM)
+    sentinel.requeue(world.watched, world.slurm)
+    signal.signal(signal.SIGTERM, before)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.restarts == 1
+
+
 @pytest.mark.parametrize("state", ["completed", "stopped", "failed", "cancelled"])
 def test_the_watch_ends_with_the_run(world: World, state: str) -> None:
     world.speak(state)
