@@ -134,6 +134,14 @@ def bf16_is_summed_in_fp32(team: Team) -> None:
 
 
 @case
+def all_reduce_of_20_MB(team: Team) -> None:
+    """And a few bytes: a backend that makes it in pieces has a last one that is short."""
+    tensor = (torch.arange((5 << 20) + 3) % 1000).float()
+    dist.all_reduce(tensor, group=team.group)
+    same(tensor, (torch.arange((5 << 20) + 3) % 1000).float() * team.size)
+
+
+@case
 def all_ranks_get_the_same_bits(team: Team) -> None:
     tensor = torch.randn(10_007, generator=torch.Generator().manual_seed(team.rank))
     dist.all_reduce(tensor, group=team.group)

@@ -57,9 +57,9 @@ def ddp(_: object) -> None:
 
 
 def ddp_with_a_hook(_: object) -> None:
-    """torch's own hook sends gradients in bf16, as a chain of futures."""
+    """torch's own hook sends gradients in fp16, as a chain of futures."""
     replica = DistributedDataParallel(model(), bucket_cap_mb=0.001)
-    replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
     train(replica, own_rows)
     close(replica.module, alone(), atol=1e-3)
 
