@@ -49,13 +49,7 @@ def main(config: JobConfig) -> Result:
     with open_session(config.dist) as session:
         prepare(config.train.seed, deterministic=config.train.deterministic)
         data = build_datasets(config.data)
-        strategy = build_strategy(
-            config.strategy,
-            session,
-            precision=config.train.precision,
-            accumulate=config.train.accumulate,
-            compile=config.train.compile,
-        )
+        strategy = build_strategy(config.strategy, session, config.train)
         loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)

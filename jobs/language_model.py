@@ -55,8 +55,7 @@ def main(config: JobConfig) -> Result:
         prepare(train.seed, deterministic=train.deterministic)
         path = text.of_run(config.data.root, session)
         train_set, eval_set = (text.Windows(path, size[-1], held_out=held_out) for held_out in (False, True))
-        options = {"precision": train.precision, "accumulate": train.accumulate, "compile": train.compile}
-        strategy = build_strategy(config.strategy, session, **options)
+        strategy = build_strategy(config.strategy, session, train)
         loader = build_loader(train_set, config.data, strategy.share, seed=train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)

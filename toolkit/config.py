@@ -81,11 +81,22 @@ class DistConfig:
 
 
 @dataclass
+class MeshConfig:
+    """How many ways each kind of parallelism goes; their product is the number of ranks. ``null``: what is left."""
+
+    replicas: int | None = None  #: copies of the model, each with samples of its own
+    shards: int | None = None  #: parts of each weight that the ranks of a copy keep: fsdp's
+    tensor: int | None = None  #: ranks that compute a layer together
+    stages: int | None = None  #: parts of the model that follow each other: a pipeline's
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
 
     name: str = "ddp"  #: see docs/strategies.md
     compression: str = "none"
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
 
 
@@ -350,8 +361,7 @@ def _check_values(config: JobConfig) -> None:
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     _one_of("train.precision", config.train.precision, PRECISIONS)
     for key, least in _LEAST.items():
-        section, _, name = key.partition(".")
-        _at_least(key, getattr(getattr(config, section), name), least)
+        _at_least(key, value_of(config, key), least)
     if config.checkpoint.keep < 2:
         raise ConfigError(
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
@@ -389,6 +399,10 @@ _LEAST: Mapping[str, float] = {
     "retry.max_failures": 0,
     "retry.max_requeues": 0,
     "dist.timeout_s": 1,
+    "strategy.mesh.replicas": 1,
+    "strategy.mesh.shards": 1,
+    "strategy.mesh.tensor": 1,
+    "strategy.mesh.stages": 1,
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
@@ -469,15 +483,18 @@ def _check_not_built(config: JobConfig) -> None:
     """Keys that are reserved for what this version does not do yet: refused, never silently ignored."""
     defaults = JobConfig()
     for key in _RESERVED:
-        section, _, name = key.partition(".")
-        default = getattr(getattr(defaults, section), name)
-        if getattr(getattr(config, section), name) != default:
+        default = value_of(defaults, key)
+        if value_of(config, key) != default:
             raise ConfigError(f"{key}: not available in this version; leave it at {default!r}")
 
 
 _RESERVED = (
     "cluster.container",
     "strategy.compression",
+    "strategy.mesh.replicas",
+    "strategy.mesh.shards",
+    "strategy.mesh.stages",
+    "strategy.mesh.tensor",
 )
 
 

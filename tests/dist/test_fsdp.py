@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
-from tests.dist.test_spmd import (
+from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
     NAMES,
@@ -29,7 +29,7 @@ from tests.dist.test_spmd import (
     token_loss,
 )
 from toolkit.checkpoint.store import newest_step
-from toolkit.config import StrategyConfig
+from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 from toolkit.strategies import build_strategy
@@ -326,7 +326,7 @@ def with_batch_norm() -> nn.Module:
 
 
 def refusal(session: Session, model: Any, config: StrategyConfig, precision: str) -> str:
-    strategy = build_strategy(config, session, precision=precision)
+    strategy = build_strategy(config, session, TrainConfig(precision=precision))
     with pytest.raises(ConfigError) as caught:
         strategy.build(model, lambda m: torch.optim.SGD(m.parameters()), cross_entropy, part(strategy.share, 0))
     return str(caught.value)

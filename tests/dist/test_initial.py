@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.ranks import run_ranks
-from tests.dist.test_spmd import snapshot
+from tests.dist.strategy_cases import snapshot
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
 from toolkit.checkpoint import weights
 from toolkit.config import StrategyConfig

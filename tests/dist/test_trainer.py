@@ -72,7 +72,7 @@ def train(
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
-    strategy = build_strategy(StrategyConfig(name), session, accumulate=config.accumulate)
+    strategy = build_strategy(StrategyConfig(name), session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from toolkit.config import StrategyConfig
+from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
 from toolkit.strategies.layout import Layout
@@ -25,25 +25,27 @@ __all__ = [
     "build_strategy",
 ]
 
-_LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "ddp": Replicas,
-    "fsdp": Shards,
-    "zero": partial(Shards, reshard_after_forward=False),
+#: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
+_BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
+    "ddp": lambda *given: _spmd(Replicas, *given),
+    "fsdp": lambda *given: _spmd(Shards, *given),
+    "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
 }
 
 
-def build_strategy(
-    config: StrategyConfig, session: Session, *, precision: str = "fp32", accumulate: int = 1, compile: bool = False
-) -> Strategy:
+def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig | None = None) -> Strategy:
     """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
 
-    ``precision`` is fp32 or bf16 (weights and optimizer stay fp32), ``accumulate`` the number of parts in which a rank
-    works through its share of a batch. Raises ConfigError for an unknown name.
+    Of ``train`` it takes how a step is computed: precision, accumulation, compiling. Raises ConfigError for an unknown
+    name.
     """
-    if config.name not in _LAYOUTS:
-        hint = nearest(config.name, _LAYOUTS)
-        raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_LAYOUTS)}")
-    layout = _LAYOUTS[config.name](
-        session.device, bf16=precision == "bf16", compile=compile, recompute=config.activation_checkpointing
-    )
-    return Spmd(session, layout, accumulate=accumulate, compile=compile)
+    if config.name not in _BUILDERS:
+        hint = nearest(config.name, _BUILDERS)
+        raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_BUILDERS)}")
+    return _BUILDERS[config.name](config, session, train or TrainConfig())
+
+
+def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    bf16, recompute = train.precision == "bf16", config.activation_checkpointing
+    layout = make(session, bf16=bf16, compile=train.compile, recompute=recompute)
+    return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile)

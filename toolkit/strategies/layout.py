@@ -8,12 +8,16 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.dist.state import Replicated, Sharded
+from toolkit.dist.batch import Share
+from toolkit.dist.state import Entry, Replicated, Sharded
 from toolkit.strategies.protocol import ModelFactory
 
 
 class Layout(Protocol):
     """Puts the model in its place; what a pass through it then sends is its own business."""
+
+    #: The part of each global batch that this rank works on; known before the model is.
+    share: Share
 
     #: Every forward pass waits for the other ranks, so that all must make equally many of them.
     passes_are_joint: bool
@@ -26,6 +30,12 @@ class Layout(Protocol):
 
     def without_sync(self) -> AbstractContextManager[object]:
         """Passes in it only add to the gradients of this rank, for one outside of it that follows."""
+
+    def average(self) -> None:
+        """After the last backward pass of a step: average the gradients, as far as the pass has not."""
+
+    def state(self) -> dict[str, Entry]:
+        """What a resume needs beside weights, buffers and the optimizer's state."""
 
     def precision(self) -> AbstractContextManager[object]:
         """What passes and the criterion run in."""

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.dist.batch import Share
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.protocol import ModelFactory
 
@@ -28,8 +31,9 @@ class Replicas:
 
     _ddp: DistributedDataParallel
 
-    def __init__(self, device: torch.device, *, bf16: bool, compile: bool, recompute: bool) -> None:
-        self._device = device
+    def __init__(self, session: Session, *, bf16: bool, compile: bool, recompute: bool) -> None:
+        self.share = Share(session.rank, session.world_size)
+        self._device = session.device
         self._bf16 = bf16
         self._compile = compile
         self._recompute = recompute
@@ -49,6 +53,12 @@ class Replicas:
 
     def without_sync(self) -> AbstractContextManager[object]:
         return self._ddp.no_sync()
+
+    def average(self) -> None:
+        """DDP's hooks have done it."""
+
+    def state(self) -> dict[str, Entry]:
+        return {}
 
     def precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()

@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit import logs
+from toolkit.dist.batch import Share
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layout import local
@@ -43,14 +46,15 @@ class Shards:
 
     def __init__(
         self,
-        device: torch.device,
+        session: Session,
         *,
         bf16: bool,
         compile: bool,
         recompute: bool,
         reshard_after_forward: bool = True,
     ) -> None:
-        self._device = device
+        self.share = Share(session.rank, session.world_size)
+        self._device = session.device
         self._bf16 = bf16
         self._compile = compile
         self._recompute = recompute
@@ -83,6 +87,12 @@ class Shards:
         finally:
             self._model.set_requires_gradient_sync(True)
             self._model.set_reshard_after_backward(True)
+
+    def average(self) -> None:
+        """The backward pass has done it."""
+
+    def state(self) -> dict[str, Entry]:
+        return {}
 
     def precision(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -18,18 +18,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from toolkit.activity import PRIMING
-from toolkit.dist.batch import Batch, Share
+from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
-from toolkit.dist.state import Json, Replicated, Sharded
+from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.layout import Layout, entry, local
-from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.update import Update
 
 
 class Spmd:
@@ -39,13 +38,12 @@ class Spmd:
     expendable: frozenset[int] = frozenset()
 
     _model: nn.Module
-    _optimizer: Optimizer
-    _optimizer_state: OptimizerState
+    _update: Update
     _criterion: Criterion
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
     def __init__(self, session: Session, layout: Layout, *, accumulate: int, compile: bool) -> None:
-        self.share = Share(session.rank, session.world_size)
+        self.share = layout.share
         self._device = session.device
         self._activity = session.activity
         self._layout = layout
@@ -62,8 +60,7 @@ class Spmd:
         batch = self._checked(sample)
         self._stand_in = batch.inputs[:1].to(self._device)
         self._model = self._layout.place(model).train()
-        self._optimizer = optimizer(self._model)
-        self._optimizer_state = OptimizerState(self._model, self._optimizer)
+        self._update = Update(self._model, optimizer(self._model))
         self._criterion = criterion
         self._equalise_buffers()  # the first ones are as each rank made them
         with _compile_errors(self._compile):
@@ -71,13 +68,9 @@ class Spmd:
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
-        self._optimizer_state.forget_unfilled()
         self._buffers_equal = False
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         loss = self._forward_backward(batch.to(self._device))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._update.apply(lr)
         return StepOutput(loss)
 
     @torch.no_grad()
@@ -95,23 +88,23 @@ class Spmd:
         self._layout.rest()
         return found
 
-    def state(self) -> dict[str, Replicated | Sharded]:
+    def state(self) -> dict[str, Entry]:
         """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
         self._equalise_buffers()
-        weights = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
-        return weights | self._optimizer_state.entries()
+        weights: dict[str, Entry] = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
+        return weights | self._layout.state() | self._update.state()
 
     def live(self) -> dict[str, Tensor]:
         weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
         buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
-        return weights | buffers | self._optimizer_state.live()
+        return weights | buffers | self._update.live()
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        self._optimizer_state.filled(values)
+        self._update.loaded(values)
         self._buffers_equal = True
 
     def close(self) -> None:
-        for name in ("_layout", "_model", "_optimizer", "_optimizer_state", "_criterion", "_stand_in"):
+        for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -132,6 +125,7 @@ class Spmd:
             self.own_time.stop()  # while the last part goes backward, gradients are summed
         total = _WeightSum.start(weights)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._layout.average()
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
         return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
 
@@ -185,7 +179,7 @@ class Spmd:
             self._forward_backward(batch.to(self._device))
         self.own_time.take()  # it may have compiled the model
         self._refuse_unused_parameters()
-        self._optimizer.zero_grad()
+        self._update.drop()
         for buffer, before in zip(self._model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 

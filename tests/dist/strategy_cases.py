@@ -1,0 +1,160 @@
+"""What the tests of strategies share: small models, global batches, the loop on one process that is their oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session
+from toolkit.dist.state import Sharded
+from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.train.objectives import cross_entropy
+
+FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), 0.01),  # its first slots are not zeros
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.01),  # has its slots before the first step
+}
+
+
+#: Every way to train that must equal one process: its section of the config, and on how many ranks.
+SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
+    "ddp": (StrategyConfig("ddp"), 3),
+    "fsdp": (StrategyConfig("fsdp"), 3),
+    "zero": (StrategyConfig("zero"), 3),
+}
+NAMES = tuple(SUBJECTS)
+
+
+class Residual(nn.Module):
+    """A block; its 5 rows and biases divide by no number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 5), nn.Linear(5, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.out(self.into(inputs).tanh())  # type: ignore[no-any-return]
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 8), Residual(), Residual(), nn.Linear(8, CLASSES))
+
+
+def noisy_model() -> nn.Module:
+    """Dropout draws random numbers, BatchNorm keeps buffers that differ between ranks."""
+    torch.manual_seed(1)
+    hidden = nn.Linear(FEATURES, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.3)
+    return nn.Sequential(*hidden, nn.Linear(33, 20), nn.ReLU(), nn.Linear(20, CLASSES))
+
+
+def global_batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 + step)
+    inputs = torch.randn(size, FEATURES, generator=draw)
+    return inputs, torch.randint(CLASSES, (size,), generator=draw)
+
+
+def part(share: Share, step: int, size: int = BATCH) -> Batch:
+    inputs, targets = global_batch(step, size)
+    start, stop = share.bounds(size)
+    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), size)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over something that is spread unevenly: sample i has ``targets[i]`` tokens, class 0 has none at all."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return (losses * targets).sum(), targets.sum().float()
+
+
+def built(
+    name: str,
+    session: Session,
+    model: Callable[[], nn.Module] = plain_model,
+    optimizer: str = "sgd",
+    criterion: Criterion = cross_entropy,
+    size: int = BATCH,
+    **options: Any,
+) -> Strategy:
+    strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**options))
+    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+    return strategy
+
+
+def snapshot(strategy: Strategy) -> dict[str, Tensor]:
+    """A copy of the state, of sharded tensors the whole."""
+    return {name: whole(entry).clone() for name, entry in strategy.state().items()}
+
+
+def whole(entry: Any) -> Tensor:
+    if not isinstance(entry, Sharded):
+        return entry.value.detach()  # type: ignore[no-any-return]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (entry.offsets, entry.value))
+    found = torch.full(entry.global_shape, torch.nan)
+    for offsets, value in parts:
+        found[_place(offsets, value)] = value
+    return found
+
+
+def fill(entry: Any, value: Tensor) -> None:
+    """Copy into the live ``entry`` its part of the whole ``value``."""
+    entry.value.copy_(value[_place(entry.offsets, entry.value)] if isinstance(entry, Sharded) else value)
+
+
+def _place(offsets: Sequence[int], value: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, value.shape, strict=True))
+
+
+def rates(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+def oracle(optimizer: str, criterion: Criterion, size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training, written as anyone would write it without ranks."""
+    model = plain_model()
+    stepper = OPTIMIZERS[optimizer](model)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = global_batch(step, size)
+        total, weight = criterion(model(inputs), targets)
+        loss = total / (len(inputs) if weight is None else weight)
+        for group in stepper.param_groups:
+            group["lr"] = rates(step)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+CASES = [
+    ("sgd", cross_entropy, 1, 10),
+    ("sgd", cross_entropy, 3, 10),
+    ("adamw", cross_entropy, 1, 10),
+    ("adamw", cross_entropy, 3, 10),
+    ("nadam", cross_entropy, 1, 10),
+    ("adagrad", cross_entropy, 1, 10),
+    ("sgd", cross_entropy, 3, 5),  # shares of one and two samples, worked through in three parts
+    ("sgd", token_loss, 1, 10),
+    ("adamw", token_loss, 3, 10),
+]
+
+
+def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
+    """Unpadded: this share's range in batches, every share the same number of them."""
+    inputs, targets = global_batch(7, size)
+    start, stop = share.bounds(size)
+    calls = math.ceil(math.ceil(size / share.count) / batch_size)
+    cuts = [(min(start + i * batch_size, stop), min(start + (i + 1) * batch_size, stop)) for i in range(calls)]
+    return [Batch(inputs[a:b], targets[a:b], torch.arange(a, b), size) for a, b in cuts]
