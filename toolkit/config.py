@@ -24,6 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit import origin, rundir
+from toolkit.cluster import container
 from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
@@ -58,7 +59,8 @@ class ClusterConfig:
     signal_delay_s: int = 120
     preflight: bool = True
     setup: list[str] = field(default_factory=list)
-    container: str | None = None
+    container: str | None = None  #: an image in which the ranks run, see cluster/container.py
+    container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -333,6 +335,8 @@ def validate(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
         )
+    if login_node and config.cluster.container is not None:
+        container.refuse_missing(config.cluster.container)
     from toolkit.data.catalog import check_datasets
 
     check_datasets(config.data)
@@ -446,6 +450,9 @@ def _check_cluster(config: JobConfig) -> None:
             f"cluster.tasks_per_node: {cluster.tasks_per_node} ranks cannot share {cluster.gpus_per_node} GPUs of a "
             "node; each rank needs one of its own: set both keys to the same number"
         )
+    if cluster.container is not None:
+        container.parse(cluster.container)
+        container.outermost(cluster.container_mounts)
     for line in cluster.setup:
         if "\n" in line or "\r" in line:
             raise ConfigError(f"cluster.setup: {line!r}: one list entry for each shell line")
@@ -489,7 +496,6 @@ def _check_not_built(config: JobConfig) -> None:
 
 
 _RESERVED = (
-    "cluster.container",
     "strategy.compression",
     "strategy.mesh.replicas",
     "strategy.mesh.shards",

@@ -27,6 +27,8 @@ from typing import Any
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
+from toolkit.cluster.container import Container, outermost
+from toolkit.cluster.container import parse as parse_image
 from toolkit.cluster.reachable import unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
@@ -94,12 +96,14 @@ class Supervisor:
         allocation: Allocation,
         launcher: Launcher,
         slurm: SlurmCommands | None,
+        container: Container | None = None,
     ) -> None:
         self._run = run
         self._config = config
         self._allocation = allocation
         self._launcher = launcher
         self._slurm = slurm
+        self._container = container
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
         self._row: JobRow | None = None
@@ -264,7 +268,7 @@ class Supervisor:
         environ = self._rank_environ(attempt)
         host = "127.0.0.1" if self._allocation.job_id is None else wildcard()
         store_log = self._run.attempt_logs(attempt.number) / "store.log"
-        store = StoreHost(plan.world_size, host, environ, self._events, store_log)
+        store = StoreHost(plan.world_size, host, environ, self._events, store_log, self._container)
         try:
             environ["MASTER_PORT"] = str(store.port)
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
@@ -293,7 +297,8 @@ class Supervisor:
 
     def _rank_command(self) -> list[str]:
         module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
-        return [sys.executable, "-P", "-m", *module, str(self._run.config)]
+        module.append(str(self._run.config))
+        return self._container.command(module) if self._container else [sys.executable, "-P", "-m", *module]
 
     def _rank_environ(self, attempt: Attempt) -> dict[str, str]:
         """What every rank gets; its own numbers are set where it starts."""
@@ -667,13 +672,35 @@ def _build(run: RunDir, where: str) -> Supervisor:
     config = configs.load_config(run.config, site=False)
     if where == "local":
         allocation = Allocation.local(config.cluster)
-        return Supervisor(run, config, allocation, LocalLauncher(run), None)
+        return Supervisor(run, config, allocation, LocalLauncher(run), None, _container(run, config, allocation))
     allocation = Allocation.slurm(os.environ)
     _record_size(run, config, allocation)
     if allocation.job_key:
         rundir.remember_job(run, allocation.job_key)
     slurm = Slurm()
-    return Supervisor(run, config, allocation, SrunLauncher(run, slurm), slurm)
+    container = _container(run, config, allocation)
+    launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), _mpi_plugin(config, slurm))
+    return Supervisor(run, config, allocation, launcher, slurm, container)
+
+
+def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
+    """Inside are found: all runs, the folder we were started in, the data, and what the config names."""
+    if config.cluster.container is None:
+        return None
+    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
+    named = [config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts]
+    folders: list[str | Path] = [run.path.parent.parent, Path.cwd(), data, *filter(None, named)]
+    gpus = allocation.gpus_per_node > 0
+    image = parse_image(config.cluster.container)
+    return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
+
+
+def _mpi_plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
+    """Ranks over MPI find each other through srun, which by default helps with nothing: each would be alone."""
+    if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
+        return None
+    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+    return "pmix" if settings.mpi_default == "none" else None
 
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
