@@ -6,6 +6,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import came_back, completed
+from toolkit.launch.goodput import PARTS
 
 pytestmark = pytest.mark.slurm
 
@@ -28,6 +29,10 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
     site.preempt()
     result = completed(site, run, END_S)
     came_back(run)
+    ledger = result["goodput"]
+    assert ledger["queue"] >= run.attempts()[-1]["goodput"]["queue"] > 1.0  # the other job ran for two seconds
+    assert ledger["training"] > 0.0
+    assert result["wall_s"] <= sum(ledger[part] for part in PARTS) + 0.1 <= result["wall_s"] + ledger["queue"] + 1.0
     assert {tuple(attempt["nodes"]) for attempt in run.attempts()} == {("node1", "node2", "node3", "node4")}
     if "digits" in CASES[name][0]:
         assert result["metrics"]["eval/accuracy"] >= 0.95

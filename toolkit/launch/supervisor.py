@@ -292,7 +292,7 @@ class Supervisor:
     def _suspect(self, verdict: Ending) -> None:
         """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
         host = suspected(verdict)
-        if host is not None:
+        if host is not None and self._slurm is not None:  # without Slurm there is no other
             self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._journal.history()))
 
     def _rank_command(self) -> list[str]:
