@@ -30,6 +30,7 @@ from toolkit.errors import ConfigError, nearest
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
 STRATEGIES = ("ddp", "fsdp", "zero")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16")
@@ -97,7 +98,10 @@ class StrategyConfig:
     """How the ranks share the work."""
 
     name: str = "ddp"  #: see docs/strategies.md
-    compression: str = "none"
+    compression: str = "none"  #: of ddp's gradients, for slow links
+    compression_ratio: float = 0.01  #: topk: the part of the values that is sent
+    compression_rank: int = 4  #: powersgd
+    compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
 
@@ -358,6 +362,7 @@ def _check_values(config: JobConfig) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
         raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
     _one_of("strategy.name", config.strategy.name, STRATEGIES)
+    _one_of("strategy.compression", config.strategy.compression, COMPRESSIONS)
     _one_of("dist.backend", config.dist.backend, BACKENDS)
     _one_of("data.name", config.data.name, DATASETS)
     _one_of("data.bad_samples", config.data.bad_samples, BAD_SAMPLES)
@@ -389,6 +394,45 @@ def _check_values(config: JobConfig) -> None:
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     if config.checkpoint.every_steps is not None:
         _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
+    _check_compression(config)
+
+
+def _check_compression(config: JobConfig) -> None:
+    strategy, kind = config.strategy, config.strategy.compression
+    if kind != "none" and strategy.name != "ddp":
+        raise ConfigError(
+            f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "
+            f"with {strategy.name} set it to none"
+        )
+    if kind != "none" and config.train.precision not in ("fp32", "bf16"):
+        raise ConfigError(
+            f"strategy.compression: {kind} needs gradients whose scale stays the same; with train.precision: "
+            f"{config.train.precision} set it to none, or train in bf16"
+        )
+    if kind == "none" and strategy.compression_layers:
+        raise ConfigError(
+            "strategy.compression_layers: nothing is compressed; set strategy.compression, or leave it {}"
+        )
+    _check_ratio("strategy.compression_ratio", strategy.compression_ratio)
+    for pattern, value in strategy.compression_layers.items():
+        _check_layer(f"strategy.compression_layers: {pattern}", kind, value)
+
+
+def _check_ratio(key: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ConfigError(f"{key}: {value} is refused; it is the part of the values that is sent: above 0, 1 at most")
+
+
+def _check_layer(key: str, kind: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value == "none":
+        return
+    if kind == "topk" and number:
+        _check_ratio(key, value)
+    elif not (kind == "powersgd" and isinstance(value, int) and number and value >= 1):
+        valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
+        valid["powersgd"] = "a rank of 1 or more, or none"
+        raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {valid.get(kind, 'none, or not listed')}")
 
 
 _LEAST: Mapping[str, float] = {
@@ -403,6 +447,7 @@ _LEAST: Mapping[str, float] = {
     "retry.max_failures": 0,
     "retry.max_requeues": 0,
     "dist.timeout_s": 1,
+    "strategy.compression_rank": 1,
     "strategy.mesh.replicas": 1,
     "strategy.mesh.shards": 1,
     "strategy.mesh.tensor": 1,
@@ -496,7 +541,6 @@ def _check_not_built(config: JobConfig) -> None:
 
 
 _RESERVED = (
-    "strategy.compression",
     "strategy.mesh.replicas",
     "strategy.mesh.shards",
     "strategy.mesh.stages",
@@ -603,6 +647,7 @@ def torchvision_models() -> list[str]:
 FIXED_ON_RESUME = (
     "job",
     "strategy.name",
+    "strategy.compression",
     "data.name",
     "data.global_batch_size",
     "model.name",
@@ -611,6 +656,8 @@ FIXED_ON_RESUME = (
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero")
+#: And kinds of compression that keep nothing from one step to the next.
+STATELESS = ("none", "fp16", "bf16")
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -33,6 +33,13 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
 }
+#: Those whose steps are not quite the ones of one process: held to everything else.
+LOSSY = {
+    kind: (StrategyConfig("ddp", compression=kind, compression_ratio=0.2, compression_rank=1), 3)
+    for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
+}
+EXACT = tuple(SUBJECTS)
+SUBJECTS |= LOSSY
 NAMES = tuple(SUBJECTS)
 
 

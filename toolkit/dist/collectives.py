@@ -26,6 +26,20 @@ def start_sum(tensor: Tensor) -> dist.Work:
     return work
 
 
+def gather_rows(row: Tensor) -> Tensor:
+    """The ``row`` (...) of every rank, of one shape and dtype on all: (ranks, ...)."""
+    rows = row.new_empty((dist.get_world_size(), *row.shape))
+    dist.all_gather_into_tensor(rows.view(-1), row.reshape(-1))  # gloo takes no more dimensions
+    return rows
+
+
+def exchange_rows(rows: Tensor) -> Tensor:
+    """Send row i of ``rows`` (ranks, ...) to rank i; what all ranks sent here, in their order: (ranks, ...)."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received
+
+
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
     """Overwrite ``tensors`` in place by those of rank ``source``, in one message for each dtype."""
     for same in _by_dtype(tensors):

@@ -27,7 +27,7 @@ __all__ = [
 
 #: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
 _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
-    "ddp": lambda *given: _spmd(Replicas, *given),
+    "ddp": lambda *given: _spmd(_replicas(given[0]), *given),
     "fsdp": lambda *given: _spmd(Shards, *given),
     "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
 }
@@ -43,6 +43,14 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
         hint = nearest(config.name, _BUILDERS)
         raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_BUILDERS)}")
     return _BUILDERS[config.name](config, session, train or TrainConfig())
+
+
+def _replicas(config: StrategyConfig) -> Callable[..., Layout]:
+    if config.compression == "none":
+        return Replicas
+    from toolkit.strategies.compressed import Compressed
+
+    return partial(Compressed, config=config)
 
 
 def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -36,6 +37,9 @@ class Layout(Protocol):
 
     def state(self) -> dict[str, Entry]:
         """What a resume needs beside weights, buffers and the optimizer's state."""
+
+    def figures(self) -> Mapping[str, float]:
+        """See ``Strategy.figures``; asked once more after priming, whose figures are nobody's."""
 
     def precision(self) -> AbstractContextManager[object]:
         """What passes and the criterion run in."""

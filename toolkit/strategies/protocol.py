@@ -90,5 +90,8 @@ class Strategy(Protocol):
     def loaded(self, values: Mapping[str, Json]) -> None:
         """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
 
+    def figures(self) -> Mapping[str, float]:
+        """For TensorBoard, of the steps since last asked, by name; asked at logging steps, may wait for devices."""
+
     def close(self) -> None:
         """Let go of the model and the optimizer."""

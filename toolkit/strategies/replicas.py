@@ -39,12 +39,16 @@ class Replicas:
         self._recompute = recompute
 
     def place(self, make: ModelFactory) -> nn.Module:
+        model = self._made(make)
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+        return model
+
+    def _made(self, make: ModelFactory) -> nn.Module:
         model = make().to(self._device)
         if self._recompute:
             checkpoint_activations(model)
         if self._compile:
             model.compile()  # in place: the names in state() stay those of the model
-        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
         return model
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -58,6 +62,9 @@ class Replicas:
         """DDP's hooks have done it."""
 
     def state(self) -> dict[str, Entry]:
+        return {}
+
+    def figures(self) -> dict[str, float]:
         return {}
 
     def precision(self) -> AbstractContextManager[object]:

@@ -94,6 +94,9 @@ class Shards:
     def state(self) -> dict[str, Entry]:
         return {}
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def precision(self) -> AbstractContextManager[object]:
         return nullcontext()
 

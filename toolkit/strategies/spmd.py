@@ -103,6 +103,9 @@ class Spmd:
         self._update.loaded(values)
         self._buffers_equal = True
 
+    def figures(self) -> dict[str, float]:
+        return dict(self._layout.figures())
+
     def close(self) -> None:
         for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):
             self.__dict__.pop(name, None)
@@ -172,16 +175,19 @@ class Spmd:
     def _prime(self, batch: Batch) -> None:
         """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
         self._activity.phase = PRIMING
-        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        own = (entry.value for entry in self._layout.state().values())
+        kept = [*self._model.buffers(), *(value for value in own if isinstance(value, Tensor))]
+        before = [value.clone() for value in kept]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
         self.own_time.take()  # it may have compiled the model
+        self._layout.figures()
         self._refuse_unused_parameters()
         self._update.drop()
-        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for value, earlier in zip(kept, before, strict=True):
+            value.copy_(earlier)
 
     def _refuse_unused_parameters(self) -> None:
         """DDP would complain about them in the next step, and with accumulation silently leave them out."""

@@ -20,7 +20,7 @@ from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, value_of
+from toolkit.config import FIXED_ON_RESUME, SAME_STATE, STATELESS, CheckpointConfig, JobConfig, value_of
 from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
@@ -54,7 +54,8 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 
 
 def _goes_on_with(key: str, then: Json, now: Json) -> bool:
-    return then == now or (key == "strategy.name" and then in SAME_STATE and now in SAME_STATE)
+    alike = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
+    return then == now or (then in alike and now in alike)
 
 
 def conditions(session: Session) -> dict[str, Json]:
