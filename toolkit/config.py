@@ -29,8 +29,9 @@ from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = ("ddp", "fsdp", "zero")
+STRATEGIES = ("ddp", "fsdp", "zero", "parameter_server")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
+SERVER_MODES = ("sync", "async", "bounded")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16")
@@ -94,6 +95,15 @@ class MeshConfig:
 
 
 @dataclass
+class ParameterServerConfig:
+    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
+
+    servers: int = 1
+    mode: str = "sync"  #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
+    staleness: int = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
 
@@ -104,6 +114,7 @@ class StrategyConfig:
     compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
 
 
 @dataclass
@@ -363,6 +374,7 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
     _one_of("strategy.name", config.strategy.name, STRATEGIES)
     _one_of("strategy.compression", config.strategy.compression, COMPRESSIONS)
+    _one_of("strategy.parameter_server.mode", config.strategy.parameter_server.mode, SERVER_MODES)
     _one_of("dist.backend", config.dist.backend, BACKENDS)
     _one_of("data.name", config.data.name, DATASETS)
     _one_of("data.bad_samples", config.data.bad_samples, BAD_SAMPLES)
@@ -452,6 +464,8 @@ _LEAST: Mapping[str, float] = {
     "strategy.mesh.shards": 1,
     "strategy.mesh.tensor": 1,
     "strategy.mesh.stages": 1,
+    "strategy.parameter_server.servers": 1,
+    "strategy.parameter_server.staleness": 0,
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
@@ -551,6 +565,7 @@ _RESERVED = (
 def check_batch(config: JobConfig, ranks: int) -> None:
     """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
     size = config.data.global_batch_size
+    ranks -= _servers(config, ranks)
     if size < ranks:
         raise ConfigError(
             f"data.global_batch_size: {size} samples cannot be shared by {ranks} ranks; use {ranks} or more, "
@@ -561,6 +576,19 @@ def check_batch(config: JobConfig, ranks: int) -> None:
             f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
             f"(data.global_batch_size {size} on {ranks} ranks) would be empty; use {size // ranks} or less"
         )
+
+
+def _servers(config: JobConfig, ranks: int) -> int:
+    """How many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
+    if config.strategy.name != "parameter_server":
+        return 0
+    servers = config.strategy.parameter_server.servers
+    if servers >= ranks:
+        raise ConfigError(
+            f"strategy.parameter_server.servers: {servers} of {ranks} ranks leave no worker; use fewer, "
+            "or more ranks (cluster.nodes x cluster.tasks_per_node)"
+        )
+    return servers
 
 
 def _check_job(config: JobConfig, project: Path | None) -> None:
@@ -655,7 +683,7 @@ FIXED_ON_RESUME = (
     "train.seed",
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero")
+SAME_STATE = ("ddp", "fsdp", "zero", "parameter_server")
 #: And kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
 

@@ -32,6 +32,7 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
+    "parameter_server": (StrategyConfig("parameter_server"), 3),
 }
 #: Those whose steps are not quite the ones of one process: held to everything else.
 LOSSY = {
@@ -72,7 +73,9 @@ def global_batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (size,), generator=draw)
 
 
-def part(share: Share, step: int, size: int = BATCH) -> Batch:
+def part(share: Share, step: int, size: int = BATCH) -> Batch | None:
+    if not share.count:
+        return None
     inputs, targets = global_batch(step, size)
     start, stop = share.bounds(size)
     return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), size)
@@ -160,6 +163,8 @@ CASES = [
 
 def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
     """Unpadded: this share's range in batches, every share the same number of them."""
+    if not share.count:
+        return []
     inputs, targets = global_batch(7, size)
     start, stop = share.bounds(size)
     calls = math.ceil(math.ceil(size / share.count) / batch_size)

@@ -10,7 +10,7 @@ import json
 import platform
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def save(
     attempt: int = 1,
     timeout_s: float = 600.0,
     check_replicas: bool = True,
+    lost: Collection[int] = (),
 ) -> Path:
     """Save `state` and rank 0's `meta` as the checkpoint of `step`; all ranks call it, and all return or all raise.
 
@@ -58,10 +59,13 @@ def save(
 
     `check_replicas` asserts that replicated values are equal bit for bit on all ranks. It costs the other ranks a copy
     to the host and a crc32, which rank 0 makes for its file in any case while they wait for it: no time on the wall.
+
+    ``lost`` may grow meanwhile: ranks that have died, and whose part is therefore not waited for. What they alone had
+    is missing then, and if a whole tensor needs it nothing is committed.
     """
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
-    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
+    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
     if rank:
         return _follow(store, step, state, talk, rank, check_replicas)
     return _lead(store, step, state, meta, talk, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -68,6 +69,8 @@ class Loader:
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
+        self._of_share = partial(self._source_of, dataset, seed, max_bad_samples is not None)
+        self._others: dict[Share, Source] = {}
         self._sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
         skips = max_bad_samples is not None
         self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device, skips=skips)
@@ -81,6 +84,17 @@ class Loader:
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
         self.data_wait_s = self._clock() - started
         return batch
+
+    def part(self, step: int, share: Share) -> Batch:
+        """What ``at(step)`` gives to the rank that holds ``share``: for whoever does a dead one's work. Loaded in this
+        process, whatever the number of workers."""
+        if share not in self._others:
+            self._others[share] = self._of_share(share)
+        return self._others[share].fetch(step).to(self._device)
+
+    def _source_of(self, dataset: Any, seed: int, skips: bool, share: Share) -> Source:
+        sampler = TrainSampler(self.dataset_size, global_batch_size=self.global_batch_size, seed=seed, share=share)
+        return _source(dataset, sampler, seed=seed, workers=0, device=self._device, skips=skips)
 
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""

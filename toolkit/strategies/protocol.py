@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.dist.batch import Batch, Share
+from toolkit.dist.collectives import sum_by_name
 from toolkit.dist.state import Json, State
 from toolkit.metrics.stopwatch import Stopwatch
 
@@ -27,6 +29,9 @@ Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 #: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.
 Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+
+#: ``again(step, share)``: any share of any step's global batch, with the random generators seeded as for that share.
+Again: TypeAlias = Callable[[int, Share], Batch]
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Strategy(Protocol):
         """Ranks whose death does not end the attempt."""
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that have died, as all agree since the last :meth:`sum` or :meth:`settle`; ``share`` is then another
+        part of the same whole, for evaluations."""
+
+    @property
     def evaluates_together(self) -> bool:
         """Whether :meth:`evaluate` waits for other ranks: then an evaluation ends early on all of them or on none."""
 
@@ -72,11 +82,26 @@ class Strategy(Protocol):
     ) -> None:
         """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
 
+    def begin(self, step: int, again: Again) -> None:
+        """The training goes on with ``step``. With ``again`` a rank can do what another one has died over."""
+
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """One whole optimizer step on this rank's part of a global batch, without a host sync."""
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Each value added up over the ranks by its name, equal on every rank; all call it. A host sync.
+
+        Every rank with samples gives the same names; ranks that have died add nothing.
+        """
+
+    def settle(self) -> None:
+        """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """What was measured since last asked, by tag; a tensor (n,) of numbers is to be shown as a histogram."""
 
     def state(self) -> State:
         """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
@@ -95,3 +120,29 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Let go of the model and the optimizer."""
+
+
+class AllNeeded:
+    """What strategies have in common in which every rank is needed: the parts of the protocol for those that are not.
+
+    A class that inherits it has a ``_device``.
+    """
+
+    round_steps = 1
+    expendable: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+    _device: torch.device
+
+    def begin(self, step: int, again: Again) -> None:
+        """Nothing depends on either."""
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """One all-reduce."""
+        return sum_by_name(values, self._device)
+
+    def settle(self) -> None:
+        """Every step has been waited for by all."""
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """None."""
+        return {}

@@ -27,15 +27,20 @@ from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.layout import Layout, entry, local
-from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.protocol import (
+    AllNeeded,
+    Criterion,
+    Measure,
+    ModelFactory,
+    OptimizerFactory,
+    StepOutput,
+    Sums,
+)
 from toolkit.strategies.update import Update
 
 
-class Spmd:
+class Spmd(AllNeeded):
     """Trains one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
-
-    round_steps = 1
-    expendable: frozenset[int] = frozenset()
 
     _model: nn.Module
     _update: Update
@@ -63,7 +68,7 @@ class Spmd:
         self._update = Update(self._model, optimizer(self._model))
         self._criterion = criterion
         self._equalise_buffers()  # the first ones are as each rank made them
-        with _compile_errors(self._compile):
+        with compile_errors(self._compile):
             self._prime(batch)
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
@@ -219,7 +224,7 @@ class _WeightSum:
 
 
 @contextmanager
-def _compile_errors(compiling: bool) -> Iterator[None]:
+def compile_errors(compiling: bool) -> Iterator[None]:
     """Say which key to change when torch.compile cannot do it, instead of pages of the compiler's own."""
     if not compiling:
         yield

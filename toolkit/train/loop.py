@@ -10,18 +10,16 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from toolkit import activity, logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import Ledger
-from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import sum_across_ranks
+from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
 from toolkit.dist.stop import STOP
-from toolkit.errors import StoppedError
+from toolkit.errors import RankLostError, StoppedError
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.pace import Pace
@@ -52,6 +50,9 @@ class Batches(Protocol):
     max_bad_samples: int | None
 
     def at(self, step: int) -> Batch | None: ...
+
+    def part(self, step: int, share: Share) -> Batch:
+        """``at(step)`` of the rank that holds ``share``."""
 
     def state(self) -> Json:
         """What this rank's part of a checkpoint must hold of it; None where the step says all."""
@@ -104,7 +105,7 @@ class Trainer:
         self._lr = schedule(self._total)
         self._throughput = Throughput(window=config.log_every)
         self._sheet = Timesheet()
-        self._loss = LossWindow(session.rank, session.world_size)
+        self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
         self._bad_samples = Ledger(session, loader.max_bad_samples)
         self._sink: Sink = NullSink()
@@ -127,7 +128,8 @@ class Trainer:
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
             self._loss.restore(loaded.meta.get("loss_window"))
         log.info("training from step %d to %d", self._step, self._total)
-        self._session.progress(step_start=self._step)
+        self._strategy.begin(self._step, self._again)
+        self._session.progress(step_start=self._step, expendable=sorted(self._strategy.expendable))
         sinks = build_sinks(self._session.run_dir, self._session.is_main, resumed)
         with closing(self._checkpoints), closing(sinks) as self._sink:
             if loaded is None:
@@ -167,6 +169,13 @@ class Trainer:
             is_best = self._evaluation_due() and self._evaluate(evaluate)
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._save(must=self._step == self._total)
+
+    def _again(self, step: int, share: Share) -> Batch:
+        """What the rank that holds ``share`` gets in ``step``, and draws its random numbers from."""
+        reseed(self._config.seed, step, share.index)
+        batch = self._loader.part(step, share)
+        self._bad_samples.note(batch)
+        return batch
 
     def _goes_on(self) -> bool:
         """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
@@ -236,6 +245,11 @@ class Trainer:
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
             **self._history.scalars(self._step),
         }
+        for tag, figure in self._strategy.figures().items():
+            if isinstance(figure, Tensor):
+                self._sink.histogram(self._step, tag, figure)
+            else:
+                values[tag] = figure
         self._metrics["train/loss"] = loss
         self._sink.scalars(self._step, values)
         if (table := self._history.take_table()) is not None:
@@ -247,7 +261,7 @@ class Trainer:
         self._report("evaluate")
         self._doing.phase = activity.EVALUATING
         with self._sheet.on("evaluation"):
-            found = evaluate(self._strategy, self._is_cut)
+            found = self._evaluated_by_the_living(evaluate)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
@@ -259,6 +273,14 @@ class Trainer:
         self._report("train")
         self._throughput.pause()
         return self._checkpoints.is_best(self._metrics)
+
+    def _evaluated_by_the_living(self, evaluate: Evaluate) -> Mapping[str, float] | None:
+        """Again, if a rank dies over it: all hear of that at the same point."""
+        while True:
+            try:
+                return evaluate(self._strategy, self._is_cut)
+            except RankLostError as error:
+                log.warning("step %d: evaluating again: %s", self._step, error)
 
     def _save(self, *, must: bool) -> None:
         self._report("checkpoint")
@@ -304,10 +326,15 @@ def _figures(value: Any) -> dict[str, float]:
 
 
 class LossWindow:
-    """The mean of the global loss over the steps since it was last taken; kept on the device until then."""
+    """The mean of the global loss over the steps since it was last taken; kept on the device until then.
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    ``total`` is :meth:`Strategy.sum`.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, total: Callable[[Mapping[str, float | Tensor]], Mapping[str, float]]
+    ) -> None:
+        self._rank, self._world_size, self._total = rank, world_size, total
         self._sum: Tensor | None = None
         self._steps = 0
         self._before = 0.0  # of a restored window, until the first step tells the type and the device
@@ -321,9 +348,7 @@ class LossWindow:
         """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
         if self._sum is None:
             return {"steps": 0, "sums": []}
-        sums = torch.zeros(self._world_size, dtype=torch.float64, device=self._sum.device)
-        sums[self._rank] = self._sum
-        return {"steps": self._steps, "sums": sum_across_ranks(sums).tolist()}
+        return {"steps": self._steps, "sums": [*self._total(self._by_rank(self._sum)).values()]}
 
     def restore(self, saved: Any) -> None:
         """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
@@ -336,10 +361,11 @@ class LossWindow:
     def take(self, figure: float) -> tuple[float, list[float]]:
         """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync."""
         assert self._sum is not None, "a step comes before each logging step"
-        both = torch.zeros(1 + self._world_size, dtype=torch.float64, device=self._sum.device)
-        both[0] = self._sum
-        both[1 + self._rank] = figure
-        loss, *figures = sum_across_ranks(both).tolist()
+        loss, *figures = self._total({"loss": self._sum, **self._by_rank(figure)}).values()
         mean = loss / self._steps
         self._sum, self._steps, self._before = None, 0, 0.0
         return mean, figures
+
+    def _by_rank(self, own: float | Tensor) -> dict[str, float | Tensor]:
+        """``own`` under this rank's number, nothing under the others'."""
+        return {str(rank): own if rank == self._rank else 0.0 for rank in range(self._world_size)}

@@ -21,7 +21,6 @@ from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, SAME_STATE, STATELESS, CheckpointConfig, JobConfig, value_of
-from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError
@@ -202,8 +201,7 @@ class Checkpoints:
 
     def _agree_to_give_up(self, mine: bool) -> bool:
         """The ranks' clocks differ; one that gave up alone would leave the others waiting in the next save."""
-        votes = torch.tensor(float(mine), device=self._session.device)
-        return bool(sum_across_ranks(votes).item())
+        return bool(self._strategy.sum({"votes": float(mine)})["votes"])
 
     def _save(self, step: int, reached: Mapping[str, Json]) -> None:
         state = self._state()
@@ -261,6 +259,7 @@ class Checkpoints:
             kv=kv,
             attempt=session.attempt,
             check_replicas=check_replicas,
+            lost=session.lost,
         )
         self.save_s = time.monotonic() - started
         log.info("saved %s in %.2f s", path, self.save_s)
