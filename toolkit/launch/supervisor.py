@@ -34,6 +34,7 @@ from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_REQUEST,
     EXIT_STOPPED,
     ToolkitError,
 )
@@ -235,6 +236,8 @@ class Supervisor:
             self._run_ranks(attempt)
         attempt.ended = time.time()
         self._read_error_files(attempt)
+        if attempt.lost_ranks and attempt.has_completed:
+            attempt.exit_code = EXIT_DONE
         hang.remove_unused(self._run.attempt_logs(attempt.number))
         self._look_after_nodes(attempt)
         verdict = judge(self._facts(attempt))
@@ -399,8 +402,12 @@ class Supervisor:
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
+        if not attempt.killed and ended.exit_code != EXIT_REQUEST and attempt.can_do_without(ended.ranks):
+            log.warning("rank %s on %s: %s; the others do its work", _names(ended.ranks), ended.host, ended.how)
+            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
+            return
         if not attempt.killed:
-            log.error("rank %s on %s: %s", ",".join(map(str, ended.ranks)), ended.host, ended.how)
+            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
         by_signal = ended.signal is not None and not attempt.killed
         for rank in ended.ranks:
             attempt.failures.append(
@@ -421,8 +428,9 @@ class Supervisor:
         if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
             return
         hosts, late = attempt.plan.rank_hosts, time.time() - attempt.started > SLOW_START_S
+        speaking = {host for rank, host in enumerate(hosts) if rank not in attempt.lost_ranks}
         alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
-        lookout.look(set(hosts) - alive - {self._allocation.hosts[0]})  # there we are ourselves
+        lookout.look(speaking - alive - {self._allocation.hosts[0]})  # there we are ourselves
 
     def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
@@ -435,7 +443,8 @@ class Supervisor:
             self._config.dist.timeout_s,
         )
         hosts = attempt.plan.rank_hosts
-        attempt.hang = hang.investigate(step, dog.standings(), hosts, self._run, attempt.number)
+        standings = [standing for standing in dog.standings() if standing.rank not in attempt.lost_ranks]
+        attempt.hang = hang.investigate(step, standings, hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the stop path
@@ -519,6 +528,8 @@ class Supervisor:
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
             failure = read_error_file(path)
             assert failure.rank is not None
+            if failure.rank in attempt.lost_ranks:
+                continue
             if failure.host == "?":  # torch's format has none
                 failure = replace(failure, host=attempt.plan.rank_hosts[failure.rank])
             attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
@@ -608,6 +619,10 @@ class Supervisor:
         left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
         left.left_over = status
         self._journal.add(left, Ending(cause, decision, why))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
 
 
 def _hosts_text(plan: Allocation) -> str:

@@ -235,14 +235,14 @@ class _Side:
         place = Flat(buffers)
         if self._rank == 0:
             self._gather(Kind.SETTLE)
-            self._fill(place, buffers, self._first_buffers() if buffers else None)
+            self._copy(place, buffers, self._first_buffers() if buffers else None)
             self.lost = frozenset(self._mail.lost)
             self._tell(Kind.SETTLED, encode(sorted(self.lost)))
             self._tell(Kind.TELL, place.pack(buffers))
         else:
             self._mail.send(0, Kind.SETTLE)
             self.lost = frozenset(decode(self._await(Kind.SETTLED)))
-            self._fill(place, buffers, self._await(Kind.TELL).payload)
+            self._copy(place, buffers, self._await(Kind.TELL).payload)
         if not self._keeps_own:
             self._refresh()
         self._settled = True
@@ -259,7 +259,7 @@ class _Side:
 
     @staticmethod
     @torch.no_grad()
-    def _fill(place: Flat, tensors: Sequence[Tensor], message: Tensor | None) -> None:
+    def _copy(place: Flat, tensors: Sequence[Tensor], message: Tensor | None) -> None:
         for tensor, value in zip(tensors, place.views(message) if tensors else [], strict=True):
             tensor.copy_(value)
 
@@ -309,7 +309,7 @@ class _Side:
             self._tell(Kind.TELL, place.pack(tensors))
             self._tell(Kind.TELL, encode(plain))
             return
-        self._fill(place, tensors, self._await(Kind.TELL).payload)
+        self._copy(place, tensors, self._await(Kind.TELL).payload)
         entries |= {name: Replicated(value) for name, value in decode(self._await(Kind.TELL)).items()}
 
     @staticmethod
@@ -661,17 +661,20 @@ class Worker(_Side):
         pushed = _Push(step, share, self._versions[server], *told)
         self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
 
-    @torch.no_grad()
     def _refresh(self) -> None:
         """Take new weights from every server, and only when all have come: until then a server may ask for a share of
         the same step, which needs the old ones."""
         come = [self._await(Kind.WEIGHTS) for _ in self._servers]
-        for message in come:
-            placed = self._placed[message.sender]
-            if placed:
-                views = self._places[message.sender].views(message.payload)
-                torch._foreach_copy_([_rows(p.detach(), rows) for p, rows in placed], views)
-            self._versions[message.sender] = int(message.numbers[0])
+        with torch.no_grad():
+            for message in come:
+                self._fill(message)
+                self._versions[message.sender] = int(message.numbers[0])
+
+    def _fill(self, message: Message) -> None:
+        placed = self._placed[message.sender]
+        if placed:
+            views = self._places[message.sender].views(message.payload)
+            torch._foreach_copy_([_rows(p, rows) for p, rows in placed], views)
 
     # ------------------------------------------------------------------------------------------- for others and for all
 
