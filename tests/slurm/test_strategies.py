@@ -1,4 +1,4 @@
-"""Every way to share the work, over four nodes of a real Slurm: preempted in the middle, it comes back and learns on."""
+"""Every way to share the work, on four nodes of a real Slurm: preempted in the middle, it comes back and learns on."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ class Strategy(Protocol):
         """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """What was measured since last asked, by tag; a tensor (n,) of numbers is to be shown as a histogram."""
+        """What was measured in the steps since last asked, by tag; asked at logging steps, may wait for devices. A
+        tensor (n,) of numbers is to be shown as a histogram."""
 
     def state(self) -> State:
         """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
@@ -114,9 +115,6 @@ class Strategy(Protocol):
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
-
-    def figures(self) -> Mapping[str, float]:
-        """For TensorBoard, of the steps since last asked, by name; asked at logging steps, may wait for devices."""
 
     def close(self) -> None:
         """Let go of the model and the optimizer."""

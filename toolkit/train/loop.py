@@ -241,7 +241,6 @@ class Trainer:
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
-            **self._strategy.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
             **self._history.scalars(self._step),
         }
