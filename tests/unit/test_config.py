@@ -94,6 +94,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
     ("override", "words"),
     [
         ("strategy.name=dpp", ["strategy.name", "did you mean 'ddp'?"]),
+        ("strategy.parameter_server.mode=asinc", ["strategy.parameter_server.mode", "did you mean 'async'?"]),
+        ("strategy.parameter_server.servers=0", ["strategy.parameter_server.servers", "1 or more"]),
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
@@ -135,6 +137,22 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
     for word in words:
         assert word in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy.parameter_server.servers=3"], ["strategy.parameter_server.servers", "3 of 3 ranks"]),
+        (["data.global_batch_size=1"], ["data.global_batch_size", "2 ranks"]),
+        (["train.accumulate=33"], ["train.accumulate", "32"]),
+    ],
+)
+def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: list[str]) -> None:
+    config = load_config(ROOT / "configs/digits_parameter_server.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:

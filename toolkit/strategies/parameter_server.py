@@ -117,7 +117,7 @@ class _Side:
         self._part = cuts.shadow(made, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
         self._update = Update(self._part, optimizer(self._part))
-        checks = self._refuse, self._entries, lambda: self._get_ready(made, criterion, sample)
+        checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, criterion, sample)
         self._agree([self._refusal(check) for check in checks])
         self._mail.open()
 
@@ -136,6 +136,17 @@ class _Side:
                 f"strategy.parameter_server.servers: {listing(scalars, 3)} has no dimension to cut; give it the shape "
                 "(1,), or use one server, or mode: sync"
             )
+
+    def _try_optimizer(self) -> None:
+        try:
+            self._entries()
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an optimizer makes of a parameter of no rows
+            raise ConfigError(
+                "optim.name: this optimizer does not work on a part of the parameters "
+                f"({type(error).__name__}: {error}); use another one, or ddp"
+            ) from error
 
     @staticmethod
     def _refusal(check: Callable[[], Any]) -> str | None:
