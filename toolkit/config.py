@@ -34,7 +34,7 @@ COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
 #: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
 FOREIGN_JOB = "toolkit.launch.foreign"
@@ -152,6 +152,17 @@ class OptimConfig:
 
 
 @dataclass
+class PruningConfig:
+    """Weights that are set to 0 for good: the smallest ones, more and more of them, see docs/steps.md."""
+
+    amount: float = 0.0  #: the part of the weights that is 0 in the end, from 0 (nothing is pruned) to below 1
+    structured: bool = False  #: whole outputs of a layer, by their norm, instead of single weights
+    start_step: int = 0
+    end_step: int | None = None  #: when ``amount`` is reached
+    every_steps: int = 100
+
+
+@dataclass
 class TrainConfig:
     """How long, how precisely and how talkatively to train."""
 
@@ -164,6 +175,13 @@ class TrainConfig:
     deterministic: bool = False
     log_every: int = 20
     eval_every: int | str = "epoch"
+    clip_norm: float | None = None  #: the largest norm of a step's gradient, over all parameters
+    skip_bad_steps: bool = False  #: leave out a step whose gradient is not finite, and list its samples
+    spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average
+    rollback_after: int | None = None  #: after so many left out in a row, back to the last checkpoint's weights
+    ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
+    channels_last: bool = False  #: lay out images and convolutions with the channels last
+    pruning: PruningConfig = field(default_factory=PruningConfig)
 
 
 @dataclass
@@ -403,6 +421,12 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
+    check_step(config.train, config.strategy)
+    if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
+        raise ConfigError(
+            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights sharded by {config.strategy.name}; "
+            "use optim.name adam or adamw, or strategy.name ddp"
+        )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     if config.checkpoint.every_steps is not None:
         _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
@@ -447,6 +471,35 @@ def _check_layer(key: str, kind: str, value: Any) -> None:
         raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {valid.get(kind, 'none, or not listed')}")
 
 
+def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
+    """Refuse what cannot be done between the gradients and the weights of a step, by itself or with this strategy."""
+    for key in ("spike_factor", "rollback_after"):
+        if getattr(train, key) is not None and not train.skip_bad_steps:
+            raise ConfigError(f"train.{key}: nothing is left out without train.skip_bad_steps: true; set that, too")
+    if train.ema_decay is not None and not 0 < train.ema_decay < 1:
+        raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
+    if train.precision == "fp16" and strategy.name != "ddp":
+        raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
+    if train.channels_last and strategy.name != "ddp":
+        raise ConfigError(
+            f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
+        )
+    _check_pruning(train.pruning)
+
+
+def _check_pruning(pruning: PruningConfig) -> None:
+    if not 0 <= pruning.amount < 1:
+        raise ConfigError(f"train.pruning.amount: {pruning.amount} is refused; from 0 to below 1, such as 0.8")
+    if not pruning.amount:
+        return
+    if pruning.end_step is None:
+        raise ConfigError("train.pruning.end_step: say in which step train.pruning.amount is to be reached")
+    if pruning.end_step < pruning.start_step:
+        raise ConfigError(
+            f"train.pruning.end_step: {pruning.end_step} is before train.pruning.start_step {pruning.start_step}"
+        )
+
+
 _LEAST: Mapping[str, float] = {
     "cluster.nodes": 1,
     "cluster.tasks_per_node": 1,
@@ -478,6 +531,12 @@ _LEAST: Mapping[str, float] = {
     "train.max_steps": 1,
     "train.accumulate": 1,
     "train.log_every": 1,
+    "train.clip_norm": 1e-12,
+    "train.spike_factor": 1.01,
+    "train.rollback_after": 1,
+    "train.pruning.start_step": 0,
+    "train.pruning.end_step": 1,
+    "train.pruning.every_steps": 1,
     "checkpoint.every_min": 0.01,
     "checkpoint.keep_every": 1,
 }
@@ -684,6 +743,8 @@ FIXED_ON_RESUME = (
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero", "parameter_server")
+#: Those of which a rank holds a part of each weight.
+SHARDED = ("fsdp", "zero")
 #: And kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
 

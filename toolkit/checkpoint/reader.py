@@ -24,9 +24,9 @@ from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, file_name
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
-from toolkit.dist.state import Entry, Json, PerRank, Sharded, State
+from toolkit.dist.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
 from toolkit.errors import CheckpointError, listing
 
 #: Tensors that a rank reads at the same time.
@@ -56,9 +56,11 @@ def load(
     attempt: int = 1,
     timeout_s: float = 600.0,
     read_only: bool = False,
+    newest: int | None = None,
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
 
+    `newest`: only checkpoints up to this step count; rank 0's is asked for.
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
     starting anew silently would throw the run away. After an error the tensors hold anything.
@@ -74,7 +76,7 @@ def load(
     if rank:
         return _follow(reader, talk)
     with failures_told(talk, f"no checkpoint was loaded from {store.folder}"):
-        loaded = _lead(reader, talk, read_only)
+        loaded = _lead(reader, talk, read_only, newest)
         talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
         return loaded
 
@@ -101,7 +103,9 @@ class _Reader:
 
     def _fill_all(self, path: Path, manifest: Manifest) -> None:
         """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
-        held = {key: (entry, entry.value) for key, entry in self.state.items() if isinstance(entry.value, torch.Tensor)}
+        there = manifest.tensors
+        wanted = {key: entry for key, entry in self.state.items() if key in there or not key.startswith(OPTIONAL)}
+        held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
         with ThreadPoolExecutor(READERS) as pool:
             fills = [pool.submit(_fill, *each, path, self._records(k, each[0], manifest)) for k, each in held.items()]
             for fill in as_completed(fills):
@@ -118,13 +122,13 @@ class _Reader:
         return {source: manifest.tensors[source] for source in sources}
 
 
-def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:
+def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
     """Rank 0's side: propose, newest first, until all ranks have verified one."""
     store, skipped = reader.store, dict[str, str]()
     if not read_only:
         store.refuse_of_others(store.folder)
         store.sweep()
-    for path in store.list():
+    for path in (path for path in store.list() if newest is None or step_of(path) <= newest):
         if not read_only:
             store.refuse_of_others(path)
         loaded, reason = _propose(reader, talk, path.name)
@@ -224,8 +228,8 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
     used = {
         source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
     }
-    missing = [f"{name} is not in the checkpoint" for name in used if name not in stored]
-    expected = [name for name, record in stored.items() if _is_for(rank, record)]
+    missing = [f"{n} is not in the checkpoint" for n in used if n not in stored and not n.startswith(OPTIONAL)]
+    expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(OPTIONAL)]
     unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
     wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
     own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +100,12 @@ class Loader:
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""
         return self._sampler.at(step).indices.tolist() if self._has_data else []
+
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""
+        start = step * self.global_batch_size
+        found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
+        return found
 
     def state(self) -> None:
         """A checkpoint needs nothing of it: the step says all."""

@@ -139,6 +139,10 @@ class StreamLoader:
         start, stop = self._parts.bounds_of(step)
         return list(range(start, stop))
 
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all streams together give in ``step``: their positions."""
+        return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
+
     def state(self) -> Json:
         """Where the stream stands after the last batch that was given."""
         return {"next_step": self._next, "stream": None if self._state is None else json.loads(self._state)}

@@ -60,5 +60,9 @@ class Sharded:
             raise ValueError(f"part {shape} at {self.offsets} stands outside the global tensor {self.global_shape}")
 
 
+#: What the names of state begin with that training can do without: where a checkpoint has none of it, it stays as it
+#: was made, and what only the checkpoint has is let be. So these may be switched on and off at a resume.
+OPTIONAL = ("ema/", "mask/", "update/")
+
 Entry: TypeAlias = Replicated | PerRank | Sharded
 State: TypeAlias = Mapping[str, Entry]

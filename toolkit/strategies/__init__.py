@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig, check_step
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
 from toolkit.strategies.layout import Layout
@@ -27,7 +27,7 @@ __all__ = [
 
 #: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
 _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
-    "ddp": lambda *given: _spmd(_replicas(given[0]), *given),
+    "ddp": lambda *given: _spmd(_replicas(given[0], given[2]), *given),
     "fsdp": lambda *given: _spmd(Shards, *given),
     "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
     "parameter_server": lambda *given: _parameter_server(*given),
@@ -38,17 +38,19 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
 
     Of ``train`` it takes how a step is computed: precision, accumulation, compiling. Raises ConfigError for an unknown
-    name.
+    name, and where ``train`` asks for what this strategy cannot do.
     """
     if config.name not in _BUILDERS:
         hint = nearest(config.name, _BUILDERS)
         raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_BUILDERS)}")
-    return _BUILDERS[config.name](config, session, train or TrainConfig())
+    train = train or TrainConfig()
+    check_step(train, config)
+    return _BUILDERS[config.name](config, session, train)
 
 
-def _replicas(config: StrategyConfig) -> Callable[..., Layout]:
+def _replicas(config: StrategyConfig, train: TrainConfig) -> Callable[..., Layout]:
     if config.compression == "none":
-        return Replicas
+        return partial(Replicas, fp16=train.precision == "fp16", channels_last=train.channels_last)
     from toolkit.strategies.compressed import Compressed
 
     return partial(Compressed, config=config)
@@ -57,7 +59,7 @@ def _replicas(config: StrategyConfig) -> Callable[..., Layout]:
 def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     bf16, recompute = train.precision == "bf16", config.activation_checkpointing
     layout = make(session, bf16=bf16, compile=train.compile, recompute=recompute)
-    return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile)
+    return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile, train=train)
 
 
 def _parameter_server(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:

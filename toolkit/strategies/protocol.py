@@ -39,6 +39,13 @@ class StepOutput:
     """What a step leaves on the device, unread: reading it would make the host wait."""
 
     loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
+    #: Scalar, equal on all ranks: 0 where the step was made, else why it was left out (``verdict.WHY``). None where
+    #: no step ever is.
+    skipped: Tensor | None = None
+
+    def counted_loss(self) -> Tensor:
+        """The loss, or 0 where the step was left out: one that is not finite would spoil every mean."""
+        return self.loss if self.skipped is None else torch.where(self.skipped == 0, self.loss, 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,14 @@ class Strategy(Protocol):
         Nothing is sent or equalised for it: whoever looks changes nothing.
         """
 
+    def figures(self) -> Mapping[str, float]:
+        """What there is to log of the last step, equal on all ranks; they all call it, and the host may wait in it."""
+
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
+        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors, and ``step``: the next one.
+
+        In a rollback that is another step than the one of the checkpoint.
+        """
 
     def close(self) -> None:
         """Let go of the model and the optimizer."""

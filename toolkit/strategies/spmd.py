@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.activity import PRIMING
+from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
@@ -47,7 +48,10 @@ class Spmd(AllNeeded):
     _criterion: Criterion
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
-    def __init__(self, session: Session, layout: Layout, *, accumulate: int, compile: bool) -> None:
+    def __init__(
+        self, session: Session, layout: Layout, *, accumulate: int, compile: bool, train: TrainConfig | None = None
+    ) -> None:
+        """``train`` is what :class:`~.update.Update` takes of it."""
         self.share = layout.share
         self._device = session.device
         self._activity = session.activity
@@ -55,6 +59,7 @@ class Spmd(AllNeeded):
         self.evaluates_together = layout.passes_are_joint
         self._accumulate = accumulate
         self._compile = compile
+        self._train = train
         self._buffers_equal = False
         self.own_time = stopwatch(session.device)
 
@@ -65,7 +70,7 @@ class Spmd(AllNeeded):
         batch = self._checked(sample)
         self._stand_in = batch.inputs[:1].to(self._device)
         self._model = self._layout.place(model).train()
-        self._update = Update(self._model, optimizer(self._model))
+        self._update = Update(self._model, optimizer(self._model), self._train)
         self._criterion = criterion
         self._equalise_buffers()  # the first ones are as each rank made them
         with compile_errors(self._compile):
@@ -74,13 +79,14 @@ class Spmd(AllNeeded):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False
+        self._update.begin()
         loss = self._forward_backward(batch.to(self._device))
-        self._update.apply(lr)
-        return StepOutput(loss)
+        return StepOutput(loss, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         self._equalise_buffers()
+        self._update.evaluating()
         found = Sums({}, 0)
         self._model.eval()
         with self._layout.precision():
@@ -95,6 +101,7 @@ class Spmd(AllNeeded):
 
     def state(self) -> dict[str, Entry]:
         """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
+        self._update.begin()
         self._equalise_buffers()
         weights: dict[str, Entry] = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
         return weights | self._layout.state() | self._update.state()
@@ -103,6 +110,9 @@ class Spmd(AllNeeded):
         weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
         buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
         return weights | buffers | self._update.live()
+
+    def figures(self) -> dict[str, float]:
+        return self._update.figures()
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
@@ -149,7 +159,7 @@ class Spmd(AllNeeded):
         loss = total * (self.share.count / batch.global_count)
         losses.append(loss.detach())
         weights.append(weight)
-        return loss
+        return self._update.scaled(loss)
 
     def _reweigh(self, weight: Tensor, assumed: int) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
@@ -163,7 +173,7 @@ class Spmd(AllNeeded):
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between ranks after a step: those of share 0 count. Once after each step."""
         if not self._buffers_equal:
-            broadcast_tensors(self._model.buffers(), source=0)
+            broadcast_tensors([*self._model.buffers(), *self._update.buffers()], source=0)
             self._buffers_equal = True
 
     # ------------------------------------------------------------------------------------------------- priming

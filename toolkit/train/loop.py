@@ -5,6 +5,7 @@ Only a loader of streams has a place of its own to save, which the checkpoints a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -25,9 +26,10 @@ from toolkit.metrics.meters import Throughput
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
-from toolkit.strategies.protocol import Strategy
+from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
+from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import SAVE, Checkpoints, conditions
 from toolkit.train.witness import summoned
 
@@ -53,6 +55,8 @@ class Batches(Protocol):
 
     def part(self, step: int, share: Share) -> Batch:
         """``at(step)`` of the rank that holds ``share``."""
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all ranks together get in ``step``."""
 
     def state(self) -> Json:
         """What this rank's part of a checkpoint must hold of it; None where the step says all."""
@@ -108,6 +112,7 @@ class Trainer:
         self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
         self._bad_samples = Ledger(session, loader.max_bad_samples)
+        self._skipped = SkippedSteps(config, session, loader)
         self._sink: Sink = NullSink()
         self._metrics: dict[str, float] = {}
         self._step = 0
@@ -127,6 +132,7 @@ class Trainer:
             self._metrics = _figures(loaded.meta.get("metrics"))
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
             self._loss.restore(loaded.meta.get("loss_window"))
+            self._skipped.restore(loaded.meta.get("skipped_steps"))
         log.info("training from step %d to %d", self._step, self._total)
         self._strategy.begin(self._step, self._again)
         self._session.progress(step_start=self._step, expendable=sorted(self._strategy.expendable))
@@ -163,7 +169,7 @@ class Trainer:
             self._bad_samples.note(batch)
             self._doing.phase = activity.IN_STEP
             output = self._strategy.step(batch, self._lr(n))
-            self._step_done(output.loss)
+            self._step_done(output)
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate(evaluate)
@@ -206,10 +212,11 @@ class Trainer:
         self._sheet.add("evaluation")
         return self._session.gate.pending == STOP
 
-    def _step_done(self, loss: Tensor) -> None:
+    def _step_done(self, output: StepOutput) -> None:
+        self._skipped.note(self._step, output.skipped)
         self._step += 1
         self._doing.step = self._step
-        self._loss.add(loss)
+        self._loss.add(output.counted_loss())
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
         self._sheet.step_done(self._loader.data_wait_s)
         self._session.progress(step=self._step)
@@ -234,6 +241,9 @@ class Trainer:
     def _log(self) -> None:
         """The only place where the host waits for the device."""
         self._doing.phase = activity.LOGGING
+        self._read_skipped()
+        if self._skipped.rollback_due:
+            self._roll_back()
         loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/loss": loss,
@@ -241,6 +251,7 @@ class Trainer:
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
+            **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
             **self._history.scalars(self._step),
         }
@@ -249,11 +260,26 @@ class Trainer:
                 self._sink.histogram(self._step, tag, figure)
             else:
                 values[tag] = figure
-        self._metrics["train/loss"] = loss
+        if math.isnan(loss) and self._skipped.figures():  # each step of the window was left out
+            del values["train/loss"]
+        else:
+            self._metrics["train/loss"] = loss
+        self._metrics |= self._skipped.figures()
         self._sink.scalars(self._step, values)
         if (table := self._history.take_table()) is not None:
             self._sink.text("run/restarts", table, self._step, markdown=True)
         self._report("train")
+
+    def _read_skipped(self) -> None:
+        self._loss.leave_out(self._skipped.read())
+
+    def _roll_back(self) -> None:
+        """To the weights of a checkpoint, on all ranks alike: the step, the data and the learning rate go on."""
+        self._doing.phase = activity.LOADING
+        with self._sheet.on("checkpoint"):
+            to = self._checkpoints.roll_back(self._step, self._skipped.first_in_row)
+        self._skipped.rolled_back(self._step, to)
+        self._doing.phase = activity.LOGGING
 
     def _evaluate(self, evaluate: Evaluate) -> bool:
         """Whether the model has never been as good."""
@@ -282,11 +308,21 @@ class Trainer:
                 log.warning("step %d: evaluating again: %s", self._step, error)
 
     def _save(self, *, must: bool) -> None:
+        self._read_skipped()
+        if self._skipped.saves_wait and not must:
+            log.info("step %d is not saved: the steps before it were left out", self._step)
+            self._checkpoints.postpone()
+            return
         self._report("checkpoint")
         self._doing.phase = activity.SAVING
         with self._sheet.on("checkpoint"):
             self._sink.flush()  # first: what was logged up to a committed step must survive with it
-            reached = {"evaluated": self._evaluated, "metrics": dict(self._metrics), "loss_window": self._loss.state()}
+            reached = {
+                "evaluated": self._evaluated,
+                "metrics": dict(self._metrics),
+                "loss_window": self._loss.state(),
+                "skipped_steps": self._skipped.state(),
+            }
             self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
             self._checkpoints.save(self._step, reached, must=must)
         self._saved = self._step
@@ -343,6 +379,10 @@ class LossWindow:
         self._sum = loss + self._before if self._sum is None else self._sum.add_(loss)
         self._steps += 1
 
+    def leave_out(self, steps: int) -> None:
+        """So many of the losses added were 0 because their steps were left out: the mean is over the others."""
+        self._steps -= steps
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
         if self._sum is None:
@@ -358,10 +398,13 @@ class LossWindow:
         self._steps, self._before = saved["steps"], sums[self._rank]
 
     def take(self, figure: float) -> tuple[float, list[float]]:
-        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync."""
+        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
+
+        The mean is NaN where each step was left out.
+        """
         assert self._sum is not None, "a step comes before each logging step"
         loss, *figures = self._total({"loss": self._sum, **self._by_rank(figure)}).values()
-        mean = loss / self._steps
+        mean = loss / self._steps if self._steps else math.nan
         self._sum, self._steps, self._before = None, 0, 0.0
         return mean, figures
 

@@ -222,6 +222,10 @@ class Checkpoints:
         self._waits = False
         self._flight = Flight(step, self._line, write)
 
+    def postpone(self) -> None:
+        """The save that is due is not made; the clock goes on for the next one."""
+        self._set_the_clock()
+
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. It is cut short if it is not the one of step ``wanted``."""
         flight, self._waits = self._flight, True
@@ -297,7 +301,7 @@ class Checkpoints:
         self._set_the_clock()
         if loaded is None:
             return None
-        self._strategy.loaded(loaded.values)
+        self._strategy.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])
         self._say_what_differs(loaded.meta)
@@ -307,11 +311,24 @@ class Checkpoints:
             self._second.copy(loaded.path)
         return loaded
 
+    def roll_back(self, step: int, newest: int) -> int | None:
+        """Fill the strategy from the newest good checkpoint up to step ``newest``, and return its step; None if there
+        is none. Every rank calls it after ``step`` steps, from which the run goes on; loaders stay where they are."""
+        self.settle()
+        loaded = self._read(newest)
+        if loaded is None:
+            return None
+        self._strategy.loaded({**loaded.values, "step": step})
+        return loaded.step
+
     def _load(self) -> Loaded | None:
-        session = self._session
         if self._second is not None:  # the others wait in the load meanwhile
             self._second.fetch(self._store)
         self._refuse_another_run()
+        return self._read(None)
+
+    def _read(self, newest: int | None) -> Loaded | None:
+        session = self._session
         return load(
             self._store,
             self._state(),
@@ -319,6 +336,7 @@ class Checkpoints:
             world_size=session.world_size,
             kv=session.store,
             attempt=session.attempt,
+            newest=newest,
         )
 
     def _refuse_another_run(self) -> None:
