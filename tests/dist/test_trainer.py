@@ -80,7 +80,7 @@ def train(
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
     result = trainer.fit(judge)
-    return result, {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+    return result, {name: e.value.clone() for name, e in strategy.state().items() if isinstance(e.value, Tensor)}
 
 
 def logged(run_dir: Path, tag: str) -> dict[int, float]:
