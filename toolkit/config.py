@@ -478,6 +478,12 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
             raise ConfigError(f"train.{key}: nothing is left out without train.skip_bad_steps: true; set that, too")
     if train.ema_decay is not None and not 0 < train.ema_decay < 1:
         raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
+    if strategy.name not in WHOLE_UPDATE:
+        for key in ("clip_norm", "skip_bad_steps", "ema_decay"):
+            if getattr(train, key):
+                raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+        if train.pruning.amount:
+            raise ConfigError(f"train.pruning: does not go with strategy.name {strategy.name}; leave it out")
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
     if train.channels_last and strategy.name != "ddp":
@@ -743,6 +749,8 @@ FIXED_ON_RESUME = (
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero", "parameter_server")
+#: Those that do all that train: asks for between gradients and weights.
+WHOLE_UPDATE = ("ddp", "fsdp", "zero")
 #: Those of which a rank holds a part of each weight.
 SHARDED = ("fsdp", "zero")
 #: And kinds of compression that keep nothing from one step to the next.

@@ -108,8 +108,8 @@ class Strategy(Protocol):
         """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """What was measured in the steps since last asked, by tag; asked at logging steps, may wait for devices. A
-        tensor (n,) of numbers is to be shown as a histogram."""
+        """What was measured in the steps since last asked, by tag; asked at logging steps on all ranks, may wait for
+        devices. A tensor (n,) of numbers is to be shown as a histogram."""
 
     def state(self) -> State:
         """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
@@ -119,9 +119,6 @@ class Strategy(Protocol):
 
         Nothing is sent or equalised for it: whoever looks changes nothing.
         """
-
-    def figures(self) -> Mapping[str, float]:
-        """What there is to log of the last step, equal on all ranks; they all call it, and the host may wait in it."""
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """After the fill; ``values`` are the entries of :meth:`state` that are no tensors, and ``step``: the next one.

@@ -112,14 +112,11 @@ class Spmd(AllNeeded):
         return weights | buffers | self._update.live()
 
     def figures(self) -> dict[str, float]:
-        return self._update.figures()
+        return {**self._layout.figures(), **self._update.figures()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
         self._buffers_equal = True
-
-    def figures(self) -> dict[str, float]:
-        return dict(self._layout.figures())
 
     def close(self) -> None:
         for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):

@@ -55,6 +55,7 @@ class Batches(Protocol):
 
     def part(self, step: int, share: Share) -> Batch:
         """``at(step)`` of the rank that holds ``share``."""
+
     def global_samples(self, step: int) -> list[int]:
         """Which samples all ranks together get in ``step``."""
 
