@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig, mesh_of
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
 from toolkit.strategies.layout import Layout
@@ -27,9 +28,11 @@ __all__ = [
 
 #: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
 _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
-    "ddp": lambda *given: _spmd(Replicas, *given),
-    "fsdp": lambda *given: _spmd(Shards, *given),
-    "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
+    "ddp": lambda *given: _spmd("ddp", *given),
+    "fsdp": lambda *given: _spmd("fsdp", *given),
+    "zero": lambda *given: _spmd("zero", *given),
+    "tensor": lambda *given: _spmd("tensor", *given),
+    "auto": lambda *given: _auto(*given),
 }
 
 
@@ -37,7 +40,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
 
     Of ``train`` it takes how a step is computed: precision, accumulation, compiling. Raises ConfigError for an unknown
-    name.
+    name, and for a mesh that does not match the number of ranks.
     """
     if config.name not in _BUILDERS:
         hint = nearest(config.name, _BUILDERS)
@@ -45,7 +48,35 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     return _BUILDERS[config.name](config, session, train or TrainConfig())
 
 
-def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    bf16, recompute = train.precision == "bf16", config.activation_checkpointing
-    layout = make(session, bf16=bf16, compile=train.compile, recompute=recompute)
+def _spmd(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    layout = _layout(name, config, session, train)
     return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile)
+
+
+def _auto(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.auto import Auto
+
+    def layout(name: str) -> Layout:
+        return _layout(name, config, session, train)
+
+    return Auto(session, layout, bf16=train.precision == "bf16", accumulate=train.accumulate, compile=train.compile)
+
+
+def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
+    sizes = mesh_of(replace(config, name=name), session.world_size)
+    how: dict[str, Any] = {
+        "bf16": train.precision == "bf16",
+        "compile": train.compile,
+        "recompute": config.activation_checkpointing,
+    }
+    if name == "ddp":
+        return Replicas(session, **how)
+    if name != "tensor":
+        return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
+    from toolkit.strategies.plan import Plan
+    from toolkit.strategies.tensor import TensorParallel
+
+    plan = Plan(config.tensor_plan, config.sequence_parallel)
+    if sizes.shards == 1:
+        return TensorParallel(session, sizes, plan, **how)
+    return Shards(session, sizes, plan=plan, **how)
