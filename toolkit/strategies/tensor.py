@@ -96,11 +96,20 @@ class TensorParallel:
 
     def _complete(self, parameters: list[nn.Parameter]) -> None:
         """Gradients that are parts of a sum, of layers that see a part of each sequence, become that sum."""
-        partial = [p for p in parameters if isinstance(p, DTensor) and p.grad.placements != p.placements]  # type: ignore[union-attr]
-        sums = [local(parameter.grad) for parameter in partial if parameter.grad is not None]
-        add_up(sums, self._mesh.get_group())
-        for parameter, total in zip(partial, sums, strict=True):
-            parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)
+        sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                continue
+            if gradient.placements == parameter.placements:
+                continue
+            if parameter.placements[0].is_replicate():
+                sums[parameter] = local(gradient)
+            else:  # an Embedding's: torch makes it whole
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        add_up([*sums.values()], self._mesh.get_group())
+        for parameter, total in sums.items():
+            parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
 
     def state(self) -> dict[str, Entry]:
         return {}
