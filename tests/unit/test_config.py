@@ -209,7 +209,10 @@ def test_what_a_mesh_leaves_open_is_what_is_left(
             "strategy.mesh: 2 replicas x 2 shards x 3 tensor = 12, and there are 8 ranks: the product must be",
         ),
         (["strategy.mesh.tensor=3"], "strategy.mesh: 3 tensor = 3, and there are 8 ranks: 3 must divide their number"),
-        (["strategy.name=ddp", "strategy.sequence_parallel=false"], "strategy.mesh.tensor: strategy.name ddp has no such"),
+        (
+            ["strategy.name=ddp", "strategy.sequence_parallel=false"],
+            "strategy.mesh.tensor: strategy.name ddp has no such",
+        ),
         (
             ["strategy.name=ddp", "strategy.sequence_parallel=true"],
             "strategy.sequence_parallel: only strategy.name ten",
