@@ -29,9 +29,11 @@ from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = ("ddp", "fsdp", "zero", "parameter_server")
+STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "parameter_server", "auto")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
+#: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/plan.py.
+TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -114,6 +116,9 @@ class StrategyConfig:
     compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
+    tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
+    sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
     parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
 
 
@@ -401,6 +406,7 @@ def _check_values(config: JobConfig) -> None:
     _one_of("train.precision", config.train.precision, PRECISIONS)
     for key, least in _LEAST.items():
         _at_least(key, value_of(config, key), least)
+    _check_strategy(config.strategy)
     if config.checkpoint.keep < 2:
         raise ConfigError(
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
@@ -504,6 +510,20 @@ def _check_pruning(pruning: PruningConfig) -> None:
         raise ConfigError(
             f"train.pruning.end_step: {pruning.end_step} is before train.pruning.start_step {pruning.start_step}"
         )
+
+
+def _check_strategy(strategy: StrategyConfig) -> None:
+    """Keys that concern some strategies only are refused for the others, never silently ignored."""
+    if strategy.cpu_offload and strategy.name != "fsdp":
+        raise ConfigError(
+            f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
+            f"{strategy.name}; use fsdp, or set it to false"
+        )
+    for key in ("tensor_plan", "sequence_parallel"):
+        if getattr(strategy, key) and strategy.name != "tensor":
+            raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
+    for pattern, style in strategy.tensor_plan.items():
+        _one_of(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
 
 
 _LEAST: Mapping[str, float] = {
@@ -619,27 +639,24 @@ def _check_not_built(config: JobConfig) -> None:
             raise ConfigError(f"{key}: not available in this version; leave it at {default!r}")
 
 
-_RESERVED = (
-    "strategy.mesh.replicas",
-    "strategy.mesh.shards",
-    "strategy.mesh.stages",
-    "strategy.mesh.tensor",
-)
+_RESERVED = ("strategy.mesh.stages",)
 
 
 def check_batch(config: JobConfig, ranks: int) -> None:
     """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
     size = config.data.global_batch_size
-    ranks -= _servers(config, ranks)
+    together = mesh_of(config.strategy, ranks).tensor or 1
+    ranks = (ranks - _servers(config, ranks)) // together
+    who = "ranks" if together == 1 else f"groups of {together} ranks"
     if size < ranks:
         raise ConfigError(
-            f"data.global_batch_size: {size} samples cannot be shared by {ranks} ranks; use {ranks} or more, "
+            f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
             "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
         )
     if config.train.accumulate > size // ranks:
         raise ConfigError(
             f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
-            f"(data.global_batch_size {size} on {ranks} ranks) would be empty; use {size // ranks} or less"
+            f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
         )
 
 
@@ -654,6 +671,39 @@ def _servers(config: JobConfig, ranks: int) -> int:
             "or more ranks (cluster.nodes x cluster.tasks_per_node)"
         )
     return servers
+
+
+#: The dimensions that the mesh of a strategy may have; the first one that is null takes the ranks that are left.
+_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
+    "ddp": ("replicas",),
+    "fsdp": ("shards", "replicas"),
+    "zero": ("shards", "replicas"),
+    "tensor": ("tensor", "replicas", "shards"),
+}
+
+
+def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
+    """``strategy.mesh`` for so many ranks, every dimension a number. Raises ConfigError where they do not match."""
+    dimensions = _DIMENSIONS.get(strategy.name, ("replicas",))
+    given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
+    for name, size in given.items():
+        if name not in dimensions and size != 1:
+            other = ", ".join(key for key, known in _DIMENSIONS.items() if name in known) or "none"
+            raise ConfigError(
+                f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
+                f"a strategy that has it: {other}"
+            )
+    product = math.prod(given.values())
+    free = [name for name in dimensions if name not in given]
+    if ranks % product or (product != ranks and not free):
+        shown = " x ".join(f"{size} {name}" for name, size in given.items())
+        raise ConfigError(
+            f"strategy.mesh: {shown} = {product}, and there are {ranks} ranks: "
+            + (f"{product} must divide their number" if free else "the product must be their number")
+            + " (cluster.nodes x cluster.tasks_per_node); null stands for what is left"
+        )
+    sizes = dict.fromkeys((f.name for f in fields(MeshConfig)), 1) | given
+    return MeshConfig(**(sizes | dict.fromkeys(free[:1], ranks // product)))
 
 
 def _check_job(config: JobConfig, project: Path | None) -> None:
@@ -748,9 +798,9 @@ FIXED_ON_RESUME = (
     "train.seed",
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero", "parameter_server")
+SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "parameter_server", "auto")
 #: Those that do all that train: asks for between gradients and weights.
-WHOLE_UPDATE = ("ddp", "fsdp", "zero")
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "auto")
 #: Those of which a rank holds a part of each weight.
 SHARDED = ("fsdp", "zero")
 #: And kinds of compression that keep nothing from one step to the next.

@@ -81,6 +81,11 @@ class RunDir:
         return self.path / "skipped_steps.jsonl"
 
     @property
+    def strategy(self) -> Path:
+        """What ``strategy.name: auto`` has taken, and why."""
+        return self.path / "strategy.json"
+
+    @property
     def witness(self) -> Path:
         """What `toolkit resume-check` compares, a file for each rank."""
         return self.path / "witness"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
@@ -33,6 +33,10 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
     "parameter_server": (StrategyConfig("parameter_server"), 3),
+    "hsdp": (StrategyConfig("fsdp", mesh=MeshConfig(replicas=2)), 4),
+    "tensor": (StrategyConfig("tensor"), 2),
+    "tensor x replicas": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2)), 4),
+    "tensor x shards": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2, shards=2)), 4),
 }
 #: Those whose steps are not quite the ones of one process: held to everything else.
 LOSSY = {

@@ -248,8 +248,9 @@ def image_model() -> nn.Module:
     [
         [("fsdp", 4), ("fsdp", 2), ("fsdp", 3)],
         [("ddp", 2), ("fsdp", 3), ("zero", 2), ("ddp", 1)],
+        [("hsdp", 4), ("tensor", 3), ("tensor x shards", 4), ("tensor x replicas", 4)],
     ],
-    ids=["other ranks", "other strategies"],
+    ids=["other ranks", "other strategies", "other meshes"],
 )
 def test_a_run_goes_on_from_a_checkpoint_that_was_cut_otherwise_as_if_it_had_not_been(
     attempts: list[tuple[str, int]], tmp_path: Path

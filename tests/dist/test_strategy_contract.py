@@ -78,6 +78,7 @@ def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: s
 def evaluate_parts(session: Session, name: str, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     strategy = built(name, session, noisy_model)
     for step in range(STEPS):
+        reseed(5, step, strategy.share.index)
         strategy.step(part(strategy.share, step), 0.05)
     figures = evaluate(strategy, eval_parts(strategy.share, size, 4), size, classification)
     return figures, snapshot(strategy)
@@ -241,7 +242,7 @@ class HalfUsed(nn.Module):
 
 def refusals(session: Session, name: str) -> list[str]:
     messages = []
-    for build in (partial(built, name, session, HalfUsed), partial(built, name, session, size=1)):
+    for build in (partial(built, name, session, HalfUsed), partial(built, name, session, size=0)):
         with pytest.raises(ConfigError) as caught:
             build()
         messages.append(str(caught.value))
@@ -252,7 +253,7 @@ def refusals(session: Session, name: str) -> list[str]:
 def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step(strategy: str) -> None:
     for unused, without in run_ranks(SUBJECTS[strategy][1], refusals, strategy):
         assert "idle.weight, idle.bias" in unused
-        assert "data.global_batch_size: 1 samples cannot be shared by" in without
+        assert "data.global_batch_size: 0 samples cannot be shared by" in without
 
 
 # ------------------------------------------------------------------------------------------- precision, compile

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit.config import JobConfig, load_config, validate
+from toolkit.config import JobConfig, MeshConfig, StrategyConfig, load_config, validate
 from toolkit.errors import ConfigError, RequestError
 from toolkit.rundir import RUN_DIR_VARIABLE
 
@@ -197,3 +197,53 @@ def test_every_shipped_config_is_valid(path: Path, tmp_path: Path, monkeypatch: 
 
 def test_every_default_is_valid() -> None:
     validate(JobConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ranks", "expected"),
+    [
+        ("ddp", {}, 8, (8, 1, 1)),
+        ("fsdp", {}, 8, (1, 8, 1)),
+        ("fsdp", {"replicas": 2}, 8, (2, 4, 1)),
+        ("zero", {"shards": 2}, 8, (4, 2, 1)),
+        ("tensor", {}, 8, (1, 1, 8)),
+        ("tensor", {"tensor": 2}, 8, (4, 1, 2)),
+        ("tensor", {"tensor": 2, "shards": 4}, 8, (1, 4, 2)),
+        ("tensor", {"shards": 2}, 8, (1, 2, 4)),
+        ("auto", {}, 8, (8, 1, 1)),
+    ],
+)
+def test_what_a_mesh_leaves_open_is_what_is_left(
+    name: str, given: dict[str, int], ranks: int, expected: tuple[int, int, int]
+) -> None:
+    found = configs.mesh_of(StrategyConfig(name, mesh=MeshConfig(**given)), ranks)
+    assert (found.replicas, found.shards, found.tensor) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["strategy.mesh={replicas: 2, shards: 2, tensor: 3}"],
+            "strategy.mesh: 2 replicas x 2 shards x 3 tensor = 12, and there are 8 ranks: the product must be",
+        ),
+        (["strategy.mesh.tensor=3"], "strategy.mesh: 3 tensor = 3, and there are 8 ranks: 3 must divide their number"),
+        (
+            ["strategy.name=ddp", "strategy.sequence_parallel=false"],
+            "strategy.mesh.tensor: strategy.name ddp has no such",
+        ),
+        (
+            ["strategy.name=ddp", "strategy.sequence_parallel=true"],
+            "strategy.sequence_parallel: only strategy.name ten",
+        ),
+        (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
+        (["strategy.cpu_offload=true"], "strategy.cpu_offload: only fsdp"),
+        (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
+        (["train.accumulate=9"], "train.accumulate: 9 parts of a share of 8 samples"),
+    ],
+)
+def test_a_mesh_or_a_plan_that_cannot_be_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
+    config = load_config(ROOT / "configs/gpt_tensor.yaml", ["strategy.mesh.replicas=null", *overrides])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, ranks=8)
+    assert says in str(caught.value)

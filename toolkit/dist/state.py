@@ -3,7 +3,8 @@
 Which kind a value is decides who writes it and who reads it, so that needs no agreement between ranks:
 
 * `Replicated`: equal on every rank; rank 0 writes it, every rank reads it.
-* `Sharded`: every rank holds a rectangular part of one global tensor and writes that part.
+* `Sharded`: every rank holds a rectangular part of one global tensor. Where several ranks hold the same part, equal on
+  all of them, exactly one of them writes it.
 * `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never meet.
 
 A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
@@ -45,11 +46,13 @@ class Sharded:
     """The rectangular part of a global tensor that this rank holds.
 
     `value` has shape `(s0, s1, ...)` and stands at `[o0:o0+s0, o1:o1+s1, ...]` of the global tensor.
+    `is_copy` says that another rank holds the same part and writes it.
     """
 
     value: torch.Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    is_copy: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.value.shape)
@@ -66,3 +69,8 @@ OPTIONAL = ("ema/", "mask/", "update/")
 
 Entry: TypeAlias = Replicated | PerRank | Sharded
 State: TypeAlias = Mapping[str, Entry]
+
+
+def is_written_by(entry: Entry, rank: int) -> bool:
+    """Whether `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
+    return rank == 0 if isinstance(entry, Replicated) else not (isinstance(entry, Sharded) and entry.is_copy)

@@ -29,6 +29,7 @@ class Replicas:
     """See :class:`~.layout.Layout`. (No ``static_graph``: wrong, silently, for a model that leaves out layers.)"""
 
     passes_are_joint = False
+    counts = True
 
     _ddp: DistributedDataParallel
 

@@ -48,17 +48,14 @@ class Spmd(AllNeeded):
     _criterion: Criterion
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
-    def __init__(
-        self, session: Session, layout: Layout, *, accumulate: int, compile: bool, train: TrainConfig | None = None
-    ) -> None:
-        """``train`` is what :class:`~.update.Update` takes of it."""
+    def __init__(self, session: Session, layout: Layout, train: TrainConfig) -> None:
         self.share = layout.share
         self._device = session.device
         self._activity = session.activity
         self._layout = layout
         self.evaluates_together = layout.passes_are_joint
-        self._accumulate = accumulate
-        self._compile = compile
+        self._accumulate = train.accumulate
+        self._compile = train.compile
         self._train = train
         self._buffers_equal = False
         self.own_time = stopwatch(session.device)
@@ -92,7 +89,7 @@ class Spmd(AllNeeded):
         with self._layout.precision():
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
-                found = Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
+                found = self._counted(measure(self._model(batch.inputs), batch.targets), len(batch))
             elif self._layout.passes_are_joint:
                 self._model(self._stand_in)  # the others wait for our part of the weights
         self._model.train()
@@ -138,10 +135,10 @@ class Spmd(AllNeeded):
         loss = self._forward(last, losses, weights)
         if not joint:
             self.own_time.stop()  # while the last part goes backward, gradients are summed
-        total = _WeightSum.start(weights)
+        total = _WeightSum.start(weights, self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
         self._layout.average()
-        mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
+        mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
         return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
 
     def _parts(self, batch: Batch) -> list[Batch]:
@@ -164,8 +161,15 @@ class Spmd(AllNeeded):
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
         """
         factor = (assumed / weight.clamp(min=1e-30)).float()
-        torch._foreach_mul_([local(p.grad) for p in self._model.parameters() if p.grad is not None], factor)
+        gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which is the host's where they are offloaded
         return factor
+
+    def _counted(self, values: Mapping[str, Tensor], count: int) -> Sums:
+        """The same names everywhere, but each sample once, of those ranks that look at it together."""
+        if self._layout.counts:
+            return Sums(values, count)
+        return Sums({name: torch.zeros_like(value) for name, value in values.items()}, 0)
 
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between ranks after a step: those of share 0 count. Once after each step."""
@@ -192,6 +196,7 @@ class Spmd(AllNeeded):
         before = [value.clone() for value in kept]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
         self.own_time.take()  # it may have compiled the model
@@ -220,10 +225,10 @@ class _WeightSum:
         self._work = start_sum(self._sum)
 
     @classmethod
-    def start(cls, weights: Sequence[Tensor | None]) -> _WeightSum | None:
+    def start(cls, weights: Sequence[Tensor | None], counts: bool) -> _WeightSum | None:
         """None when the criterion gives no weight: then the weight is the number of samples, which all ranks know."""
         given = [weight for weight in weights if weight is not None]
-        return cls(torch.stack(given).sum()) if given else None
+        return cls(torch.stack(given).sum() * counts) if given else None
 
     def wait(self) -> Tensor:
         self._work.wait()

@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from toolkit.strategies.protocol import Strategy
 #: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
+MESH = "strategy.mesh"
 #: What the ranks agree on when it is time for a save.
 SAVE = "save"
 
@@ -37,8 +39,10 @@ log = logs.get(__name__)
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to."""
-    return {key: value_of(config, key) for key in FIXED_ON_RESUME}
+    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to, and the mesh, which may
+    change."""
+    mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
+    return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
@@ -54,7 +58,7 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 
 def _goes_on_with(key: str, then: Json, now: Json) -> bool:
     alike = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
-    return then == now or (then in alike and now in alike)
+    return then == now or key == MESH or (then in alike and now in alike)
 
 
 def conditions(session: Session) -> dict[str, Json]:
@@ -374,8 +378,9 @@ class Checkpoints:
 
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
     """The conditions that a save wrote down, and the strategy."""
-    strategy = _mapping(meta.get("identity", {})).get("strategy.name", SAME_STATE[0])
-    return {**_mapping(meta.get("conditions", {})), "strategy": strategy}
+    known = _mapping(meta.get("identity", {}))
+    mesh = {"mesh": known[MESH]} if MESH in known else {}
+    return {**_mapping(meta.get("conditions", {})), "strategy": known.get("strategy.name", SAME_STATE[0]), **mesh}
 
 
 def _number(value: Json) -> float | None:
