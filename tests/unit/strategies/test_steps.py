@@ -141,7 +141,7 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
 
 
 def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
-    window = LossWindow(0, 1)
+    window = LossWindow(0, 1, lambda values: {name: float(value) for name, value in values.items()})
     for loss in (4.0, 0.0, 2.0):
         window.add(torch.tensor(loss))
     window.leave_out(1)
