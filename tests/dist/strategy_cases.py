@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
@@ -32,6 +32,8 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
+    "pipeline": (StrategyConfig("pipeline"), 3),
+    "pipeline x replicas": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), 4),
 }
 NAMES = tuple(SUBJECTS)
 

@@ -56,7 +56,7 @@ def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str
     ("strategy", "world_size"),
     [
         *((name, ranks) for name, (_, ranks) in SUBJECTS.items()),
-        *((name, n) for name in ("ddp", "fsdp") for n in (1, 2, 4)),
+        *((name, n) for name in ("ddp", "fsdp", "pipeline") for n in (1, 2, 4)),
     ],
 )
 def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: str, world_size: int) -> None:
@@ -163,7 +163,8 @@ def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the
         f"optim/{name}/{slot}" for name, _ in model.named_parameters() for slot in ("step", "exp_avg", "exp_avg_sq")
     }
     expected = {f"model/{name}" for name in model.state_dict()} | slots
-    assert run_ranks(1, names, strategy) == [(expected, expected)]
+    world_size = SUBJECTS[strategy][1]
+    assert run_ranks(world_size, names, strategy) == [(expected, expected)] * world_size
 
 
 # ---------------------------------------------------------------------------------------------------- priming
@@ -189,23 +190,29 @@ def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_a
 
 
 class RandomFeatures(nn.Module):
-    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    """A buffer drawn from ``draw``."""
 
     features: Tensor
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, draw: torch.Generator) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(seed)
         self.register_buffer("features", torch.randn(FEATURES, 8, generator=draw))
-        self.head = nn.Linear(8, CLASSES, bias=False)
-        nn.init.normal_(self.head.weight, generator=draw)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head((inputs @ self.features).cos())  # type: ignore[no-any-return]
+        return (inputs @ self.features).cos()
+
+
+def drawn_model(seed: int) -> nn.Module:
+    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    draw = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(RandomFeatures(draw), *(nn.Linear(8, n, bias=False) for n in (8, 8, CLASSES)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=draw)
+    return model
 
 
 def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy = built(name, session, lambda: RandomFeatures(session.rank))
+    strategy = built(name, session, lambda: drawn_model(session.rank))
     first = snapshot(strategy)
     strategy.step(part(strategy.share, 0), 0.1)
     return first, snapshot(strategy)
@@ -214,7 +221,7 @@ def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[s
 @pytest.mark.parametrize("strategy", NAMES)
 def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn(strategy: str) -> None:
     ranks = run_ranks(SUBJECTS[strategy][1], first_values, strategy)
-    expected = RandomFeatures(0).state_dict()
+    expected = drawn_model(0).state_dict()
     for first, stepped in ranks:
         assert all(torch.equal(first[f"model/{name}"], value) for name, value in expected.items())
         assert all(torch.equal(stepped[name], value) for name, value in ranks[0][1].items())
@@ -257,9 +264,9 @@ def train_bf16(session: Session, name: str) -> tuple[float, torch.dtype]:
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_bf16_computes_in_half_precision_and_keeps_weights_in_fp32(strategy: str) -> None:
-    for change, dtype in run_ranks(SUBJECTS[strategy][1], train_bf16, strategy):
-        assert change < 0
-        assert dtype is torch.float32
+    ranks = run_ranks(SUBJECTS[strategy][1], train_bf16, strategy)
+    assert sum(change for change, _ in ranks) < 0
+    assert {dtype for _, dtype in ranks} == {torch.float32}
 
 
 def fail_to_compile(session: Session) -> str:

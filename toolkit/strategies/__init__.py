@@ -30,6 +30,7 @@ _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]]
     "ddp": lambda *given: _spmd(Replicas, *given),
     "fsdp": lambda *given: _spmd(Shards, *given),
     "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
+    "pipeline": lambda *given: _pipeline(*given),
 }
 
 
@@ -49,3 +50,9 @@ def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session,
     bf16, recompute = train.precision == "bf16", config.activation_checkpointing
     layout = make(session, bf16=bf16, compile=train.compile, recompute=recompute)
     return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile)
+
+
+def _pipeline(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.pipeline import Pipeline
+
+    return Pipeline(session, config, train)

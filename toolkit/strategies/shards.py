@@ -63,7 +63,7 @@ class Shards:
     def place(self, make: ModelFactory) -> nn.Module:
         """Raises ConfigError for a model that cannot be sharded."""
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        model = make() if mesh.get_rank() == 0 else _without_memory(make)
+        model = make() if mesh.get_rank() == 0 else without_memory(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._refuse(model)
@@ -150,7 +150,7 @@ def _across_blocks(model: nn.Module) -> list[str]:
     return [names[parameter] for parameter, found in users.items() if len(found) > 1]
 
 
-def _without_memory(make: ModelFactory) -> nn.Module:
+def without_memory(make: ModelFactory) -> nn.Module:
     """``make()`` on the meta device; for real where its constructor needs the values of tensors."""
     try:
         with torch.device("meta"):

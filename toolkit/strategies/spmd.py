@@ -63,7 +63,7 @@ class Spmd:
         self._update = Update(self._model, optimizer(self._model))
         self._criterion = criterion
         self._equalise_buffers()  # the first ones are as each rank made them
-        with _compile_errors(self._compile):
+        with compile_errors(self._compile):
             self._prime(batch)
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
@@ -213,7 +213,7 @@ class _WeightSum:
 
 
 @contextmanager
-def _compile_errors(compiling: bool) -> Iterator[None]:
+def compile_errors(compiling: bool) -> Iterator[None]:
     """Say which key to change when torch.compile cannot do it, instead of pages of the compiler's own."""
     if not compiling:
         yield
