@@ -282,8 +282,9 @@ class Pipeline:
         self._hand_out(whole, plan)
         self._parts = [self._part(stage, plan.stages[stage]) for stage in self._stages]
         if dist.get_rank() == 0:
-            cut = "; ".join(f"{number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
-            log.info("%d stages on %d ranks, %d times: %s", self._count, self._ranks, self._replicas, cut)
+            cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
+            shape = self._replicas, self._ranks, self._micro_batches, self._size
+            log.info("pipelines: %d, of %d ranks each, with %d micro-batches of %d samples; %s", *shape, cut)
 
     def _part(self, stage: int, names: Sequence[str]) -> _Part:
         chain = [self._model.get_submodule(name) for name in names]
