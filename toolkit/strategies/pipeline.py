@@ -36,7 +36,7 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies import stages as layers
 from toolkit.strategies.blocks import checkpoint_activations
@@ -105,7 +105,7 @@ class Pipeline:
         smallest = batch.global_count // self._replicas
         self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
         self._size = -(-len(batch) // self._micro_batches)
-        self._place_model(model, batch.inputs[:1])
+        self._place_model(model, torch.cat([batch.inputs[:1]] * 2))
         self._update = Update(self._model, optimizer(self._model))
         self._schedule = self._make_schedule()
         with compile_errors(self._train.compile), _plainly():
@@ -337,19 +337,13 @@ class Pipeline:
         """What priming showed; every rank hears of every stage. Raises ConfigError, on all ranks alike."""
         named = self._model.named_parameters()
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-        bent = [f"stage {stage}" for stage, part in zip(self._stages, self._parts, strict=True) if part.is_bent]
         weighs = any(weight is not None for _, weight in self._found.values())
         told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, (unused, bent, self._parts[-1].gives, weighs))
+        dist.all_gather_object(told, (unused, self._parts[-1].gives, weighs))
         if unused := [name for found in told for name in found[0]]:
             raise ConfigError(layers.unused_message(sorted(set(unused), key=unused.index)))
-        if bent := [name for found in told for name in found[1]]:
-            raise ConfigError(
-                f"strategy.name: {listing(bent, 5)} of the pipeline does not hand on one row for each sample; a stage "
-                "must begin and end where samples are the first dimension: set strategy.pipeline.split"
-            )
-        self._outputs = told[-1][2]  # of the last rank, which has the last stage
-        self._weighs = told[-1][3]
+        self._outputs = told[-1][1]  # of the last rank, which has the last stage
+        self._weighs = told[-1][2]
 
 
 @dataclass(frozen=True)
@@ -379,7 +373,6 @@ class _Part(nn.Module):
         """``number`` sets its random numbers apart from those of other stages: as many as there are micro-batches."""
         super().__init__()
         self.chain = nn.Sequential(*chain)
-        self.is_bent = False
         self._number, self._precision, self._device = number, precision, device
         self._seed = 0
 
@@ -394,7 +387,6 @@ class _Part(nn.Module):
         with self._precision():
             outputs: Tensor = self.chain(inputs)
         self.takes, self.gives = (_Shape(tuple(each.shape[1:]), each.dtype) for each in (inputs, outputs))
-        self.is_bent |= len(outputs) != len(inputs)
         return outputs
 
 

@@ -40,10 +40,11 @@ class _Call:
     name: str
     layer: nn.Module
     cost: int
+    rows: tuple[int, ...]  # the first dimension of its output
 
 
 def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> Plan:
-    """Cut ``model`` into ``stages`` by its pass over ``inputs``, a sample or more.
+    """Cut ``model`` into ``stages`` by its pass over ``inputs``, two samples or more.
 
     ``split`` names the layers that begin a stage, the first one aside. Without it the largest stage costs as little as
     can be, counted in floating-point operations of its forward pass and one for each parameter; each has a parameter
@@ -62,6 +63,7 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     found = Plan(cut, tuple(idle))
     _refuse_shared(model, found)
     _refuse_empty(model, found)
+    _refuse_other_rows([calls[end - 1] for end in ends], len(inputs))
     return found
 
 
@@ -127,7 +129,8 @@ class _Watch:
         if not isinstance(output, Tensor):
             raise ConfigError(f"strategy.name: {name} returns a {type(output).__name__} and no tensor; {_HINT}")
         size = sum(parameter.numel() for parameter in layer.parameters())
-        self.calls.append(_Call(name, layer, self._counter.get_total_flops() - self._began + size))
+        cost = self._counter.get_total_flops() - self._began + size
+        self.calls.append(_Call(name, layer, cost, output.shape[:1]))
         self._hand(name, output)
 
     def end(self, output: Any) -> None:
@@ -280,3 +283,12 @@ def _refuse_empty(model: nn.Module, found: Plan) -> None:
                 f"strategy.pipeline.split: stage {number} ({listing(list(names), 5)}) has no parameter to train; "
                 "move the boundary"
             )
+
+
+def _refuse_other_rows(lasts: Sequence[_Call], samples: int) -> None:
+    bent = [call.name for call in lasts if call.rows != (samples,)]
+    if bent:
+        raise ConfigError(
+            f"strategy.pipeline.split: {listing(bent, 5)} ends a stage and does not return one row for each sample; "
+            "let stages end where samples are the first dimension"
+        )

@@ -11,9 +11,9 @@ from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
 from toolkit.strategies.stages import Plan, keep, plan, tensors
 
-BYTES = torch.zeros(1, 16, dtype=torch.long)
-IMAGE = torch.zeros(1, 1, 8, 8)
-ROW = torch.zeros(1, 4)
+BYTES = torch.zeros(2, 16, dtype=torch.long)
+IMAGE = torch.zeros(2, 1, 8, 8)
+ROW = torch.zeros(2, 4)
 
 
 def gpt(blocks: int = 6) -> GPT:
@@ -193,3 +193,22 @@ def test_a_cut_that_cannot_be_made_is_refused_with_the_layers_there_are(
 def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"split: stage 1 \(2\) has no parameter to train"):
         plan(mlp(10, (1, 8, 8)), IMAGE, 3, ["2", "3"])
+
+
+class Turn(nn.Linear):
+    """Hands on features by samples."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).T
+
+
+class Back(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.T)
+
+
+def test_samples_must_be_the_first_dimension_where_a_stage_ends_and_only_there() -> None:
+    model = nn.Sequential(Turn(4, 3), Back(3, 4), nn.Linear(4, 4))
+    assert plan(model, ROW, 2, ["2"]).stages == (("0", "1"), ("2",))
+    with pytest.raises(ConfigError, match="split: 0 ends a stage and does not return one row for each sample"):
+        plan(model, ROW, 2, ["1"])
