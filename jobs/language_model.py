@@ -15,8 +15,8 @@ GPT-2's smallest size, on four GPUs of each of two nodes::
         train.accumulate=4 strategy.activation_checkpointing=true optim.lr=6e-4 train.max_steps=20000
 
 The model knows nothing of the strategy but its ``tensor_plan``, which only tensor parallelism reads: fsdp shards its
-blocks because they stand in a list, and ``strategy.name=ddp`` trains the same. To make it yours, replace ``GPT`` by
-your model and ``Windows`` by your tokens. Its layers cut over pairs of ranks: ``configs/gpt_tensor.yaml``.
+blocks because they stand in a list, ``strategy.name=pipeline`` cuts it because it hands one tensor from layer to layer,
+and ddp trains the same. To make it yours, replace ``GPT`` by your model and ``Windows`` by your tokens.
 """
 
 from __future__ import annotations
@@ -94,16 +94,23 @@ class GPT(nn.Module):
 
     def __init__(self, blocks: int, width: int, heads: int, length: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.bytes, self.places = nn.Embedding(256, width), Places(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, length, 256) of the byte that follows each of ``inputs`` (n, length)."""
-        hidden = self.bytes(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
+        hidden = self.places(self.bytes(inputs))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class Places(nn.Embedding):
+    """Adds a vector for each place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(torch.arange(hidden.shape[1], device=hidden.device))
 
 
 class Block(nn.Module):

@@ -29,9 +29,10 @@ from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "parameter_server", "auto")
+STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 #: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -106,6 +107,16 @@ class ParameterServerConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages of a pipeline."""
+
+    schedule: str = "1f1b"  #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
+    micro_batches: int | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
+    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
+    stages_per_rank: int = 2  #: with interleaved
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
 
@@ -115,6 +126,7 @@ class StrategyConfig:
     compression_rank: int = 4  #: powersgd
     compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
     cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
@@ -359,8 +371,8 @@ def validate(
     leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
     holds the job, the current one if None.
     """
-    for check in (_check_values, _check_cluster, _check_not_built):
-        check(config)
+    _check_values(config)
+    _check_cluster(config)
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     _check_job(config, project)
@@ -404,6 +416,7 @@ def _check_values(config: JobConfig) -> None:
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     _one_of("train.precision", config.train.precision, PRECISIONS)
+    _one_of("strategy.pipeline.schedule", config.strategy.pipeline.schedule, PIPELINE_SCHEDULES)
     for key, least in _LEAST.items():
         _at_least(key, value_of(config, key), least)
     _check_strategy(config.strategy)
@@ -427,6 +440,7 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
+    _check_stages(config)
     check_step(config.train, config.strategy)
     if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
         raise ConfigError(
@@ -545,6 +559,8 @@ _LEAST: Mapping[str, float] = {
     "strategy.mesh.stages": 1,
     "strategy.parameter_server.servers": 1,
     "strategy.parameter_server.staleness": 0,
+    "strategy.pipeline.micro_batches": 1,
+    "strategy.pipeline.stages_per_rank": 2,
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
@@ -566,6 +582,17 @@ _LEAST: Mapping[str, float] = {
     "checkpoint.every_min": 0.01,
     "checkpoint.keep_every": 1,
 }
+
+
+def _check_stages(config: JobConfig) -> None:
+    """Of the mesh, a pipeline has stages and replicas, and nothing else has stages."""
+    name, mesh = config.strategy.name, config.strategy.mesh
+    if name != "pipeline" and mesh.stages is not None:
+        raise ConfigError(f"strategy.mesh.stages: {name} has none; set it to null, or strategy.name to pipeline")
+    if name != "pipeline" and mesh.replicas is not None:
+        raise ConfigError(f"strategy.mesh.replicas: not available with {name} in this version; set it to null")
+    if name == "pipeline" and config.train.precision not in ("fp32", "bf16"):
+        raise ConfigError(f"train.precision: a pipeline computes in fp32 or bf16, not in {config.train.precision}")
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:
@@ -630,20 +657,64 @@ _OWN_FLAGS: Mapping[str, str] = {
 }
 
 
-def _check_not_built(config: JobConfig) -> None:
-    """Keys that are reserved for what this version does not do yet: refused, never silently ignored."""
-    defaults = JobConfig()
-    for key in _RESERVED:
-        default = value_of(defaults, key)
-        if value_of(config, key) != default:
-            raise ConfigError(f"{key}: not available in this version; leave it at {default!r}")
+def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
+    """Into how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch.
+
+    Without a number in the config four for each rank, or ``least`` if that is more, as long as each has two samples (a
+    batch norm needs them); interleaved wants a multiple of the ranks.
+    """
+    if config.micro_batches is not None:
+        return config.micro_batches
+    count = max(stages, min(max(4 * stages, least), samples // 2))
+    return count - count % stages if config.schedule == "interleaved" else count
 
 
-_RESERVED = ("strategy.mesh.stages",)
+def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate: int) -> None:
+    """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
+    sizes = mesh_of(config, ranks)
+    stages, replicas = sizes.stages or 1, sizes.replicas or 1
+    _check_micro_batches(config.pipeline, stages, accumulate)
+    count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
+    if samples < replicas * count:
+        raise ConfigError(
+            f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
+            f"{replicas} x {count} micro-batches (pipelines x strategy.pipeline.micro_batches); use {replicas * count} "
+            "or more"
+        )
+
+
+def _check_micro_batches(config: PipelineConfig, stages: int, accumulate: int) -> None:
+    count, interleaved = config.micro_batches, config.schedule == "interleaved"
+    parts = stages * (config.stages_per_rank if interleaved and stages > 1 else 1)
+    if config.split and len(config.split) != parts - 1:
+        raise ConfigError(
+            f"strategy.pipeline.split: {len(config.split)} layers begin a stage, and {parts} stages need {parts - 1} "
+            "of them (the first stage begins with the model); name so many, or none"
+        )
+    if count is None:
+        return
+    if count < stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: {count} do not fill a pipeline of {stages} ranks; use {stages} or more, "
+            "best several times as many"
+        )
+    if interleaved and count % stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
+            f"as many micro-batches, and {count} is no multiple of {stages}"
+        )
+    if accumulate > count:
+        raise ConfigError(
+            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {count}, and in a "
+            "pipeline both are the same; set one of them"
+        )
 
 
 def check_batch(config: JobConfig, ranks: int) -> None:
     """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
+    if config.strategy.name == "pipeline":
+        check_pipeline(config.strategy, ranks, config.data.global_batch_size, config.train.accumulate)
+        return
     size = config.data.global_batch_size
     together = mesh_of(config.strategy, ranks).tensor or 1
     ranks = (ranks - _servers(config, ranks)) // together
@@ -679,6 +750,7 @@ _DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("shards", "replicas"),
     "zero": ("shards", "replicas"),
     "tensor": ("tensor", "replicas", "shards"),
+    "pipeline": ("stages", "replicas"),
 }
 
 
@@ -798,7 +870,7 @@ FIXED_ON_RESUME = (
     "train.seed",
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "parameter_server", "auto")
+SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
 #: Those that do all that train: asks for between gradients and weights.
 WHOLE_UPDATE = ("ddp", "fsdp", "zero", "auto")
 #: Those of which a rank holds a part of each weight.

@@ -37,6 +37,8 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "tensor": (StrategyConfig("tensor"), 2),
     "tensor x replicas": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2)), 4),
     "tensor x shards": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2, shards=2)), 4),
+    "pipeline": (StrategyConfig("pipeline"), 3),
+    "pipeline x replicas": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), 4),
 }
 #: Those whose steps are not quite the ones of one process: held to everything else.
 LOSSY = {

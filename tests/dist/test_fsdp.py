@@ -18,6 +18,7 @@ from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
     NAMES,
+    SUBJECTS,
     Residual,
     built,
     eval_parts,
@@ -285,7 +286,7 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
                 block.into.register_forward_pre_hook(count)
             return made
 
-        strategy = build_strategy(StrategyConfig(name, activation_checkpointing=recomputes), session)
+        strategy = build_strategy(replace(SUBJECTS[name][0], activation_checkpointing=recomputes), session)
         strategy.build(
             model, lambda model: torch.optim.AdamW(model.parameters()), cross_entropy, part(strategy.share, 0)
         )
@@ -299,7 +300,8 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_that_recompute_their_activations_run_twice_and_train_bit_for_bit_alike(name: str) -> None:
     for (once, kept), (twice, again) in run_ranks(2, recomputed, name):
-        assert (once, twice) == (6, 12)
+        assert once >= 3
+        assert twice == 2 * once
         trainer.assert_same(again, kept)
 
 

@@ -57,7 +57,7 @@ def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str
     ("strategy", "world_size"),
     [
         *((name, SUBJECTS[name][1]) for name in EXACT),
-        *((name, n) for name in ("ddp", "fsdp") for n in (1, 2, 4)),
+        *((name, n) for name in ("ddp", "fsdp", "pipeline") for n in (1, 2, 4)),
     ],
 )
 def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: str, world_size: int) -> None:
@@ -199,23 +199,29 @@ def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_a
 
 
 class RandomFeatures(nn.Module):
-    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    """A buffer drawn from ``draw``."""
 
     features: Tensor
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, draw: torch.Generator) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(seed)
         self.register_buffer("features", torch.randn(FEATURES, 8, generator=draw))
-        self.head = nn.Linear(8, CLASSES, bias=False)
-        nn.init.normal_(self.head.weight, generator=draw)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head((inputs @ self.features).cos())  # type: ignore[no-any-return]
+        return (inputs @ self.features).cos()
+
+
+def drawn_model(seed: int) -> nn.Module:
+    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    draw = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(RandomFeatures(draw), *(nn.Linear(8, n, bias=False) for n in (8, 8, CLASSES)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=draw)
+    return model
 
 
 def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy = built(name, session, lambda: RandomFeatures(session.rank))
+    strategy = built(name, session, lambda: drawn_model(session.rank))
     first = snapshot(strategy)
     strategy.step(part(strategy.share, 0), 0.1)
     return first, snapshot(strategy)
@@ -224,7 +230,7 @@ def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[s
 @pytest.mark.parametrize("strategy", NAMES)
 def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn(strategy: str) -> None:
     ranks = run_ranks(SUBJECTS[strategy][1], first_values, strategy)
-    expected = RandomFeatures(0).state_dict()
+    expected = drawn_model(0).state_dict()
     for first, stepped in ranks:
         assert all(torch.equal(first[f"model/{name}"], value) for name, value in expected.items())
         shared = {name: value for name, value in ranks[0][1].items() if "/rank0/" not in name}

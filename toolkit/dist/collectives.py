@@ -6,11 +6,13 @@ group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_BUCKET_BYTES = 1 << 25
 
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
@@ -51,43 +53,45 @@ def exchange_rows(rows: Tensor) -> Tensor:
     return received
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
-    """Overwrite ``tensors`` in place by those of rank ``source``, in one message for each dtype."""
-    for same in _by_dtype(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        dist.broadcast(flat, source)
-        for tensor, received in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-            tensor.detach().copy_(received.view_as(tensor))
-
-
-#: What :func:`add_up` sends at once: enough to keep a link busy, little enough to be copied for it.
+#: What is sent at once: enough to keep a link busy, little enough to be copied for it.
 _BUCKET_BYTES = 1 << 25
 
 
-def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite ``tensors`` in place by those of rank ``source``, in flat buckets of one dtype."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, source, group)
+        _unpack(flat, bucket)
+
+
+def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1) -> None:
     """Replace each of ``tensors`` by its sum over ``group``, divided by ``divisor``, in place.
 
     They travel in flat buckets, cut by their order and sizes alone: the same bits in every run.
     """
-    for same in _by_dtype(tensors):
-        for bucket in _buckets(same):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=group)
-            parts = torch.split(flat.div_(divisor), [tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        _unpack(flat.div_(divisor) if divisor != 1 else flat, bucket)
+
+
+def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket, size = list[Tensor](), 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+    for same in _by_dtype(tensors):
+        bucket, size = list[Tensor](), 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        if bucket:
             yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

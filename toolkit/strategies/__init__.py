@@ -32,6 +32,7 @@ _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]]
     "fsdp": lambda *given: _spmd("fsdp", *given),
     "zero": lambda *given: _spmd("zero", *given),
     "tensor": lambda *given: _spmd("tensor", *given),
+    "pipeline": lambda *given: _pipeline(*given),
     "parameter_server": lambda *given: _parameter_server(*given),
     "auto": lambda *given: _auto(*given),
 }
@@ -67,6 +68,12 @@ def _auto(config: StrategyConfig, session: Session, train: TrainConfig) -> Strat
     from toolkit.strategies.auto import Auto
 
     return Auto(session, lambda name: _layout(name, config, session, train), train)
+
+
+def _pipeline(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.pipeline import Pipeline
+
+    return Pipeline(session, config, train)
 
 
 def _parameter_server(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import logs
 from toolkit.config import MeshConfig
-from toolkit.dist.collectives import add_up
+from toolkit.dist.collectives import sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
@@ -92,7 +92,7 @@ class TensorParallel:
             cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
             # apart: where parts differ in size, the sums of what is whole would be made in another order on each rank
             for same in (cut, [parameter for parameter in parameters if not isinstance(parameter, DTensor)]):
-                add_up([local(parameter.grad) for parameter in same if parameter.grad is not None], group, count)
+                sum_tensors([local(parameter.grad) for parameter in same if parameter.grad is not None], group, count)
 
     def _complete(self, parameters: list[nn.Parameter]) -> None:
         """Gradients that are parts of a sum, of layers that see a part of each sequence, become that sum."""
@@ -107,7 +107,7 @@ class TensorParallel:
                 sums[parameter] = local(gradient)
             else:  # an Embedding's: torch makes it whole
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        add_up([*sums.values()], self._mesh.get_group())
+        sum_tensors([*sums.values()], self._mesh.get_group())
         for parameter, total in sums.items():
             parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
 
