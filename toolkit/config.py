@@ -440,7 +440,6 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
-    _check_stages(config)
     check_step(config.train, config.strategy)
     if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
         raise ConfigError(
@@ -582,17 +581,6 @@ _LEAST: Mapping[str, float] = {
     "checkpoint.every_min": 0.01,
     "checkpoint.keep_every": 1,
 }
-
-
-def _check_stages(config: JobConfig) -> None:
-    """Of the mesh, a pipeline has stages and replicas, and nothing else has stages."""
-    name, mesh = config.strategy.name, config.strategy.mesh
-    if name != "pipeline" and mesh.stages is not None:
-        raise ConfigError(f"strategy.mesh.stages: {name} has none; set it to null, or strategy.name to pipeline")
-    if name != "pipeline" and mesh.replicas is not None:
-        raise ConfigError(f"strategy.mesh.replicas: not available with {name} in this version; set it to null")
-    if name == "pipeline" and config.train.precision not in ("fp32", "bf16"):
-        raise ConfigError(f"train.precision: a pipeline computes in fp32 or bf16, not in {config.train.precision}")
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:

@@ -44,8 +44,8 @@ PIPELINE = "configs/gpt_pipeline.yaml"  # 4 ranks: 2 stages, 2 replicas
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["strategy.mesh.stages=3"], "strategy.mesh: 3 stages x 2 replicas = 6, and there are 4 ranks"),
-        (["strategy.mesh.replicas=null", "strategy.mesh.stages=3"], "strategy.mesh: 3 stages x 1 replicas = 3, and"),
+        (["strategy.mesh.stages=3"], "strategy.mesh: 2 replicas x 3 stages = 6, and there are 4 ranks"),
+        (["strategy.mesh.replicas=null", "strategy.mesh.stages=3"], "strategy.mesh: 3 stages = 3, and there are 4"),
         (
             ["strategy.pipeline.micro_batches=20"],
             "data.global_batch_size: 32 samples cannot be shared by 2 x 2 ranks in 2 x 20 micro-batches",
@@ -66,7 +66,7 @@ PIPELINE = "configs/gpt_pipeline.yaml"  # 4 ranks: 2 stages, 2 replicas
             "strategy.pipeline.split: 1 layers begin a stage, and 4 stages need 3 of them",
         ),
         (["strategy.pipeline.schedule=1b1f"], "strategy.pipeline.schedule: there is no '1b1f'; did you mean '1f1b'?"),
-        (["strategy.name=ddp"], "strategy.mesh.stages: ddp has none"),
+        (["strategy.name=ddp"], "strategy.mesh.stages: strategy.name ddp has no such dimension"),
     ],
 )
 def test_what_the_ranks_cannot_do_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
@@ -78,5 +78,5 @@ def test_what_the_ranks_cannot_do_is_refused_before_anything_is_queued(overrides
 def test_a_pipeline_goes_with_the_number_of_ranks_that_an_allocation_really_has() -> None:
     config = load_config(PIPELINE, ["strategy.mesh.replicas=null"], site=False)
     validate(config, ranks=6)
-    with pytest.raises(ConfigError, match="2 stages x 2 replicas = 4, and there are 5 ranks"):
+    with pytest.raises(ConfigError, match="2 stages = 2, and there are 5 ranks"):
         validate(config, ranks=5)
