@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import LocalSgdConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
@@ -27,13 +27,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-#: Every way to train that must equal one process: its section of the config, and on how many ranks.
+#: Every way to train, to be held to the contract: its section of the config, and on how many ranks.
 SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
+    "dp": (StrategyConfig("dp"), 1),
+    "local_sgd": (StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=3)), 3),
 }
 NAMES = tuple(SUBJECTS)
+#: Those that train otherwise than one process, by what they are, and are held to an oracle of their own.
+OTHERWISE = ("local_sgd",)
 
 
 class Residual(nn.Module):

@@ -18,6 +18,7 @@ from tests.dist.strategy_cases import (
     FEATURES,
     NAMES,
     OPTIMIZERS,
+    OTHERWISE,
     STEPS,
     SUBJECTS,
     built,
@@ -55,7 +56,7 @@ def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
-        *((name, ranks) for name, (_, ranks) in SUBJECTS.items()),
+        *((name, ranks) for name, (_, ranks) in SUBJECTS.items() if name not in OTHERWISE),
         *((name, n) for name in ("ddp", "fsdp") for n in (1, 2, 4)),
     ],
 )
@@ -142,10 +143,10 @@ def continue_training(
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted(strategy: str) -> None:
-    undisturbed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, None, 0, 6)[0]
-    resumed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, undisturbed[2], 3, 6)
-    for rank in resumed:
-        for whole, again in zip(undisturbed[3:], rank, strict=True):
+    undisturbed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, None, 0, 6)
+    resumed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, undisturbed[0][2], 3, 6)
+    for mine, rank in zip(undisturbed, resumed, strict=True):
+        for whole, again in zip(mine[3:], rank, strict=True):
             assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
@@ -217,7 +218,8 @@ def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn(
     expected = RandomFeatures(0).state_dict()
     for first, stepped in ranks:
         assert all(torch.equal(first[f"model/{name}"], value) for name, value in expected.items())
-        assert all(torch.equal(stepped[name], value) for name, value in ranks[0][1].items())
+        weights = {name: value for name, value in ranks[0][1].items() if name.startswith("model/")}
+        assert all(torch.equal(stepped[name], value) for name, value in weights.items())
 
 
 class HalfUsed(nn.Module):

@@ -4,14 +4,15 @@ Rank 0 proposes a name, all read and verify their part of it, and the worst resu
 is skipped; one that does not fit the model is an error, for an older one would not fit either.
 
 A shard may be cut otherwise than it was saved, on any number of ranks, or not be cut at all there or here: it is put
-together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only.
+together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only, or
+are averaged over the ranks that stored them, where the state says so.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_t
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, file_name
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import KINDS
-from toolkit.dist.state import Entry, Json, Sharded, State
+from toolkit.dist.state import Entry, Json, PerRank, Sharded, State
 from toolkit.errors import CheckpointError, listing
 
 #: Tensors that a rank reads at the same time.
@@ -47,7 +48,7 @@ class Loaded:
 
 def load(
     store: CheckpointStore,
-    state: State,
+    state: State | Callable[[Manifest], State],
     *,
     rank: int,
     world_size: int,
@@ -57,6 +58,8 @@ def load(
     read_only: bool = False,
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
+
+    Where what there is to fill depends on the checkpoint, `state` makes it of a manifest, without a collective.
 
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
@@ -83,7 +86,7 @@ class _Reader:
     """One rank's part in a load."""
 
     store: CheckpointStore
-    state: State
+    places: State | Callable[[Manifest], State]
     rank: int
     world_size: int
 
@@ -91,18 +94,19 @@ class _Reader:
         """Verify and fill this rank's part of the checkpoint `name`."""
         path = self.store.folder / name
         manifest = self.store.manifest(path)
-        problems = _differences(manifest, self.state, self.rank, self.world_size)
+        state = self.places(manifest) if callable(self.places) else self.places
+        problems = _differences(manifest, state, self.rank, self.world_size)
         if problems:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
-        self._fill_all(path, manifest)
-        values = {key: record.value for key, record in manifest.values.items() if key in self.state}
+        self._fill_all(path, manifest, state)
+        values = {key: record.value for key, record in manifest.values.items() if key in state}
         return Loaded(manifest.step, manifest.meta, values, path)
 
-    def _fill_all(self, path: Path, manifest: Manifest) -> None:
+    def _fill_all(self, path: Path, manifest: Manifest, state: State) -> None:
         """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
-        held = {key: (entry, entry.value) for key, entry in self.state.items() if isinstance(entry.value, torch.Tensor)}
+        held = {key: (entry, entry.value) for key, entry in state.items() if isinstance(entry.value, torch.Tensor)}
         with ThreadPoolExecutor(READERS) as pool:
-            fills = [pool.submit(_fill, k, *each, path, manifest.tensors[k]) for k, each in held.items()]
+            fills = [pool.submit(_fill, *each, path, self._records(k, each[0], manifest)) for k, each in held.items()]
             for fill in as_completed(fills):
                 try:
                     fill.result()
@@ -110,6 +114,11 @@ class _Reader:
                     pool.shutdown(cancel_futures=True)
                     raise
                 self.store.moved()
+
+    def _records(self, name: str, entry: Entry, manifest: Manifest) -> dict[str, TensorRecord]:
+        """What the tensor of `name` is filled from."""
+        sources = _sources(name, entry, manifest, self.rank, self.world_size)
+        return {source: manifest.tensors[source] for source in sources}
 
 
 def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:
@@ -174,14 +183,35 @@ def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
     return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
 
 
-def _fill(name: str, entry: Entry, live: torch.Tensor, folder: Path, record: TensorRecord) -> None:
+def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
+    """The names in the checkpoint of what belongs into `entry`: its own, or at another world size those of all."""
+    if manifest.world_size == world_size or not _averages(entry):
+        return [name]
+    return [name.replace(f"/rank{rank}/", f"/rank{other}/", 1) for other in range(manifest.world_size)]
+
+
+def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
     """From the very part that stands here, straight into place; from all that meet it where there is none."""
+    if len(records) > 1:
+        _fill_with_mean(live, folder, records)
+        return
     place = _place(entry)
-    same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
-    if same is not None:
-        tensors.fill(name, live, folder, same)
-    else:
-        tensors.assemble(name, live, place[0], folder, record.parts)
+    for name, record in records.items():
+        same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
+        if same is not None:
+            tensors.fill(name, live, folder, same)
+        else:
+            tensors.assemble(name, live, place[0], folder, record.parts)
+
+
+def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
+    """Added up in float64 and in the order of the ranks, so that all that read it get the same bits."""
+    total = torch.zeros(live.shape, dtype=torch.float64)
+    one = torch.empty(live.shape, dtype=live.dtype)
+    for name, record in records.items():
+        tensors.fill(name, one, folder, record.parts[0])
+        total += one
+    live.copy_(total / len(records))
 
 
 def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -194,14 +224,21 @@ def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
     """Everything in which the checkpoint and the live state of this rank differ, one phrase each."""
     stored: dict[str, Any] = {**manifest.tensors, **manifest.values}
-    missing = [f"{name} is not in the checkpoint" for name in state if name not in stored]
+    used = {
+        source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
+    }
+    missing = [f"{name} is not in the checkpoint" for name in used if name not in stored]
     expected = [name for name, record in stored.items() if _is_for(rank, record)]
-    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in state]
-    wrong = [text for name in state if name in stored and (text := _difference(name, state[name], stored[name]))]
-    own = any(record.kind == "per_rank" for record in stored.values())
+    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
+    wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
+    own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())
     if own and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
     return missing + unexpected + wrong
+
+
+def _averages(entry: Entry | None) -> bool:
+    return isinstance(entry, PerRank) and entry.averages
 
 
 def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:

@@ -30,9 +30,14 @@ class Replicated:
 
 @dataclass(frozen=True, eq=False)
 class PerRank:
-    """A value of this rank alone; the name under which it is declared must hold the rank."""
+    """A value of this rank alone; the name under which it is declared must hold the rank, as `.../rank3/...`.
+
+    Another number of ranks cannot go on from it, unless `averages` says that what counts is its mean over the ranks:
+    then each of them starts from the mean of the tensors that all ranks had under this name.
+    """
 
     value: torch.Tensor | Json
+    averages: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ Accumulation, scaling, communication and the update straddle any finer cut, so a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,6 +27,9 @@ Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 #: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.
 Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+
+#: What stands before the name of a rank's own weights in a checkpoint that was made inside a round; see InRounds.
+REPLICA = "replica/"
 
 
 @dataclass(frozen=True)
@@ -90,5 +93,17 @@ class Strategy(Protocol):
     def loaded(self, values: Mapping[str, Json]) -> None:
         """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
 
+    def figures(self) -> Mapping[str, float]:
+        """What TensorBoard shows of the steps since last asked; asked at logging steps, may wait for devices."""
+
     def close(self) -> None:
         """Let go of the model and the optimizer."""
+
+
+@runtime_checkable
+class InRounds(Protocol):
+    """A strategy whose replicas differ inside a round, so that its state is another one there than at a round's end."""
+
+    def enter(self, step: int, names: Collection[str]) -> None:
+        """A checkpoint of ``step`` steps that holds ``names`` is about to be read: what ``state()`` declares next are
+        the places for it, and is no collective."""

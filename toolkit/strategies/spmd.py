@@ -103,6 +103,9 @@ class Spmd:
         self._update.loaded(values)
         self._buffers_equal = True
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):
             self.__dict__.pop(name, None)
@@ -143,7 +146,7 @@ class Spmd:
         weights.append(weight)
         return loss
 
-    def _reweigh(self, weight: Tensor, assumed: int) -> Tensor:
+    def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
 
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
