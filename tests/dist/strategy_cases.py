@@ -32,7 +32,6 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
-    "dp": (StrategyConfig("dp"), 1),
     "local_sgd": (StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=3)), 3),
 }
 NAMES = tuple(SUBJECTS)

@@ -92,7 +92,10 @@ class Custom:
         named = [(name, weight) for name, weight in self.networks[network].named_parameters() if weight.requires_grad]
         loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
         if unused := [name for name, weight in named if weight.grad is None]:
-            raise ConfigError(f"the loss of {network} does not depend on {listing(unused, 5)}; freeze such parameters")
+            raise ConfigError(
+                f"the loss of {network} does not depend on {listing(unused, 5)}; freeze such parameters "
+                "(requires_grad_(False))"
+            )
         self._stop_watch()
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
         self._updates[network].apply(lr)
