@@ -235,7 +235,7 @@ class LocalSgd(Spmd):
                 self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
         self.own_time.stop()
         given = [weight.detach().double() for weight in weights if weight is not None]
-        own = torch.stack(given).sum() if given else torch.tensor(float(len(batch)), dtype=torch.float64)
+        own = torch.stack(given).sum() if given else torch.full_like(self._weighed, len(batch))
         self._weighed += own
         if given or len(batch) * self.share.count != batch.global_count:
             self._reweigh(own, batch.global_count / self.share.count)
