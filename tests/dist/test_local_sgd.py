@@ -35,6 +35,7 @@ from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
+from toolkit.dist import collectives
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
@@ -390,7 +391,7 @@ def count_bytes() -> list[int]:
     return sent
 
 
-DIGITS_DILOCO = ["strategy.local_sgd.outer=diloco", "strategy.local_sgd.after_steps=96"]
+DIGITS_DILOCO = [f"strategy.local_sgd.{change}" for change in ("outer=diloco", "outer_momentum=0.5", "after_steps=96")]
 
 
 def test_digits_are_learned_as_well_as_by_ddp_with_a_fraction_of_the_bytes() -> None:
@@ -422,3 +423,25 @@ def test_the_bytes_that_are_shown_are_those_of_the_weights_and_momenta_of_its_ro
         assert found["local_sgd/bytes_per_step_of_ddp"] == size
         assert "local_sgd/divergence" not in again
         assert again["local_sgd/bytes_per_step"] == 0
+
+
+def sum_in_pieces(session: Session) -> tuple[list[Tensor], list[Tensor], int, list[int]]:
+    collectives.BUCKET_BYTES = 100
+    draw = torch.Generator().manual_seed(session.rank)
+    shapes = [(0, 2), (3, 4), (5,), (), (7, 9), (2,)]
+    tensors = [torch.randn(shape, generator=draw) for shape in shapes]
+    tensors += [torch.randn(4, 6, generator=draw).t(), torch.randn(3, generator=draw).double()]
+    before = [tensor.clone() for tensor in tensors]
+    messages = count_bytes()
+    sent = collectives.sum_tensors(tensors, 0.5 + session.rank)
+    return before, tensors, sent, messages
+
+
+def test_sums_are_made_in_messages_of_bounded_size_whatever_the_shapes_and_types() -> None:
+    ranks = run_ranks(2, sum_in_pieces)
+    for _, sums, sent, messages in ranks:
+        for number, found in enumerate(sums):
+            expected = 0.5 * ranks[0][0][number] + 1.5 * ranks[1][0][number]
+            torch.testing.assert_close(found, expected)
+        assert messages == [4 * (12 + 5 + 1), 4 * 63, 4 * 2, 4 * 24, 8 * 3]
+        assert sent == sum(messages)

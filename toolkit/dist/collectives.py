@@ -51,7 +51,7 @@ def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
     room = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if size > room:
+        if size > room or not buckets:
             buckets.append([])
             room = BUCKET_BYTES
         buckets[-1].append(tensor)
