@@ -302,6 +302,27 @@ def test_inside_a_round_other_ranks_and_ddp_are_refused_with_what_to_do(tmp_path
     assert [path.name for path in store.list()] == ["step-00000005", "step-00000003"], "nothing was moved"
 
 
+@pytest.mark.parametrize(
+    ("steps", "first", "then", "words"),
+    [(3, DILOCO, AVERAGE, "trained with diloco"), (5, AVERAGE, DILOCO, "inside a round that ends with an average")],
+    ids=["from diloco", "to diloco"],
+)
+def test_the_other_way_to_meet_is_refused_where_something_would_be_lost(
+    steps: int, first: StrategyConfig, then: StrategyConfig, words: str, tmp_path: Path
+) -> None:
+    run_ranks(2, train_up_to(first, steps), tmp_path)
+    for message in run_ranks(2, refused, tmp_path, then):
+        assert message.startswith("strategy.local_sgd.outer: ")
+        assert words in message
+
+
+def test_diloco_begins_from_a_checkpoint_of_ddp(tmp_path: Path) -> None:
+    run_ranks(2, train_up_to("ddp", 5), tmp_path)
+    for result, state in run_ranks(3, train_up_to(DILOCO, 10), tmp_path):
+        assert result.step == 10
+        assert "outer/1.weight/momentum" in state
+
+
 def test_a_checkpoint_inside_a_round_has_the_mean_as_the_model(tmp_path: Path) -> None:
     from toolkit.checkpoint import whole
 

@@ -33,6 +33,7 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import sum_across_ranks, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, PerRank, Replicated
+from toolkit.errors import ConfigError
 from toolkit.strategies.layout import Layout
 from toolkit.strategies.protocol import (
     REPLICA,
@@ -65,7 +66,7 @@ class Meeting(Protocol):
         """The weights hold the mean over the ranks: turn them into those of the next round."""
 
     def enter(self, names: Collection[str]) -> None:
-        """See :class:`~.protocol.InRounds`."""
+        """See :class:`~.protocol.InRounds`. Raises ConfigError where the other way to meet has to go on."""
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
         """What a resume needs, inside a round or at its end."""
@@ -80,7 +81,12 @@ class Averaging:
 
     def end(self) -> None: ...
 
-    def enter(self, names: Collection[str]) -> None: ...
+    def enter(self, names: Collection[str]) -> None:
+        if any(name.startswith(_OUTER) for name in names):
+            raise ConfigError(
+                "strategy.local_sgd.outer: this run was trained with diloco, whose outer momentum would be lost; set "
+                "it to diloco, or start a new run from its weights (model.init_from)"
+            )
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
         return {}
@@ -116,6 +122,11 @@ class DiLoCo:
         self._anchors, self._momenta = {}, {}
         if any(name.startswith(_OUTER) for name in names):
             self._allocate()
+        elif any(name.startswith(REPLICA) for name in names):
+            raise ConfigError(
+                "strategy.local_sgd.outer: the checkpoint was made inside a round that ends with an average, and "
+                "diloco begins with a round; set it to average, or go on from a checkpoint at a round's end"
+            )
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
         momenta: dict[str, Entry] = {f"{_OUTER}{name}/momentum": Replicated(m) for name, m in self._momenta.items()}

@@ -106,4 +106,5 @@ class InRounds(Protocol):
 
     def enter(self, step: int, names: Collection[str]) -> None:
         """A checkpoint of ``step`` steps that holds ``names`` is about to be read: what ``state()`` declares next are
-        the places for it, and is no collective."""
+        the places for it, and is no collective. May be called again for another one. Raises ConfigError for one that
+        this strategy cannot go on from."""

@@ -354,8 +354,9 @@ class Checkpoints:
 
     def _refuse_inside_a_round(self, manifest: Manifest, path: Path) -> None:
         then, now = manifest.world_size, self._session.world_size
-        is_inside = _is_inside_a_round(manifest)
-        if not is_inside or (then == now and isinstance(self._strategy, InRounds)):
+        if isinstance(self._strategy, InRounds):
+            self._strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])  # on every rank, or on none
+        if not _is_inside_a_round(manifest) or (then == now and isinstance(self._strategy, InRounds)):
             return
         others = [other for other in self._store.list() if (m := self._manifest(other)) and not _is_inside_a_round(m)]
         way_out = f"or from {others[0].name}, which is at a round's end: move the newer ones away" if others else ""
