@@ -29,10 +29,14 @@ from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
+STRATEGIES = (
+    *("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"),
+    "custom",
+)
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+OUTER_STEPS = ("average", "diloco")
 #: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -117,6 +121,17 @@ class PipelineConfig:
 
 
 @dataclass
+class LocalSgdConfig:
+    """How often the ranks of ``strategy.name: local_sgd`` meet, and what they make of their weights then."""
+
+    round_steps: int = 8  #: steps that each rank makes by itself
+    after_steps: int = 0  #: steps of ordinary ddp before the first round
+    outer: str = "average"  #: the mean of the weights; diloco: a step of an outer SGD towards it
+    outer_lr: float = 0.7  #: of diloco
+    outer_momentum: float = 0.9
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
 
@@ -127,6 +142,7 @@ class StrategyConfig:
     compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
     cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
     tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
@@ -376,6 +392,11 @@ def validate(
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     _check_job(config, project)
+    if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
+        raise ConfigError(
+            "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
+            "cluster.tasks_per_node to 1"
+        )
     goes_on = rundir.RUN_DIR_VARIABLE in os.environ  # then the first weights may be gone
     if config.model.init_from is not None and not goes_on:
         origin.find(config.model.init_from)
@@ -420,6 +441,8 @@ def _check_values(config: JobConfig) -> None:
     for key, least in _LEAST.items():
         _at_least(key, value_of(config, key), least)
     _check_strategy(config.strategy)
+    _check_local_sgd(config)
+    _check_custom(config)
     if config.checkpoint.keep < 2:
         raise ConfigError(
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
@@ -539,6 +562,35 @@ def _check_strategy(strategy: StrategyConfig) -> None:
         _one_of(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
 
 
+def _check_local_sgd(config: JobConfig) -> None:
+    local, every = config.strategy.local_sgd, config.checkpoint.every_steps
+    _one_of("strategy.local_sgd.outer", local.outer, OUTER_STEPS)
+    if local.outer_momentum >= 1:
+        raise ConfigError(
+            f"strategy.local_sgd.outer_momentum: {local.outer_momentum} never forgets anything; use less than 1"
+        )
+    is_between = not isinstance(every, int) or every % local.round_steps != 0 or config.checkpoint.every_min is not None
+    if config.strategy.name == "local_sgd" and config.retry.allow_fewer_nodes and is_between:
+        raise ConfigError(
+            "retry.allow_fewer_nodes: with local_sgd fewer ranks go on from the end of a round only, and checkpoints "
+            f"would be made inside of rounds, too; set checkpoint.every_steps to a multiple of {local.round_steps} "
+            "(strategy.local_sgd.round_steps) and checkpoint.every_min to null"
+        )
+
+
+def _check_custom(config: JobConfig) -> None:
+    """The job's own step takes no notice of these."""
+    if config.strategy.name != "custom":
+        return
+    defaults = JobConfig()
+    for key in ("strategy.activation_checkpointing", "train.accumulate", "train.compile", "train.precision"):
+        if value_of(config, key) != value_of(defaults, key):
+            raise ConfigError(
+                f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
+                f"itself; leave it at {value_of(defaults, key)!r}"
+            )
+
+
 _LEAST: Mapping[str, float] = {
     "cluster.nodes": 1,
     "cluster.tasks_per_node": 1,
@@ -560,6 +612,10 @@ _LEAST: Mapping[str, float] = {
     "strategy.parameter_server.staleness": 0,
     "strategy.pipeline.micro_batches": 1,
     "strategy.pipeline.stages_per_rank": 2,
+    "strategy.local_sgd.round_steps": 1,
+    "strategy.local_sgd.after_steps": 0,
+    "strategy.local_sgd.outer_lr": 0,
+    "strategy.local_sgd.outer_momentum": 0,
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
@@ -858,9 +914,11 @@ FIXED_ON_RESUME = (
     "train.seed",
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
+#: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean): a run of one
+#: may be continued by another, to rounding.
+SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
 #: Those that do all that train: asks for between gradients and weights.
-WHOLE_UPDATE = ("ddp", "fsdp", "zero", "auto")
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "dp", "auto")
 #: Those of which a rank holds a part of each weight.
 SHARDED = ("fsdp", "zero")
 #: And kinds of compression that keep nothing from one step to the next.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
+from toolkit.config import LocalSgdConfig, MeshConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-#: Every way to train that must equal one process: its section of the config, and on how many ranks.
+#: Every way to train, to be held to the contract: its section of the config, and on how many ranks.
 SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
@@ -40,13 +40,15 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "pipeline": (StrategyConfig("pipeline"), 3),
     "pipeline x replicas": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), 4),
 }
-#: Those whose steps are not quite the ones of one process: held to everything else.
-LOSSY = {
-    kind: (StrategyConfig("ddp", compression=kind, compression_ratio=0.2, compression_rank=1), 3)
-    for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
-}
 EXACT = tuple(SUBJECTS)
-SUBJECTS |= LOSSY
+#: Those whose steps are not, or not quite, the ones of one process: held to all else, and to oracles of their own.
+SUBJECTS |= {
+    "local_sgd": (StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=3)), 3),
+    **{
+        kind: (StrategyConfig("ddp", compression=kind, compression_ratio=0.2, compression_rank=1), 3)
+        for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
+    },
+}
 NAMES = tuple(SUBJECTS)
 
 

@@ -20,7 +20,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step
-from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, TrainConfig
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
 from toolkit.dist.session import Session
@@ -69,11 +69,12 @@ def train(
     checkpoint: CheckpointConfig = EVERY_4,
     job: JobConfig | None = None,
     judge: Any = judge,
-    name: str = "ddp",
+    name: str | StrategyConfig = "ddp",
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
-    strategy = build_strategy(SUBJECTS[name][0], session, config)
+    section = SUBJECTS[name][0] if isinstance(name, str) else name
+    strategy = build_strategy(section, session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
@@ -119,7 +120,11 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(undisturbed: Any) -> 
 
 
 def die_after(
-    session: Session, run_dir: Path, steps: int, checkpoint: CheckpointConfig = EVERY_4, name: str = "ddp"
+    session: Session,
+    run_dir: Path,
+    steps: int,
+    checkpoint: CheckpointConfig = EVERY_4,
+    name: str | StrategyConfig = "ddp",
 ) -> None:
     """A crash of one rank's loader: nothing is saved on the way out."""
     plain_at = Loader.at
@@ -195,7 +200,7 @@ def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any
             assert_same(same, undisturbed[2])
 
 
-def stop_at(session: Session, run_dir: Path, step: int, name: str = "ddp") -> int:
+def stop_at(session: Session, run_dir: Path, step: int, name: str | StrategyConfig = "ddp") -> int:
     """Every rank is signalled, before it starts its ``step``-th step, at its own time and twice."""
     plain_at = Loader.at
 

@@ -84,6 +84,14 @@ def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "a.yaml")
 
 
+@pytest.mark.parametrize("key", ["checkpoint.every_steps=100", "checkpoint.every_steps=auto", "checkpoint.every_min=5"])
+def test_fewer_nodes_and_local_sgd_go_together_only_with_checkpoints_at_the_ends_of_rounds(key: str) -> None:
+    fewer = ["retry.allow_fewer_nodes=true"]
+    validate(load_config(ROOT / "configs/digits_local_sgd.yaml", fewer))
+    with pytest.raises(ConfigError, match=r"retry\.allow_fewer_nodes: .* checkpoint\.every_steps to a multiple of 8"):
+        validate(load_config(ROOT / "configs/digits_local_sgd.yaml", [*fewer, key]))
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "just words\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"x\.yaml"):
@@ -93,9 +101,13 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("strategy.name=dpp", ["strategy.name", "did you mean 'ddp'?"]),
+        ("strategy.name=dddp", ["strategy.name", "did you mean 'ddp'?"]),
         ("strategy.parameter_server.mode=asinc", ["strategy.parameter_server.mode", "did you mean 'async'?"]),
         ("strategy.parameter_server.servers=0", ["strategy.parameter_server.servers", "1 or more"]),
+        ("strategy.name=dp", ["strategy.name", "one process", "cluster.tasks_per_node to 1"]),
+        ("strategy.local_sgd.round_steps=0", ["strategy.local_sgd.round_steps", "1 or more"]),
+        ("strategy.local_sgd.outer=diloko", ["strategy.local_sgd.outer", "did you mean 'diloco'?"]),
+        ("strategy.local_sgd.outer_momentum=1", ["strategy.local_sgd.outer_momentum", "less than 1"]),
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),

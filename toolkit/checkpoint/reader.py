@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class Loaded:
 
 def load(
     store: CheckpointStore,
-    state: State,
+    state: State | Callable[[Manifest], State],
     *,
     rank: int,
     world_size: int,
@@ -60,7 +60,9 @@ def load(
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
 
-    `newest`: only checkpoints up to this step count; rank 0's is asked for.
+    `newest`: only checkpoints up to this step count; rank 0's is asked for. Where what there is to fill depends on the
+    checkpoint, `state` makes it of a manifest, without a collective.
+
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
     starting anew silently would throw the run away. After an error the tensors hold anything.
@@ -86,7 +88,7 @@ class _Reader:
     """One rank's part in a load."""
 
     store: CheckpointStore
-    state: State
+    places: State | Callable[[Manifest], State]
     rank: int
     world_size: int
 
@@ -94,17 +96,18 @@ class _Reader:
         """Verify and fill this rank's part of the checkpoint `name`."""
         path = self.store.folder / name
         manifest = self.store.manifest(path)
-        problems = _differences(manifest, self.state, self.rank, self.world_size)
+        state = self.places(manifest) if callable(self.places) else self.places
+        problems = _differences(manifest, state, self.rank, self.world_size)
         if problems:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
-        self._fill_all(path, manifest)
-        values = {key: record.value for key, record in manifest.values.items() if key in self.state}
+        self._fill_all(path, manifest, state)
+        values = {key: record.value for key, record in manifest.values.items() if key in state}
         return Loaded(manifest.step, manifest.meta, values, path)
 
-    def _fill_all(self, path: Path, manifest: Manifest) -> None:
+    def _fill_all(self, path: Path, manifest: Manifest, state: State) -> None:
         """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
         there = manifest.tensors
-        wanted = {key: entry for key, entry in self.state.items() if key in there or not key.startswith(OPTIONAL)}
+        wanted = {key: entry for key, entry in state.items() if key in there or not key.startswith(OPTIONAL)}
         held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
         with ThreadPoolExecutor(READERS) as pool:
             fills = [pool.submit(_fill, *each, path, self._records(k, each[0], manifest)) for k, each in held.items()]

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BUCKET_BYTES = 1 << 25
-
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
     """Replace ``tensor`` by its sum over all ranks, in place, and return it; no host sync on a GPU."""
@@ -53,8 +51,8 @@ def exchange_rows(rows: Tensor) -> Tensor:
     return received
 
 
-#: What is sent at once: enough to keep a link busy, little enough to be copied for it.
-_BUCKET_BYTES = 1 << 25
+#: What is sent at once: enough for the speed of a link to count and not its latency, little enough to be copied for it.
+BUCKET_BYTES = 1 << 25
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None = None) -> None:
@@ -65,15 +63,19 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
         _unpack(flat, bucket)
 
 
-def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1) -> None:
-    """Replace each of ``tensors`` by its sum over ``group``, divided by ``divisor``, in place.
+def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, part: Tensor | float = 1.0) -> int:
+    """Replace ``tensors`` in place by the sums over ``group`` of ``part`` of each; returns the bytes of the messages.
 
-    They travel in flat buckets, cut by their order and sizes alone: the same bits in every run.
+    Where the ranks' parts add up to 1 it is a mean. They travel in flat buckets, cut by their order and sizes alone:
+    the same bits in every run.
     """
+    sent = 0
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(part)
         dist.all_reduce(flat, group=group)
-        _unpack(flat.div_(divisor) if divisor != 1 else flat, bucket)
+        _unpack(flat, bucket)
+        sent += flat.nbytes
+    return sent
 
 
 def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
@@ -85,7 +87,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for same in _by_dtype(tensors):
         bucket, size = list[Tensor](), 0
         for tensor in same:
-            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(tensor)

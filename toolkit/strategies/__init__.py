@@ -9,6 +9,8 @@ from typing import Any
 from toolkit.config import StrategyConfig, TrainConfig, check_step, mesh_of
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
+from toolkit.strategies.alone import Alone, data_parallel
+from toolkit.strategies.custom import Custom
 from toolkit.strategies.layout import Layout
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Strategy, Sums
 from toolkit.strategies.replicas import Replicas
@@ -17,6 +19,7 @@ from toolkit.strategies.spmd import Spmd
 
 __all__ = [
     "Criterion",
+    "Custom",
     "Measure",
     "ModelFactory",
     "OptimizerFactory",
@@ -32,9 +35,12 @@ _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]]
     "fsdp": lambda *given: _spmd("fsdp", *given),
     "zero": lambda *given: _spmd("zero", *given),
     "tensor": lambda *given: _spmd("tensor", *given),
+    "dp": lambda *given: _spmd("dp", *given),
     "pipeline": lambda *given: _pipeline(*given),
     "parameter_server": lambda *given: _parameter_server(*given),
+    "local_sgd": lambda *given: _local_sgd(*given),
     "auto": lambda *given: _auto(*given),
+    "custom": lambda *given: _custom(),
 }
 
 
@@ -82,6 +88,20 @@ def _parameter_server(config: StrategyConfig, session: Session, train: TrainConf
     return parameter_server.build(config, session, train)
 
 
+def _local_sgd(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.local_sgd import LocalSgd
+
+    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets are as large as the model
+    return LocalSgd(session, config.local_sgd, _layout(name, config, session, train), train)
+
+
+def _custom() -> Strategy:
+    raise ConfigError(
+        "strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom that the "
+        "job makes itself (see jobs/custom.py); this job asks for one of the toolkit's: use ddp"
+    )
+
+
 def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
     sizes = mesh_of(replace(config, name=name), session.world_size)
     how: dict[str, Any] = {
@@ -91,6 +111,8 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
     }
     if name == "ddp":
         return _replicas(config, session, train, how)
+    if name in ("alone", "dp"):
+        return Alone(session, **how) if name == "alone" else data_parallel(session, **how)
     if name != "tensor":
         return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
     from toolkit.strategies.plan import Plan

@@ -6,9 +6,9 @@ Accumulation, scaling, communication and the update straddle any finer cut, so a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 
 #: ``again(step, share)``: any share of any step's global batch, with the random generators seeded as for that share.
 Again: TypeAlias = Callable[[int, Share], Batch]
+#: What stands before the name of a rank's own weights in a checkpoint that was made inside a round; see InRounds.
+REPLICA = "replica/"
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,13 @@ class AllNeeded:
     def figures(self) -> Mapping[str, float | Tensor]:
         """None."""
         return {}
+
+
+@runtime_checkable
+class InRounds(Protocol):
+    """A strategy whose replicas differ inside a round, so that its state is another one there than at a round's end."""
+
+    def enter(self, step: int, names: Collection[str]) -> None:
+        """A checkpoint of ``step`` steps that holds ``names`` is about to be read: what ``state()`` declares next are
+        the places for it, and is no collective. May be called again for another one. Raises ConfigError for one that
+        this strategy cannot go on from."""

@@ -155,7 +155,7 @@ class Spmd(AllNeeded):
         weights.append(weight)
         return self._update.scaled(loss)
 
-    def _reweigh(self, weight: Tensor, assumed: int) -> Tensor:
+    def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
 
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.

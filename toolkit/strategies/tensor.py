@@ -92,7 +92,8 @@ class TensorParallel:
             cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
             # apart: where parts differ in size, the sums of what is whole would be made in another order on each rank
             for same in (cut, [parameter for parameter in parameters if not isinstance(parameter, DTensor)]):
-                sum_tensors([local(parameter.grad) for parameter in same if parameter.grad is not None], group, count)
+                gradients = [local(parameter.grad) for parameter in same if parameter.grad is not None]
+                sum_tensors(gradients, group, 1 / count)
 
     def _complete(self, parameters: list[nn.Parameter]) -> None:
         """Gradients that are parts of a sum, of layers that see a part of each sequence, become that sum."""

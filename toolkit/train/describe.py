@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config import JobConfig, all_keys, dump_config, value_of
+from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, value_of
 from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
 
@@ -30,6 +30,8 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    keys = [key for key in all_keys() if key.startswith(_SECTIONS) and key not in _LEFT_OUT]
+    others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
+    shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
+    keys = [key for key in shown if key not in _LEFT_OUT]
     values = {key: value_of(config, key) for key in keys}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}

@@ -41,6 +41,8 @@ log = logs.get(__name__)
 Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
+#: Called after each evaluation with the step, on every rank: what TensorBoard is to get beside the figures.
+Show: TypeAlias = Callable[[Sink, int], None]
 
 
 class Batches(Protocol):
@@ -120,12 +122,15 @@ class Trainer:
         self._saved = 0  #: the step of the last save, which may still be being written, or have failed
         self._evaluated: int | None = None
 
-    def fit(self, evaluate: Evaluate, describe: Describe = lambda sink: None) -> Result:
+    def fit(
+        self, evaluate: Evaluate, describe: Describe = lambda sink: None, show: Show = lambda sink, step: None
+    ) -> Result:
         """Train to the last step, with evaluations, checkpoints and metrics on the way; the session gets the result.
 
         A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and done. Raises
         StoppedError, with everything committed, when the ranks have agreed to stop.
         """
+        self._show = show
         loaded = self._checkpoints.resume()
         resumed = None if loaded is None else loaded.step
         self._step = self._saved = resumed or 0
@@ -295,6 +300,7 @@ class Trainer:
         self._metrics |= figures
         self._evaluated = self._step
         self._sink.scalars(self._step, figures)
+        self._show(self._sink, self._step)
         log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         self._report("train")
         self._throughput.pause()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.rundir import RunDir
-from toolkit.strategies.protocol import Strategy
+from toolkit.strategies.protocol import REPLICA, InRounds, Strategy
 
 #: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
@@ -335,13 +335,25 @@ class Checkpoints:
         session = self._session
         return load(
             self._store,
-            self._state(),
+            self._places(self._state()),
             rank=session.rank,
             world_size=session.world_size,
             kv=session.store,
             attempt=session.attempt,
             newest=newest,
         )
+
+    def _places(self, state: State) -> State | Callable[[Manifest], State]:
+        """What is to be filled from a checkpoint; inside a round it is something else than at its end."""
+        strategy = self._strategy
+        if not isinstance(strategy, InRounds):
+            return state
+
+        def entered(manifest: Manifest) -> State:
+            strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])
+            return self._state()
+
+        return entered
 
     def _refuse_another_run(self) -> None:
         """Before anything is filled: another model would fail later, with a list of tensors that says less."""
@@ -350,6 +362,7 @@ class Checkpoints:
             if manifest is not None:
                 refuse_other_identity(manifest.meta.get("identity", {}), _mapping(self._meta["identity"]), path)
                 self._refuse_other_streams(manifest, path)
+                self._refuse_inside_a_round(manifest, path)
                 return
 
     def _refuse_other_streams(self, manifest: Manifest, path: Path) -> None:
@@ -360,6 +373,21 @@ class Checkpoints:
                 f"point, and what is left of {then} streams cannot be shared out anew. Go on with {then} ranks "
                 "(cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
             )
+
+    def _refuse_inside_a_round(self, manifest: Manifest, path: Path) -> None:
+        then, now = manifest.world_size, self._session.world_size
+        if isinstance(self._strategy, InRounds):
+            self._strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])  # on every rank, or on none
+        if not _is_inside_a_round(manifest) or (then == now and isinstance(self._strategy, InRounds)):
+            return
+        others = [other for other in self._store.list() if (m := self._manifest(other)) and not _is_inside_a_round(m)]
+        way_out = f"or from {others[0].name}, which is at a round's end: move the newer ones away" if others else ""
+        raise ConfigError(
+            f"{path} was made inside a round of local_sgd, in which each of {then} ranks has weights of its own: only "
+            f"local_sgd on {then} ranks (cluster.nodes x cluster.tasks_per_node) goes on from it. Go on with these"
+            f"{', ' if way_out else ''}{way_out}; checkpoints every multiple of strategy.local_sgd.round_steps "
+            "(checkpoint.every_steps) fit any number"
+        )
 
     def _manifest(self, path: Path) -> Manifest | None:
         """None for a damaged one, which the load will skip and report."""
@@ -374,6 +402,10 @@ class Checkpoints:
         if changed and self._session.is_main:
             log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                         "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _is_inside_a_round(manifest: Manifest) -> bool:
+    return any(name.startswith(REPLICA) for name in manifest.tensors)
 
 
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:

@@ -1,0 +1,99 @@
+"""A model that sends nothing: a replica that goes its own way between two meetings (local SGD), or nn.DataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import logs
+from toolkit.dist.batch import Share
+from toolkit.dist.collectives import broadcast_tensors
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
+from toolkit.errors import ConfigError
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.protocol import ModelFactory
+
+log = logs.get(__name__)
+
+
+class Alone:
+    """See :class:`~.layout.Layout`. The first weights are rank 0's; gradients are each rank's own."""
+
+    passes_are_joint = False
+    counts = True
+
+    _passes: nn.Module  #: what passes go through
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        bf16: bool,
+        compile: bool,
+        recompute: bool,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
+        self.share = Share(session.rank, session.world_size)
+        self._device = session.device
+        self._bf16 = bf16
+        self._compile = compile
+        self._recompute = recompute
+        self._wrap = wrap
+
+    def place(self, make: ModelFactory) -> nn.Module:
+        model = make().to(self._device)
+        broadcast_tensors(model.parameters(), source=0)
+        if self._recompute:
+            checkpoint_activations(model)
+        if self._compile:
+            model.compile()  # in place: the names in state() stay those of the model
+        self._passes = self._wrap(model)
+        return model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._passes(inputs)
+        return outputs
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def average(self) -> None:
+        """Nothing is averaged in a step."""
+
+    def state(self) -> dict[str, Entry]:
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+
+    def rest(self) -> None:
+        """Passes leave a replica as it is."""
+
+
+def data_parallel(session: Session, *, bf16: bool, compile: bool, recompute: bool) -> Alone:
+    """``nn.DataParallel``: one process, whose threads hand each of its GPUs a part of every batch.
+
+    Raises ConfigError for several ranks, and for what does not live through the copies that it makes of the model.
+    """
+    if session.world_size > 1:
+        raise ConfigError(
+            f"strategy.name: dp is one process with all GPUs of a node, and there are {session.world_size} ranks; use "
+            "ddp, or set cluster.nodes and cluster.tasks_per_node to 1"
+        )
+    for key, is_set in (("train.compile", compile), ("strategy.activation_checkpointing", recompute)):
+        if is_set:
+            raise ConfigError(f"{key}: dp copies the model in every step, which this does not survive; use ddp")
+    gpus = torch.cuda.device_count() if session.device.type == "cuda" else 0
+    log.info(
+        "dp: a batch is shared by %s of this process, its weights copied and its outputs gathered in every step; "
+        "ddp with a rank for each GPU does neither, is faster and goes over several nodes",
+        f"the {gpus} GPUs" if gpus > 1 else f"the only {'GPU' if gpus else 'processor'}",
+    )
+    return Alone(session, bf16=bf16, compile=False, recompute=False, wrap=nn.DataParallel)

@@ -1,0 +1,169 @@
+"""The base of a step of one's own: replicas of several networks, each with its optimizer, trained as the job says.
+
+A job that needs two optimizers, two backward passes or a loss of several models writes a subclass with one method, and
+keeps the loop, the loader, checkpoints, stops and TensorBoard::
+
+    class Gan(Custom):
+        def train_step(self, batch: Batch, lr: float) -> Tensor:
+            made = self.networks["generator"](torch.randn(len(batch), 16))
+            loss = ...  # summed over the samples of batch, divided by batch.global_count
+            self.descend("discriminator", loss, lr)
+            ...
+            return loss.detach()
+
+Gradients are added up over the ranks after the backward pass, in one order: nothing hooks into it, so any number of
+passes in any order is right, and nothing has to be primed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.config import StrategyConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.collectives import broadcast_tensors, sum_tensors
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry, Json, Replicated
+from toolkit.errors import ConfigError, listing
+from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.protocol import Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.update import Update
+
+T = TypeVar("T")
+
+
+class Custom:
+    """All of a :class:`~.protocol.Strategy` but ``train_step`` and, where something is evaluated, ``forward``."""
+
+    round_steps = 1
+    expendable: frozenset[int] = frozenset()
+    evaluates_together = False
+
+    #: By the names given to :meth:`build`; in checkpoints their weights are ``model/<network>.<name>``.
+    networks: nn.ModuleDict
+    _updates: dict[str, Update]
+
+    def __init__(self, config: StrategyConfig, session: Session) -> None:
+        """Raises ConfigError where the config asks for one of the toolkit's own strategies."""
+        if config.name != "custom":
+            raise ConfigError(
+                f"strategy.name: {config.name!r} is not what this job does: its step is its own, on replicas; set it "
+                "to custom"
+            )
+        self.share = Share(session.rank, session.world_size)
+        self.device = session.device
+        self.own_time = stopwatch(session.device)
+        self._is_timed = False
+        self._buffers_equal = False
+
+    # --------------------------------------------------------------------------------------------- what a job writes
+
+    def train_step(self, batch: Batch, lr: float) -> Tensor:
+        """One whole step on this rank's samples, by calls of :meth:`descend`, each rank the same ones in one order.
+
+        Returns what is logged as the loss: this rank's part of it, a scalar; the sum over the ranks counts.
+        """
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> Tensor:
+        """What an evaluation measures, for the samples of ``batch``: ``measure(forward(batch), batch.targets)``."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------- what a job may call
+
+    def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
+        """Make the networks, in evaluation mode only while evaluated, with the first weights of rank 0."""
+        self.networks = nn.ModuleDict({name: make().to(self.device) for name, (make, _) in networks.items()}).train()
+        broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
+        optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}
+        self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
+
+    def descend(self, network: str, loss: Tensor, lr: float) -> None:
+        """One step of a network's optimizer along the gradient that ``loss`` has for its weights, and for no others'.
+
+        ``loss`` is this rank's part; the gradients are added up over the ranks. Summed over the samples of the batch
+        and divided by its ``global_count`` it makes that of the mean over the global batch, however it is shared.
+        Raises ConfigError when it does not depend on every weight.
+        """
+        named = [(name, weight) for name, weight in self.networks[network].named_parameters() if weight.requires_grad]
+        loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
+        if unused := [name for name, weight in named if weight.grad is None]:
+            raise ConfigError(
+                f"the loss of {network} does not depend on {listing(unused, 5)}; freeze such parameters "
+                "(requires_grad_(False))"
+            )
+        self._stop_watch()
+        sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
+        self._updates[network].apply(lr)
+
+    # ----------------------------------------------------------------------------------------------- for the loop
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        assert batch is not None, "every rank has a share"
+        self._is_timed = self._buffers_equal = False
+        return StepOutput(self.train_step(batch.to(self.device), lr))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        self._equalise_buffers()
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        self.networks.eval()
+        batch = batch.to(self.device)
+        found = Sums(measure(self.forward(batch), batch.targets), len(batch))
+        self.networks.train()
+        return found
+
+    def state(self) -> dict[str, Entry]:
+        """A collective, since buffers are broadcast first."""
+        self._equalise_buffers()
+        found: dict[str, Entry] = {f"model/{name}": Replicated(value) for name, value in self._tensors().items()}
+        for network, update in self._updates.items():
+            found |= _of(network, update.state())
+        return found
+
+    def live(self) -> dict[str, Tensor]:
+        found = {f"weights/{name}": value.detach() for name, value in self.networks.named_parameters()}
+        found |= {f"buffers/{name}": value for name, value in self.networks.named_buffers()}
+        for network, update in self._updates.items():
+            found |= _of(network, update.live())
+        return found
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        for network, update in self._updates.items():
+            own = {name: value for name, value in values.items() if name.partition("/")[2].startswith(f"{network}.")}
+            update.loaded({name.replace(f"/{network}.", "/", 1): value for name, value in own.items()})
+        self._buffers_equal = True
+
+    def figures(self) -> Mapping[str, float]:
+        """For TensorBoard, at logging steps: a job's own."""
+        return {}
+
+    def close(self) -> None:
+        for name in ("networks", "_updates"):
+            self.__dict__.pop(name, None)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in self.networks.state_dict().items()}
+
+    def _equalise_buffers(self) -> None:
+        """Statistics differ between ranks after a step: those of share 0 count, as under ddp."""
+        if not self._buffers_equal:
+            broadcast_tensors(self.networks.buffers(), source=0)
+            self._buffers_equal = True
+
+    def _stop_watch(self) -> None:
+        """Before the first wait of a step."""
+        if not self._is_timed:
+            self.own_time.stop()
+            self._is_timed = True
+
+
+def _of(network: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """``optim/0.weight/exp_avg`` as ``optim/generator.0.weight/exp_avg``."""
+    parts = ((name.partition("/"), entry) for name, entry in entries.items())
+    return {f"{kind}/{network}.{rest}": entry for (kind, _, rest), entry in parts}

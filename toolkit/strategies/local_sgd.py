@@ -1,0 +1,321 @@
+"""local_sgd: each rank steps by itself on its share of every batch, and every ``round_steps`` steps the ranks meet.
+
+Two ways to meet. ``average``: the next round begins with the mean of the weights (local SGD, Stich 2019,
+https://arxiv.org/abs/1805.09767), and the inner optimizer's momenta are averaged with them, as Yu, Jin and Yang 2019
+(https://arxiv.org/abs/1905.03817) do, whose speedup with momentum is proved for it: so at a round's end all ranks are
+equal, and any number of them, or ddp, goes on from there. ``diloco`` (Douillard et al. 2023,
+https://arxiv.org/abs/2311.08105): the way from a round's first weights to their mean at its end is a gradient for an
+outer SGD with Nesterov momentum; each rank keeps its inner optimizer's state, which costs no message.
+
+A rank's gradient is that of the mean over its own share, and its weights count in the mean by how much its samples
+weighed in the round (federated averaging's rule, McMahan et al. 2017, https://arxiv.org/abs/1602.05629): so with rounds
+of one step and SGD it is the step of one process, however uneven the shares are.
+
+With ``after_steps`` the steps before it are those of ddp (post-local SGD, Lin et al. 2020,
+https://arxiv.org/abs/1808.07217). Rounds end after each step whose number ``round_steps`` divides, so the first one
+may be shorter.
+
+Inside a round there are as many models as ranks. What is evaluated there, exported, and stored as ``model/<name>`` is
+their mean; a rank's own weights stand beside it as ``replica/rank3/<name>`` and its optimizer's as
+``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are share 0's, as under ddp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.config import LocalSgdConfig, TrainConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.collectives import sum_across_ranks, sum_tensors
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry, PerRank, Replicated
+from toolkit.errors import ConfigError
+from toolkit.strategies.layout import Layout
+from toolkit.strategies.protocol import (
+    REPLICA,
+    Criterion,
+    Measure,
+    ModelFactory,
+    OptimizerFactory,
+    StepOutput,
+    Sums,
+)
+from toolkit.strategies.spmd import Spmd
+
+#: Slots that count steps: equal on all ranks, and a mean would round them.
+_COUNTERS = ("step", "mu_product")
+_OUTER = "outer/"
+_ANCHOR = "anchor/"
+
+
+class Meeting(Protocol):
+    """What the ranks make of their weights at a round's end."""
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Each rank's inner optimizer goes on with its own state; otherwise that is averaged, too."""
+
+    def begin(self) -> None:
+        """A round begins with the weights as they are."""
+
+    def end(self) -> None:
+        """The weights hold the mean over the ranks: turn them into those of the next round."""
+
+    def enter(self, names: Collection[str]) -> None:
+        """See :class:`~.protocol.InRounds`. Raises ConfigError where the other way to meet has to go on."""
+
+    def state(self, *, inside: bool) -> dict[str, Entry]:
+        """What a resume needs, inside a round or at its end."""
+
+
+class Averaging:
+    """See :class:`Meeting`: the mean it is."""
+
+    keeps_slots = False
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def enter(self, names: Collection[str]) -> None:
+        if any(name.startswith(_OUTER) for name in names):
+            raise ConfigError(
+                "strategy.local_sgd.outer: this run was trained with diloco, whose outer momentum would be lost; set "
+                "it to diloco, or start a new run from its weights (model.init_from)"
+            )
+
+    def state(self, *, inside: bool) -> dict[str, Entry]:
+        return {}
+
+
+class DiLoCo:
+    """See :class:`Meeting`: an outer step, algorithm 1 of the paper, with the momentum as torch.optim.SGD has it."""
+
+    def __init__(self, weights: Mapping[str, Tensor], lr: float, momentum: float) -> None:
+        self._weights = weights
+        self._lr, self._momentum = lr, momentum
+        self._anchors: dict[str, Tensor] = {}  #: the weights that the round began with
+        self._momenta: dict[str, Tensor] = {}
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Before the first round the steps are ddp's, and so is the state."""
+        return bool(self._anchors)
+
+    def begin(self) -> None:
+        if not self._anchors:
+            self._allocate()
+        for name, anchor in self._anchors.items():
+            anchor.copy_(self._weights[name])
+
+    def end(self) -> None:
+        for name, weight in self._weights.items():
+            way = self._anchors[name] - weight
+            momentum = self._momenta[name].mul_(self._momentum).add_(way)
+            weight.copy_(self._anchors[name]).sub_(way.add_(momentum, alpha=self._momentum), alpha=self._lr)
+
+    def enter(self, names: Collection[str]) -> None:
+        self._anchors, self._momenta = {}, {}
+        if any(name.startswith(_OUTER) for name in names):
+            self._allocate()
+        elif any(name.startswith(REPLICA) for name in names):
+            raise ConfigError(
+                "strategy.local_sgd.outer: the checkpoint was made inside a round that ends with an average, and "
+                "diloco begins with a round; set it to average, or go on from a checkpoint at a round's end"
+            )
+
+    def state(self, *, inside: bool) -> dict[str, Entry]:
+        momenta: dict[str, Entry] = {f"{_OUTER}{name}/momentum": Replicated(m) for name, m in self._momenta.items()}
+        anchors = self._anchors if inside else {}  # at a round's end they are the weights
+        return momenta | {f"{_ANCHOR}{name}": Replicated(anchor) for name, anchor in anchors.items()}
+
+    def _allocate(self) -> None:
+        self._anchors = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
+        self._momenta = {name: torch.zeros_like(weight) for name, weight in self._weights.items()}
+
+
+class LocalSgd(Spmd):
+    """See :class:`~.protocol.Strategy` and :class:`~.protocol.InRounds`."""
+
+    _weights: dict[str, Tensor]  #: what is trained, live
+    _meeting: Meeting
+
+    def __init__(self, session: Session, config: LocalSgdConfig, layout: Layout, train: TrainConfig) -> None:
+        super().__init__(session, layout, train)
+        self.round_steps = config.round_steps
+        self._config = config
+        self._rank = session.rank
+        self._step = 0
+        self._is_local = False
+        self._inside = False  #: the ranks' weights differ
+        self._shows_mean = False  #: the model has the mean of them, and each rank's are in ``_own``
+        self._own: dict[str, Tensor] = {}
+        self._weighed = torch.zeros((), dtype=torch.float64, device=session.device)  #: by this rank, in this round
+        self._steps_since = 0  #: steps since the last figures
+        self._sent = 0  #: bytes in them
+        self._spread: Tensor | None = None
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+    ) -> None:
+        super().build(model, optimizer, criterion, sample)
+        parameters = self._model.named_parameters()
+        self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
+        outer = self._config.outer_lr, self._config.outer_momentum
+        self._meeting = DiLoCo(self._weights, *outer) if self._config.outer == "diloco" else Averaging()
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        self._show_own()
+        alone = self.share.count == 1 and self._config.outer == "average"  # then there is nobody to meet
+        self._is_local = self._step >= self._config.after_steps and not alone
+        if self._is_local and not self._inside:
+            self._meeting.begin()
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        self._begin_step()
+        output = super().step(batch, lr)
+        self._step += 1
+        self._steps_since += 1
+        if self._is_local:
+            self._inside = True
+            if self._step % self.round_steps == 0:
+                self._meet()
+        elif self.share.count > 1:
+            self._sent += self._size_bytes()
+        return output
+
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        self._show_mean()
+        return super().evaluate(batch, measure)
+
+    def state(self) -> dict[str, Entry]:
+        self._show_mean()
+        found = super().state()
+        if self._inside or self._meeting.keeps_slots:
+            found = dict(self._as_own(name, entry) for name, entry in found.items())
+        if self._inside:
+            found |= {f"{REPLICA}rank{self._rank}/{name}": PerRank(own) for name, own in self._own.items()}
+            found[f"round/rank{self._rank}/weighed"] = PerRank(self._weighed)
+        return found | self._meeting.state(inside=self._inside)
+
+    def live(self) -> dict[str, Tensor]:
+        own = {f"weights/{name}": value for name, value in self._own.items()} if self._shows_mean else {}
+        return super().live() | own
+
+    def enter(self, step: int, names: Collection[str]) -> None:
+        self._step = step
+        self._inside = self._shows_mean = any(name.startswith(REPLICA) for name in names)
+        if self._inside:
+            self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
+        self._weighed.zero_()
+        self._meeting.enter(names)
+
+    def figures(self) -> dict[str, float]:
+        """A collective where a round has ended since."""
+        found = {
+            "local_sgd/bytes_per_step": self._sent / max(1, self._steps_since),
+            "local_sgd/bytes_per_step_of_ddp": float(self._size_bytes()),
+        }
+        if self._spread is not None:
+            found["local_sgd/divergence"] = sum_across_ranks(self._spread).sqrt().item()
+        self._sent, self._steps_since, self._spread = 0, 0, None
+        return found
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_weights", "_own", "_meeting"):
+            self.__dict__.pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Leave the gradient of the mean over this rank's own share in ``.grad``; its part of the global mean loss."""
+        if not self._is_local:
+            return super()._forward_backward(batch)
+        losses: list[Tensor] = []
+        weights: list[Tensor | None] = []
+        with self._layout.without_sync():
+            for part in self._parts(batch):
+                self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
+        self.own_time.stop()
+        given = [weight.detach().double() for weight in weights if weight is not None]
+        own = torch.stack(given).sum() if given else torch.full_like(self._weighed, len(batch))
+        self._weighed += own
+        if given or len(batch) * self.share.count != batch.global_count:
+            self._reweigh(own, batch.global_count / self.share.count)
+        mean = sum(losses[1:], losses[0]).detach() / self.share.count
+        if not given:
+            return mean
+        weight = sum_across_ranks(own.clone())  # only for the figure that is reported, and the only message of a step
+        self._sent += weight.element_size()
+        return mean * (batch.global_count / weight.clamp(min=1e-30)).float()
+
+    # ------------------------------------------------------------------------------------------ several models as one
+
+    def _show_mean(self) -> None:
+        """The model takes on the mean of the ranks' weights; each rank's own are put aside. Once after each step."""
+        if self._inside and not self._shows_mean:
+            self._average(self._part())
+
+    @torch.no_grad()
+    def _average(self, part: Tensor) -> None:
+        if not self._own:
+            self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
+        for name, weight in self._weights.items():
+            self._own[name].copy_(weight)
+        self._sent += sum_tensors(self._weights.values(), part=part)
+        self._shows_mean = True
+
+    @torch.no_grad()
+    def _show_own(self) -> None:
+        if self._shows_mean:
+            for name, weight in self._weights.items():
+                weight.copy_(self._own[name])
+        self._shows_mean = False
+
+    def _part(self) -> Tensor:
+        """How much of the mean is this rank's; equal parts where no sample of the round weighed anything."""
+        mine = self._weighed.clamp(min=1e-30)
+        total = sum_across_ranks(mine.clone())
+        self._sent += total.element_size()
+        return mine / total
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """The end of a round."""
+        part = self._part()
+        self._average(part)
+        self._spread = part * _distance(self._own.values(), self._weights.values())
+        if not self._meeting.keeps_slots:
+            self._sent += sum_tensors(self._slots(), part=part)
+        self._meeting.end()
+        self._inside = self._shows_mean = False
+        self._weighed.zero_()
+
+    def _slots(self) -> list[Tensor]:
+        """What of the update's state follows the gradients, and so differs between the ranks."""
+        entries = self._update.state().items()
+        tensors = [entry.value for name, entry in entries if name.rpartition("/")[2] not in _COUNTERS]
+        return [value for value in tensors if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def _as_own(self, name: str, entry: Entry) -> tuple[str, Entry]:
+        """A tensor of the inner optimizer as this rank's; under another number of ranks each starts from the mean."""
+        kind, _, rest = name.partition("/")
+        if kind == "model" or not isinstance(entry.value, Tensor):
+            return name, entry
+        return f"{kind}/rank{self._rank}/{rest}", PerRank(entry.value, averages=True)
+
+    def _size_bytes(self) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+
+
+def _distance(ones: Collection[Tensor], others: Collection[Tensor]) -> Tensor:
+    """The squared distance of ``ones`` from ``others`` over the squared length of ``others``, float64."""
+    apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(ones), list(others))))
+    length = torch.stack(torch._foreach_norm(list(others)))
+    return apart.double().square().sum() / length.double().square().sum().clamp(min=1e-30)
