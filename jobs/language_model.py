@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from toolkit.dist.session import open_session
 from toolkit.strategies import Strategy, build_strategy
 from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
+from toolkit.train.inference import Inference
 from toolkit.train.initial import initialised
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -53,18 +55,25 @@ def main(config: JobConfig) -> Result:
     train, size = config.train, SIZES[config.model.name]
     with open_session(config.dist) as session:
         prepare(train.seed, deterministic=train.deterministic)
-        path = text.of_run(config.data.root, session)
-        train_set, eval_set = (text.Windows(path, size[-1], held_out=held_out) for held_out in (False, True))
+        train_set = text.Windows(text.of_run(config.data.root, session), size[-1], held_out=False)
+        job = inference(config, session.run_dir)
         strategy = build_strategy(config.strategy, session, train)
         loader = build_loader(train_set, config.data, strategy.share, seed=train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)
-            model = partial(initialised, partial(GPT, *size), config.model.init_from, session)
+            model = partial(initialised, job.model, config.model.init_from, session)
             strategy.build(model, partial(build_optimizer, config.optim), next_byte, sample)
             schedule = partial(build_schedule, config.optim)
             checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
             trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-            return trainer.fit(partial(perplexity, eval_set), partial(describe_run, config, sample))
+            return trainer.fit(job.evaluate, partial(describe_run, config, sample))
+
+
+def inference(config: JobConfig, folder: Path) -> Inference:
+    """For `toolkit evaluate` and `toolkit export`: the same job without its training."""
+    size = SIZES[config.model.name]
+    eval_set = text.Windows(text.of_folder(config.data.root, folder), size[-1], held_out=True)
+    return Inference(partial(GPT, *size), partial(perplexity, eval_set), eval_set)
 
 
 def perplexity(eval_set: text.Windows, strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
@@ -98,21 +107,17 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each place by itself."""
+    """Attention (n, heads, length, width / heads) to what came before, then two layers for each place by itself."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm, self.attend, self.gather = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.think = nn.Sequential(nn.LayerNorm(width), *wide)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        parts = self.attend(self.norm(hidden)).unflatten(
-            -1, (3, self.heads, -1)
-        )  # (n, length, 3, heads, width / heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        query, key, value = self.attend(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.gather(seen.transpose(1, 2).flatten(2))
         return hidden + self.think(hidden)  # type: ignore[no-any-return]
