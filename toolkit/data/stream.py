@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -69,6 +69,8 @@ class StreamLoader:
     """
 
     max_bad_samples = None
+    balances = False  # how far each stream has got would depend on the clock
+    ahead = 0
 
     def __init__(
         self,
@@ -132,6 +134,9 @@ class StreamLoader:
         start, stop = self._parts.bounds_of(step)
         return list(range(start, stop))
 
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        raise AssertionError("streams keep their shares")
+
     def state(self) -> Json:
         """Where the stream stands after the last batch that was given."""
         return {"next_step": self._next, "stream": None if self._state is None else json.loads(self._state)}
@@ -165,6 +170,11 @@ def build_stream_loader(
         raise ConfigError(
             "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
             "stream leave out what it cannot read, and set it to fail"
+        )
+    if config.share != "even" or config.split != "global":
+        raise ConfigError(
+            "data.share, data.split: each rank reads a stream of its own, and as much of it as the others of theirs; "
+            "leave them at even and global"
         )
     return StreamLoader(
         make,
