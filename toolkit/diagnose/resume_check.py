@@ -362,16 +362,22 @@ def page(report: Report) -> str:
         )
         lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
     if report.worst_loss is not None:
-        lines.append(f"loss: equal to {report.worst_loss:.1e} of its value; models with batch statistics or dropout")
-        lines.append(f"  draw them for each rank, so that {_what_changes(report)} (--tolerance)")
+        lines += _what_of_the_loss(report, report.worst_loss)
     lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
     return "\n".join(lines)
 
 
-def _what_changes(report: Report) -> str:
+def _what_of_the_loss(report: Report, worst: float) -> list[str]:
+    equal = f"loss: equal to {worst:.1e} of its value;"
     if report.moving_shares:
-        return "shares that follow the ranks' speed (data.share: auto) make it another training each time"
-    return "another number of ranks is another training"
+        return [
+            f"{equal} more is not promised, for the shares follow the ranks' speed (data.share: auto),",
+            "  which is another one each time; batch statistics and dropout follow the shares (--tolerance)",
+        ]
+    return [
+        f"{equal} models with batch statistics or dropout draw",
+        "  them for each rank, so that another number of ranks is another training (--tolerance)",
+    ]
 
 
 def _what_is_identical(report: Report) -> str:

@@ -108,7 +108,7 @@ class Balance:
 
 def build_balance(loader: Divisible, share: Share, ranks: int, accumulate: int) -> Balance | Even:
     """What `data.share` asks for. ConfigError where ranks work on the same samples: their times are not a share's."""
-    if not loader.balances:
+    if not loader.balances or ranks == 1:
         return Even()
     if share.count != ranks:
         raise ConfigError(

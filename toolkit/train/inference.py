@@ -88,7 +88,7 @@ def trained(
     ``data`` are ``key=value`` of the config's data section; ``weights`` is ``model`` or ``ema``, by default ``ema``
     where the checkpoint has it. Raises RequestError for what cannot be asked of this run, and CheckpointError.
     """
-    config = load_config(run.config, [f"data.{text}" for text in data], site=False)
+    config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         job = _inference_of(run, config)(config, Path(scratch) if data else run.path)

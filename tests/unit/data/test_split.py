@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data.samples import Noisy, Numbers
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
+from toolkit.data.permutation import hash64, mix
 from toolkit.data.sampler import TrainSampler
 from toolkit.data.split import part_of, samples_of
 from toolkit.data.stream import build_stream_loader
@@ -90,6 +91,12 @@ def test_a_samples_part_does_not_change_when_the_data_set_grows() -> None:
     small, large = (parts(size, 4, "hash") for size in (1000, 3000))
     assert [part[: len(few)] for few, part in zip(small, large, strict=True)] == small
     assert max(map(len, large)) - min(map(len, large)) < 6 * (3000 / 4) ** 0.5
+
+
+def test_a_samples_part_is_its_keyed_splitmix_hash() -> None:
+    """Worked out with Python's own integers: data that lie on nodes must be found there by the next version."""
+    key = hash64(0x50415254)
+    assert part_of(np.arange(50), 7).tolist() == [mix((index + key) % 2**64) % 7 for index in range(50)]
 
 
 def test_a_data_set_of_several_chunks_is_cut_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
