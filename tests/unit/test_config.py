@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -143,8 +144,8 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
 
 
 def _words(overrides: str) -> list[str]:
-    """One override in quotes, or several without."""
-    return [overrides.strip("'")] if overrides.startswith("'") else overrides.split(" ")
+    """Overrides as a shell would cut them; a space within a value stays."""
+    return re.split(r" (?=[a-z_.]+=)", overrides.strip("'"))
 
 
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
