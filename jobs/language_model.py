@@ -14,8 +14,9 @@ GPT-2's smallest size, on four GPUs of each of two nodes::
         cluster.nodes=2 cluster.tasks_per_node=4 cluster.gpus_per_node=4 train.precision=bf16 \\
         train.accumulate=4 strategy.activation_checkpointing=true optim.lr=6e-4 train.max_steps=20000
 
-The model knows nothing of the strategy: fsdp shards its blocks because they stand in a list, and ``strategy.name=ddp``
-trains the same. To make it yours, replace ``GPT`` by your model and ``Windows`` by your tokens.
+The model knows nothing of the strategy but its ``tensor_plan``, which only tensor parallelism reads: fsdp shards its
+blocks because they stand in a list, ``strategy.name=pipeline`` cuts it because it hands one tensor from layer to layer,
+and ddp trains the same. To make it yours, replace ``GPT`` by your model and ``Windows`` by your tokens.
 """
 
 from __future__ import annotations
@@ -92,32 +93,49 @@ def next_byte(logits: Tensor, targets: Tensor) -> tuple[Tensor, None]:
 class GPT(nn.Module):
     """A decoder of pre-norm blocks on bytes (Radford et al. 2019); ``length`` is the longest input."""
 
+    #: How ranks may compute its layers together, see toolkit/strategies/plan.py.
+    tensor_plan = (
+        dict.fromkeys(["bytes", "places", "blocks.*.gather", "blocks.*.think.3"], "rowwise")
+        | dict.fromkeys(["blocks.*.attend", "blocks.*.think.1"], "colwise")
+        | dict.fromkeys(["blocks.*.norm", "blocks.*.think.0", "norm"], "sequence")
+        | {"head": "gathered"}
+    )
+
     def __init__(self, blocks: int, width: int, heads: int, length: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.bytes, self.places = nn.Embedding(256, width), Places(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, length, 256) of the byte that follows each of ``inputs`` (n, length)."""
-        hidden = self.bytes(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
+        hidden = self.places(self.bytes(inputs))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
+class Places(nn.Embedding):
+    """Adds a vector for each place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(torch.arange(hidden.shape[1], device=hidden.device))
+
+
 class Block(nn.Module):
-    """Attention (n, heads, length, width / heads) to what came before, then two layers for each place by itself."""
+    """Attention to what came before, then two layers for each place by itself."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.norm, self.attend, self.gather = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         self.think = nn.Sequential(nn.LayerNorm(width), *wide)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = self.attend(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        # (n, length, heads, 3, head width); heads first, and as many as there are: of a cut layer whole ones come out
+        parts = self.attend(self.norm(hidden)).unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = parts.permute(3, 0, 2, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.gather(seen.transpose(1, 2).flatten(2))
         return hidden + self.think(hidden)  # type: ignore[no-any-return]

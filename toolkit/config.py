@@ -24,14 +24,20 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit import origin, rundir
+from toolkit.cluster import container
 from toolkit.errors import ConfigError, nearest
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
-STRATEGIES = ("ddp", "fsdp", "zero")
+STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
+SERVER_MODES = ("sync", "async", "bounded")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+#: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/plan.py.
+TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
 SPLITS = ("global", "blocks", "hash")
@@ -62,7 +68,8 @@ class ClusterConfig:
     signal_delay_s: int = 120
     preflight: bool = True
     setup: list[str] = field(default_factory=list)
-    container: str | None = None
+    container: str | None = None  #: an image in which the ranks run, see cluster/container.py
+    container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,13 +102,40 @@ class MeshConfig:
 
 
 @dataclass
+class ParameterServerConfig:
+    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
+
+    servers: int = 1
+    mode: str = "sync"  #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
+    staleness: int = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+
+
+@dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages of a pipeline."""
+
+    schedule: str = "1f1b"  #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
+    micro_batches: int | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
+    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
+    stages_per_rank: int = 2  #: with interleaved
+
+
+@dataclass
 class StrategyConfig:
     """How the ranks share the work."""
 
     name: str = "ddp"  #: see docs/strategies.md
-    compression: str = "none"
+    compression: str = "none"  #: of ddp's gradients, for slow links
+    compression_ratio: float = 0.01  #: topk: the part of the values that is sent
+    compression_rank: int = 4  #: powersgd
+    compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
+    tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
+    sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
 
 
 @dataclass
@@ -141,6 +175,17 @@ class OptimConfig:
 
 
 @dataclass
+class PruningConfig:
+    """Weights that are set to 0 for good: the smallest ones, more and more of them, see docs/steps.md."""
+
+    amount: float = 0.0  #: the part of the weights that is 0 in the end, from 0 (nothing is pruned) to below 1
+    structured: bool = False  #: whole outputs of a layer, by their norm, instead of single weights
+    start_step: int = 0
+    end_step: int | None = None  #: when ``amount`` is reached
+    every_steps: int = 100
+
+
+@dataclass
 class TrainConfig:
     """How long, how precisely and how talkatively to train."""
 
@@ -153,6 +198,13 @@ class TrainConfig:
     deterministic: bool = False
     log_every: int = 20
     eval_every: int | str = "epoch"
+    clip_norm: float | None = None  #: the largest norm of a step's gradient, over all parameters
+    skip_bad_steps: bool = False  #: leave out a step whose gradient is not finite, and list its samples
+    spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average
+    rollback_after: int | None = None  #: after so many left out in a row, back to the last checkpoint's weights
+    ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
+    channels_last: bool = False  #: lay out images and convolutions with the channels last
+    pruning: PruningConfig = field(default_factory=PruningConfig)
 
 
 @dataclass
@@ -325,8 +377,8 @@ def validate(
     leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
     holds the job, the current one if None.
     """
-    for check in (_check_values, _check_cluster, _check_not_built):
-        check(config)
+    _check_values(config)
+    _check_cluster(config)
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     _check_job(config, project)
@@ -339,6 +391,8 @@ def validate(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
         )
+    if login_node and config.cluster.container is not None:
+        container.refuse_missing(config.cluster.container)
     from toolkit.data.catalog import check_datasets
 
     check_datasets(config.data)
@@ -360,6 +414,8 @@ def _check_values(config: JobConfig) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
         raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
     _one_of("strategy.name", config.strategy.name, STRATEGIES)
+    _one_of("strategy.compression", config.strategy.compression, COMPRESSIONS)
+    _one_of("strategy.parameter_server.mode", config.strategy.parameter_server.mode, SERVER_MODES)
     _one_of("dist.backend", config.dist.backend, BACKENDS)
     _one_of("data.name", config.data.name, DATASETS)
     _one_of("data.bad_samples", config.data.bad_samples, BAD_SAMPLES)
@@ -368,8 +424,10 @@ def _check_values(config: JobConfig) -> None:
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     _one_of("train.precision", config.train.precision, PRECISIONS)
+    _one_of("strategy.pipeline.schedule", config.strategy.pipeline.schedule, PIPELINE_SCHEDULES)
     for key, least in _LEAST.items():
         _at_least(key, value_of(config, key), least)
+    _check_strategy(config.strategy)
     if config.checkpoint.keep < 2:
         raise ConfigError(
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
@@ -391,9 +449,104 @@ def _check_values(config: JobConfig) -> None:
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
     _check_parts(config)
+    _check_stages(config)
+    check_step(config.train, config.strategy)
+    if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
+        raise ConfigError(
+            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights sharded by {config.strategy.name}; "
+            "use optim.name adam or adamw, or strategy.name ddp"
+        )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     if config.checkpoint.every_steps is not None:
         _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
+    _check_compression(config)
+
+
+def _check_compression(config: JobConfig) -> None:
+    strategy, kind = config.strategy, config.strategy.compression
+    if kind != "none" and strategy.name != "ddp":
+        raise ConfigError(
+            f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "
+            f"with {strategy.name} set it to none"
+        )
+    if kind != "none" and config.train.precision not in ("fp32", "bf16"):
+        raise ConfigError(
+            f"strategy.compression: {kind} needs gradients whose scale stays the same; with train.precision: "
+            f"{config.train.precision} set it to none, or train in bf16"
+        )
+    if kind == "none" and strategy.compression_layers:
+        raise ConfigError(
+            "strategy.compression_layers: nothing is compressed; set strategy.compression, or leave it {}"
+        )
+    _check_ratio("strategy.compression_ratio", strategy.compression_ratio)
+    for pattern, value in strategy.compression_layers.items():
+        _check_layer(f"strategy.compression_layers: {pattern}", kind, value)
+
+
+def _check_ratio(key: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ConfigError(f"{key}: {value} is refused; it is the part of the values that is sent: above 0, 1 at most")
+
+
+def _check_layer(key: str, kind: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value == "none":
+        return
+    if kind == "topk" and number:
+        _check_ratio(key, value)
+    elif not (kind == "powersgd" and isinstance(value, int) and number and value >= 1):
+        valid = {"topk": "the part of the values that is sent, such as 0.05, or none"}
+        valid["powersgd"] = "a rank of 1 or more, or none"
+        raise ConfigError(f"{key}: {value!r} is refused; with {kind} it is {valid.get(kind, 'none, or not listed')}")
+
+
+def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
+    """Refuse what cannot be done between the gradients and the weights of a step, by itself or with this strategy."""
+    for key in ("spike_factor", "rollback_after"):
+        if getattr(train, key) is not None and not train.skip_bad_steps:
+            raise ConfigError(f"train.{key}: nothing is left out without train.skip_bad_steps: true; set that, too")
+    if train.ema_decay is not None and not 0 < train.ema_decay < 1:
+        raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
+    if strategy.name not in WHOLE_UPDATE:
+        for key in ("clip_norm", "skip_bad_steps", "ema_decay"):
+            if getattr(train, key):
+                raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+        if train.pruning.amount:
+            raise ConfigError(f"train.pruning: does not go with strategy.name {strategy.name}; leave it out")
+    if train.precision == "fp16" and strategy.name != "ddp":
+        raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
+    if train.channels_last and strategy.name != "ddp":
+        raise ConfigError(
+            f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
+        )
+    _check_pruning(train.pruning)
+
+
+def _check_pruning(pruning: PruningConfig) -> None:
+    if not 0 <= pruning.amount < 1:
+        raise ConfigError(f"train.pruning.amount: {pruning.amount} is refused; from 0 to below 1, such as 0.8")
+    if not pruning.amount:
+        return
+    if pruning.end_step is None:
+        raise ConfigError("train.pruning.end_step: say in which step train.pruning.amount is to be reached")
+    if pruning.end_step < pruning.start_step:
+        raise ConfigError(
+            f"train.pruning.end_step: {pruning.end_step} is before train.pruning.start_step {pruning.start_step}"
+        )
+
+
+def _check_strategy(strategy: StrategyConfig) -> None:
+    """Keys that concern some strategies only are refused for the others, never silently ignored."""
+    if strategy.cpu_offload and strategy.name != "fsdp":
+        raise ConfigError(
+            f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
+            f"{strategy.name}; use fsdp, or set it to false"
+        )
+    for key in ("tensor_plan", "sequence_parallel"):
+        if getattr(strategy, key) and strategy.name != "tensor":
+            raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
+    for pattern, style in strategy.tensor_plan.items():
+        _one_of(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
 
 
 _LEAST: Mapping[str, float] = {
@@ -408,10 +561,15 @@ _LEAST: Mapping[str, float] = {
     "retry.max_failures": 0,
     "retry.max_requeues": 0,
     "dist.timeout_s": 1,
+    "strategy.compression_rank": 1,
     "strategy.mesh.replicas": 1,
     "strategy.mesh.shards": 1,
     "strategy.mesh.tensor": 1,
     "strategy.mesh.stages": 1,
+    "strategy.parameter_server.servers": 1,
+    "strategy.parameter_server.staleness": 0,
+    "strategy.pipeline.micro_batches": 1,
+    "strategy.pipeline.stages_per_rank": 2,
     "data.global_batch_size": 1,
     "data.workers": 0,
     "data.image_size": 1,
@@ -424,6 +582,12 @@ _LEAST: Mapping[str, float] = {
     "train.max_steps": 1,
     "train.accumulate": 1,
     "train.log_every": 1,
+    "train.clip_norm": 1e-12,
+    "train.spike_factor": 1.01,
+    "train.rollback_after": 1,
+    "train.pruning.start_step": 0,
+    "train.pruning.end_step": 1,
+    "train.pruning.every_steps": 1,
     "checkpoint.every_min": 0.01,
     "checkpoint.keep_every": 1,
 }
@@ -446,6 +610,17 @@ def _check_parts(config: JobConfig) -> None:
     ):
         if value:
             raise ConfigError(f"{key}: does not go with data.split: {data.split}: {why}, or data.split: global")
+
+
+def _check_stages(config: JobConfig) -> None:
+    """Of the mesh, a pipeline has stages and replicas, and nothing else has stages."""
+    name, mesh = config.strategy.name, config.strategy.mesh
+    if name != "pipeline" and mesh.stages is not None:
+        raise ConfigError(f"strategy.mesh.stages: {name} has none; set it to null, or strategy.name to pipeline")
+    if name != "pipeline" and mesh.replicas is not None:
+        raise ConfigError(f"strategy.mesh.replicas: not available with {name} in this version; set it to null")
+    if name == "pipeline" and config.train.precision not in ("fp32", "bf16"):
+        raise ConfigError(f"train.precision: a pipeline computes in fp32 or bf16, not in {config.train.precision}")
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:
@@ -474,6 +649,9 @@ def _check_cluster(config: JobConfig) -> None:
             f"cluster.tasks_per_node: {cluster.tasks_per_node} ranks cannot share {cluster.gpus_per_node} GPUs of a "
             "node; each rank needs one of its own: set both keys to the same number"
         )
+    if cluster.container is not None:
+        container.parse(cluster.container)
+        container.outermost(cluster.container_mounts)
     for line in cluster.setup:
         if "\n" in line or "\r" in line:
             raise ConfigError(f"cluster.setup: {line!r}: one list entry for each shell line")
@@ -507,38 +685,125 @@ _OWN_FLAGS: Mapping[str, str] = {
 }
 
 
-def _check_not_built(config: JobConfig) -> None:
-    """Keys that are reserved for what this version does not do yet: refused, never silently ignored."""
-    defaults = JobConfig()
-    for key in _RESERVED:
-        default = value_of(defaults, key)
-        if value_of(config, key) != default:
-            raise ConfigError(f"{key}: not available in this version; leave it at {default!r}")
+def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
+    """Into how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch.
+
+    Without a number in the config four for each rank, or ``least`` if that is more, as long as each has two samples (a
+    batch norm needs them); interleaved wants a multiple of the ranks.
+    """
+    if config.micro_batches is not None:
+        return config.micro_batches
+    count = max(stages, min(max(4 * stages, least), samples // 2))
+    return count - count % stages if config.schedule == "interleaved" else count
 
 
-_RESERVED = (
-    "cluster.container",
-    "strategy.compression",
-    "strategy.mesh.replicas",
-    "strategy.mesh.shards",
-    "strategy.mesh.stages",
-    "strategy.mesh.tensor",
-)
+def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate: int) -> None:
+    """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
+    sizes = mesh_of(config, ranks)
+    stages, replicas = sizes.stages or 1, sizes.replicas or 1
+    _check_micro_batches(config.pipeline, stages, accumulate)
+    count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
+    if samples < replicas * count:
+        raise ConfigError(
+            f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
+            f"{replicas} x {count} micro-batches (pipelines x strategy.pipeline.micro_batches); use {replicas * count} "
+            "or more"
+        )
+
+
+def _check_micro_batches(config: PipelineConfig, stages: int, accumulate: int) -> None:
+    count, interleaved = config.micro_batches, config.schedule == "interleaved"
+    parts = stages * (config.stages_per_rank if interleaved and stages > 1 else 1)
+    if config.split and len(config.split) != parts - 1:
+        raise ConfigError(
+            f"strategy.pipeline.split: {len(config.split)} layers begin a stage, and {parts} stages need {parts - 1} "
+            "of them (the first stage begins with the model); name so many, or none"
+        )
+    if count is None:
+        return
+    if count < stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: {count} do not fill a pipeline of {stages} ranks; use {stages} or more, "
+            "best several times as many"
+        )
+    if interleaved and count % stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
+            f"as many micro-batches, and {count} is no multiple of {stages}"
+        )
+    if accumulate > count:
+        raise ConfigError(
+            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {count}, and in a "
+            "pipeline both are the same; set one of them"
+        )
 
 
 def check_batch(config: JobConfig, ranks: int) -> None:
     """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
+    if config.strategy.name == "pipeline":
+        check_pipeline(config.strategy, ranks, config.data.global_batch_size, config.train.accumulate)
+        return
     size = config.data.global_batch_size
+    together = mesh_of(config.strategy, ranks).tensor or 1
+    ranks = (ranks - _servers(config, ranks)) // together
+    who = "ranks" if together == 1 else f"groups of {together} ranks"
     if size < ranks:
         raise ConfigError(
-            f"data.global_batch_size: {size} samples cannot be shared by {ranks} ranks; use {ranks} or more, "
+            f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
             "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
         )
     if config.train.accumulate > size // ranks:
         raise ConfigError(
             f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
-            f"(data.global_batch_size {size} on {ranks} ranks) would be empty; use {size // ranks} or less"
+            f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
         )
+
+
+def _servers(config: JobConfig, ranks: int) -> int:
+    """How many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
+    if config.strategy.name != "parameter_server":
+        return 0
+    servers = config.strategy.parameter_server.servers
+    if servers >= ranks:
+        raise ConfigError(
+            f"strategy.parameter_server.servers: {servers} of {ranks} ranks leave no worker; use fewer, "
+            "or more ranks (cluster.nodes x cluster.tasks_per_node)"
+        )
+    return servers
+
+
+#: The dimensions that the mesh of a strategy may have; the first one that is null takes the ranks that are left.
+_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
+    "ddp": ("replicas",),
+    "fsdp": ("shards", "replicas"),
+    "zero": ("shards", "replicas"),
+    "tensor": ("tensor", "replicas", "shards"),
+    "pipeline": ("stages", "replicas"),
+}
+
+
+def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
+    """``strategy.mesh`` for so many ranks, every dimension a number. Raises ConfigError where they do not match."""
+    dimensions = _DIMENSIONS.get(strategy.name, ("replicas",))
+    given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
+    for name, size in given.items():
+        if name not in dimensions and size != 1:
+            other = ", ".join(key for key, known in _DIMENSIONS.items() if name in known) or "none"
+            raise ConfigError(
+                f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
+                f"a strategy that has it: {other}"
+            )
+    product = math.prod(given.values())
+    free = [name for name in dimensions if name not in given]
+    if ranks % product or (product != ranks and not free):
+        shown = " x ".join(f"{size} {name}" for name, size in given.items())
+        raise ConfigError(
+            f"strategy.mesh: {shown} = {product}, and there are {ranks} ranks: "
+            + (f"{product} must divide their number" if free else "the product must be their number")
+            + " (cluster.nodes x cluster.tasks_per_node); null stands for what is left"
+        )
+    sizes = dict.fromkeys((f.name for f in fields(MeshConfig)), 1) | given
+    return MeshConfig(**(sizes | dict.fromkeys(free[:1], ranks // product)))
 
 
 def _check_job(config: JobConfig, project: Path | None) -> None:
@@ -625,6 +890,7 @@ def torchvision_models() -> list[str]:
 FIXED_ON_RESUME = (
     "job",
     "strategy.name",
+    "strategy.compression",
     "data.name",
     "data.global_batch_size",
     "data.split",
@@ -633,7 +899,13 @@ FIXED_ON_RESUME = (
     "train.seed",
 )
 #: Strategies whose state has the same names and values: a run of one may be continued by another, to rounding.
-SAME_STATE = ("ddp", "fsdp", "zero")
+SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "auto")
+#: Those that do all that train: asks for between gradients and weights.
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "auto")
+#: Those of which a rank holds a part of each weight.
+SHARDED = ("fsdp", "zero")
+#: And kinds of compression that keep nothing from one step to the next.
+STATELESS = ("none", "fp16", "bf16")
 
 
 def value_of(config: Any, key: str) -> Any:

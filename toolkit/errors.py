@@ -9,6 +9,7 @@ ToolkitError
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
+├── RankLostError           what the ranks did together is incomplete without one that has died; to be done again
 ├── JobFailedError          the job ran and failed (exit code 1)
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
 """
@@ -63,6 +64,10 @@ class SlurmRefusedError(SlurmError):
 
 class CheckpointError(ToolkitError):
     """A checkpoint cannot be written, or none of those present can be read."""
+
+
+class RankLostError(ToolkitError):
+    """A rank died that the run can do without; what all were doing is incomplete, and can be done again at once."""
 
 
 class JobFailedError(ToolkitError):

@@ -76,6 +76,16 @@ class RunDir:
         return self.path / "bad_samples.jsonl"
 
     @property
+    def skipped_steps(self) -> Path:
+        """The steps that were left out, each with its samples, one JSON line each."""
+        return self.path / "skipped_steps.jsonl"
+
+    @property
+    def strategy(self) -> Path:
+        """What ``strategy.name: auto`` has taken, and why."""
+        return self.path / "strategy.json"
+
+    @property
     def witness(self) -> Path:
         """What `toolkit resume-check` compares, a file for each rank."""
         return self.path / "witness"

@@ -1,8 +1,9 @@
-"""ddp, fsdp and zero beside each other: what a rank keeps between steps, what it adds in one, how long one takes.
+"""ddp, fsdp, zero and tensor beside each other: what a rank keeps between steps, what one adds and takes.
 
     python -m tests.bench.strategies [RANKS]
 
 trains a GPT of 3.7 million parameters (8 blocks, 192 wide, windows of 64 bytes, 2 of them for each rank) with AdamW.
+On four ranks there are grids of two by two as well.
 Times are of steps that take turns, so that whatever else the machine does falls on all alike.
 """
 
@@ -19,8 +20,8 @@ import torch
 
 from jobs.language_model import GPT, next_byte
 from tests.dist.ranks import run_ranks
-from toolkit.config import StrategyConfig
-from toolkit.dist.batch import Batch
+from toolkit.config import MeshConfig, StrategyConfig
+from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.strategies import Strategy, build_strategy
 
@@ -30,20 +31,33 @@ KINDS = {
     "zero": StrategyConfig("zero"),
     "fsdp": StrategyConfig("fsdp"),
     "fsdp, recomputing": StrategyConfig("fsdp", activation_checkpointing=True),
+    "tensor": StrategyConfig("tensor"),
+    "tensor, sequences": StrategyConfig("tensor", sequence_parallel=True),
+}
+GRIDS = {
+    "fsdp, 2 replicas": StrategyConfig("fsdp", mesh=MeshConfig(replicas=2)),
+    "tensor, 2 replicas": StrategyConfig("tensor", mesh=MeshConfig(replicas=2)),
+    "tensor, 2 shards": StrategyConfig("tensor", mesh=MeshConfig(shards=2)),
 }
 
 
-def batch(session: Session) -> Batch:
-    draw = torch.Generator().manual_seed(session.rank)
-    text = torch.randint(256, (PER_RANK, SIZE[-1] + 1), generator=draw)
-    return Batch(text[:, :-1], text[:, 1:], torch.arange(PER_RANK), PER_RANK * session.world_size)
+def kinds(ranks: int) -> dict[str, StrategyConfig]:
+    return KINDS | (GRIDS if ranks == 4 else {})
+
+
+def batch(session: Session, share: Share) -> Batch:
+    draw = torch.Generator().manual_seed(share.index)
+    mine = PER_RANK * session.world_size // share.count
+    text = torch.randint(256, (mine, SIZE[-1] + 1), generator=draw)
+    return Batch(text[:, :-1], text[:, 1:], torch.arange(mine), PER_RANK * session.world_size)
 
 
 def built(session: Session, kind: str) -> Strategy:
     torch.manual_seed(0)
-    strategy = build_strategy(KINDS[kind], session)
-    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), next_byte, batch(session))
-    strategy.step(batch(session), 1e-3)
+    strategy = build_strategy(kinds(session.world_size)[kind], session)
+    sample = batch(session, strategy.share)
+    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), next_byte, sample)
+    strategy.step(sample, 1e-3)
     return strategy
 
 
@@ -53,7 +67,7 @@ def memory(session: Session, kind: str) -> tuple[float, float]:
     kept = sum(value.numel() * value.element_size() for value in strategy.live().values())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    strategy.step(batch(session), 1e-3)
+    strategy.step(batch(session, strategy.share), 1e-3)
     return kept / 2**20, (_status("VmHWM") - before) / 2**10
 
 
@@ -64,12 +78,12 @@ def _status(key: str) -> int:
 
 def times(session: Session) -> dict[str, float]:
     """The median step of each, in seconds."""
-    strategies = {kind: built(session, kind) for kind in KINDS}
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    strategies = {kind: built(session, kind) for kind in kinds(session.world_size)}
+    found: dict[str, list[float]] = {kind: [] for kind in strategies}
     for _ in range(TURNS):
         for kind, strategy in strategies.items():
             began = time.perf_counter()
-            strategy.step(batch(session), 1e-3)
+            strategy.step(batch(session, strategy.share), 1e-3)
             found[kind].append(time.perf_counter() - began)
     return {kind: statistics.median(laps) for kind, laps in found.items()}
 
@@ -77,7 +91,7 @@ def times(session: Session) -> dict[str, float]:
 def main(ranks: int) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system, so that peaks are real
     took: dict[str, float] = run_ranks(ranks, times)[0]
-    for kind in KINDS:
+    for kind in kinds(ranks):
         kept: Any = run_ranks(ranks, memory, kind)[0]
         ratio = took[kind] / took["ddp"]
         print(f"{kind:18} keeps {kept[0]:6.1f} MiB  a step adds {kept[1]:6.1f} MiB  takes {ratio:.2f} of ddp's time")

@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,11 +32,18 @@ PRELOAD = [
 ]
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit_s: float = LIMIT_S,
+    mortal: Collection[int] = (),
+) -> list[Any]:
     """``function(session, *args)`` on every rank of a fresh process group; the results in the order of the ranks.
 
     ``function`` must be importable by name, arguments and results must survive ``pickle``. Raises AssertionError with
-    every rank's traceback when one fails, and when a rank is not done after ``limit_s``.
+    every rank's traceback when one fails, and when a rank is not done after ``limit_s``. Ranks that are ``mortal`` may
+    die: their result is None; then nothing of ours waits for all, so ``function`` must not leave before the others.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server starts: its children inherit it
     context = multiprocessing.get_context("forkserver")
@@ -44,7 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        call = pickle.dumps((function, args, limit_s))
+        call = pickle.dumps((function, args, limit_s, not mortal))
         ranks = [
             context.Process(
                 target=_rank, args=(rank, world_size, store.port, folder, call, pipes[rank][1]), daemon=True
@@ -55,14 +62,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s
             rank.start()
             sending.close()
         try:
-            return _results([receiving for receiving, _ in pipes], limit_s)
+            return _results([receiving for receiving, _ in pipes], limit_s, mortal)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
 
 
-def _results(pipes: list[Connection], limit_s: float) -> list[Any]:
+def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -> list[Any]:
     """Waits for all; the first failure ends the wait, since the other ranks may hang in a collective without it."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
@@ -72,16 +79,16 @@ def _results(pipes: list[Connection], limit_s: float) -> list[Any]:
         assert ready, f"ranks {missing} were not done after {limit_s:.0f} s"
         for pipe in ready:
             rank = pipes.index(pipe)
-            done, results[rank] = _received(pipe)
+            done, results[rank] = _received(pipe, rank in mortal)
             assert done, f"rank {rank}:\n{results[rank]}"
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _received(pipe: Connection) -> tuple[bool, Any]:
+def _received(pipe: Connection, may_die: bool) -> tuple[bool, Any]:
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return False, "the process ended without an answer"
+        return may_die, None if may_die else "the process ended without an answer"
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe: Connection) -> None:
@@ -94,7 +101,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     from toolkit.dist.stop_store import connector
 
     torch.set_num_threads(1)
-    function, args, limit_s = pickle.loads(call)
+    function, args, limit_s, leave_together = pickle.loads(call)
     faulthandler.dump_traceback_later(limit_s - 5)  # shows where a rank hangs, before it is killed
     store = TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
@@ -102,7 +109,8 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     session = Session(rank, world_size, rank, torch.device("cpu"), Path(folder), 1, store, NullReporter(), gate)
     try:
         answer = pickle.dumps((True, function(session, *args)))
-        dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
+        if leave_together:
+            dist.barrier()  # a rank that leaves early takes its connections, and the others' last messages, with it
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     gate.close()

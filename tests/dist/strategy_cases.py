@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
@@ -32,7 +32,21 @@ SUBJECTS: dict[str, tuple[StrategyConfig, int]] = {
     "ddp": (StrategyConfig("ddp"), 3),
     "fsdp": (StrategyConfig("fsdp"), 3),
     "zero": (StrategyConfig("zero"), 3),
+    "parameter_server": (StrategyConfig("parameter_server"), 3),
+    "hsdp": (StrategyConfig("fsdp", mesh=MeshConfig(replicas=2)), 4),
+    "tensor": (StrategyConfig("tensor"), 2),
+    "tensor x replicas": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2)), 4),
+    "tensor x shards": (StrategyConfig("tensor", mesh=MeshConfig(tensor=2, shards=2)), 4),
+    "pipeline": (StrategyConfig("pipeline"), 3),
+    "pipeline x replicas": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), 4),
 }
+#: Those whose steps are not quite the ones of one process: held to everything else.
+LOSSY = {
+    kind: (StrategyConfig("ddp", compression=kind, compression_ratio=0.2, compression_rank=1), 3)
+    for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
+}
+EXACT = tuple(SUBJECTS)
+SUBJECTS |= LOSSY
 NAMES = tuple(SUBJECTS)
 
 
@@ -65,7 +79,9 @@ def global_batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (size,), generator=draw)
 
 
-def part(share: Share, step: int, size: int = BATCH) -> Batch:
+def part(share: Share, step: int, size: int = BATCH) -> Batch | None:
+    if not share.count:
+        return None
     inputs, targets = global_batch(step, size)
     start, stop = share.bounds(size)
     return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), size)
@@ -153,6 +169,8 @@ CASES = [
 
 def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
     """Unpadded: this share's range in batches, every share the same number of them."""
+    if not share.count:
+        return []
     inputs, targets = global_batch(7, size)
     start, stop = share.bounds(size)
     calls = math.ceil(math.ceil(size / share.count) / batch_size)

@@ -18,6 +18,7 @@ from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
     NAMES,
+    SUBJECTS,
     Residual,
     built,
     eval_parts,
@@ -248,8 +249,9 @@ def image_model() -> nn.Module:
     [
         [("fsdp", 4), ("fsdp", 2), ("fsdp", 3)],
         [("ddp", 2), ("fsdp", 3), ("zero", 2), ("ddp", 1)],
+        [("hsdp", 4), ("tensor", 3), ("tensor x shards", 4), ("tensor x replicas", 4)],
     ],
-    ids=["other ranks", "other strategies"],
+    ids=["other ranks", "other strategies", "other meshes"],
 )
 def test_a_run_goes_on_from_a_checkpoint_that_was_cut_otherwise_as_if_it_had_not_been(
     attempts: list[tuple[str, int]], tmp_path: Path
@@ -284,7 +286,7 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
                 block.into.register_forward_pre_hook(count)
             return made
 
-        strategy = build_strategy(StrategyConfig(name, activation_checkpointing=recomputes), session)
+        strategy = build_strategy(replace(SUBJECTS[name][0], activation_checkpointing=recomputes), session)
         strategy.build(
             model, lambda model: torch.optim.AdamW(model.parameters()), cross_entropy, part(strategy.share, 0)
         )
@@ -298,7 +300,8 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_that_recompute_their_activations_run_twice_and_train_bit_for_bit_alike(name: str) -> None:
     for (once, kept), (twice, again) in run_ranks(2, recomputed, name):
-        assert (once, twice) == (6, 12)
+        assert once >= 3
+        assert twice == 2 * once
         trainer.assert_same(again, kept)
 
 

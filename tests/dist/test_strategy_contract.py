@@ -15,6 +15,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CASES,
     CLASSES,
+    EXACT,
     FEATURES,
     NAMES,
     OPTIMIZERS,
@@ -55,8 +56,8 @@ def train_cases(session: Session, name: str) -> list[tuple[list[float], dict[str
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
-        *((name, ranks) for name, (_, ranks) in SUBJECTS.items()),
-        *((name, n) for name in ("ddp", "fsdp") for n in (1, 2, 4)),
+        *((name, SUBJECTS[name][1]) for name in EXACT),
+        *((name, n) for name in ("ddp", "fsdp", "pipeline") for n in (1, 2, 4)),
     ],
 )
 def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: str, world_size: int) -> None:
@@ -77,6 +78,7 @@ def test_steps_equal_those_of_one_process_on_the_same_global_batches(strategy: s
 def evaluate_parts(session: Session, name: str, size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     strategy = built(name, session, noisy_model)
     for step in range(STEPS):
+        reseed(5, step, strategy.share.index)
         strategy.step(part(strategy.share, step), 0.05)
     figures = evaluate(strategy, eval_parts(strategy.share, size, 4), size, classification)
     return figures, snapshot(strategy)
@@ -122,12 +124,13 @@ def test_an_eval_set_with_fewer_samples_than_ranks_is_refused() -> None:
 
 
 def continue_training(
-    session: Session, name: str, start: dict[str, Tensor] | None, first: int, last: int
+    session: Session, name: str, starts: list[dict[str, Tensor]] | None, first: int, last: int
 ) -> list[dict[str, Tensor]]:
-    """Steps ``first`` to ``last`` - 1, from ``start`` or from the beginning; the state after each."""
+    """Steps ``first`` to ``last`` - 1, from this rank's of ``starts`` or the beginning; the state after each."""
     strategy = built(name, session, noisy_model, size=25, accumulate=2)
     live = strategy.state()
-    if start is not None:
+    if starts is not None:
+        start = starts[session.rank]
         for name, entry in live.items():
             fill(entry, start[name])
         assert live.keys() == start.keys()
@@ -142,10 +145,11 @@ def continue_training(
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted(strategy: str) -> None:
-    undisturbed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, None, 0, 6)[0]
-    resumed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, undisturbed[2], 3, 6)
-    for rank in resumed:
-        for whole, again in zip(undisturbed[3:], rank, strict=True):
+    undisturbed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, None, 0, 6)
+    starts = [states[2] for states in undisturbed]
+    resumed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, starts, 3, 6)
+    for before, after in zip(undisturbed, resumed, strict=True):
+        for whole, again in zip(before[3:], after, strict=True):
             assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
@@ -156,6 +160,10 @@ def names(session: Session, name: str) -> tuple[set[str], set[str]]:
     return before, set(strategy.state())
 
 
+#: What some strategies need beside weights, buffers and slots.
+STRATEGYS_OWN = ("residual/rank", "powersgd/")
+
+
 @pytest.mark.parametrize("strategy", NAMES)
 def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the_first_step(strategy: str) -> None:
     model = noisy_model()
@@ -163,7 +171,9 @@ def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the
         f"optim/{name}/{slot}" for name, _ in model.named_parameters() for slot in ("step", "exp_avg", "exp_avg_sq")
     }
     expected = {f"model/{name}" for name in model.state_dict()} | slots
-    assert run_ranks(1, names, strategy) == [(expected, expected)]
+    for before, after in run_ranks(SUBJECTS[strategy][1], names, strategy):
+        assert before == after
+        assert {name for name in before if not name.startswith(STRATEGYS_OWN)} == expected
 
 
 # ---------------------------------------------------------------------------------------------------- priming
@@ -189,23 +199,29 @@ def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_a
 
 
 class RandomFeatures(nn.Module):
-    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    """A buffer drawn from ``draw``."""
 
     features: Tensor
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, draw: torch.Generator) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(seed)
         self.register_buffer("features", torch.randn(FEATURES, 8, generator=draw))
-        self.head = nn.Linear(8, CLASSES, bias=False)
-        nn.init.normal_(self.head.weight, generator=draw)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head((inputs @ self.features).cos())  # type: ignore[no-any-return]
+        return (inputs @ self.features).cos()
+
+
+def drawn_model(seed: int) -> nn.Module:
+    """First values drawn from a generator of its own, which a job need not seed alike on all ranks."""
+    draw = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(RandomFeatures(draw), *(nn.Linear(8, n, bias=False) for n in (8, 8, CLASSES)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=draw)
+    return model
 
 
 def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy = built(name, session, lambda: RandomFeatures(session.rank))
+    strategy = built(name, session, lambda: drawn_model(session.rank))
     first = snapshot(strategy)
     strategy.step(part(strategy.share, 0), 0.1)
     return first, snapshot(strategy)
@@ -214,10 +230,11 @@ def first_values(session: Session, name: str) -> tuple[dict[str, Tensor], dict[s
 @pytest.mark.parametrize("strategy", NAMES)
 def test_weights_and_buffers_start_as_those_of_rank_0_whatever_a_rank_has_drawn(strategy: str) -> None:
     ranks = run_ranks(SUBJECTS[strategy][1], first_values, strategy)
-    expected = RandomFeatures(0).state_dict()
+    expected = drawn_model(0).state_dict()
     for first, stepped in ranks:
         assert all(torch.equal(first[f"model/{name}"], value) for name, value in expected.items())
-        assert all(torch.equal(stepped[name], value) for name, value in ranks[0][1].items())
+        shared = {name: value for name, value in ranks[0][1].items() if "/rank0/" not in name}
+        assert all(torch.equal(stepped[name], value) for name, value in shared.items())
 
 
 class HalfUsed(nn.Module):
@@ -231,7 +248,7 @@ class HalfUsed(nn.Module):
 
 def refusals(session: Session, name: str) -> list[str]:
     messages = []
-    for build in (partial(built, name, session, HalfUsed), partial(built, name, session, size=1)):
+    for build in (partial(built, name, session, HalfUsed), partial(built, name, session, size=0)):
         with pytest.raises(ConfigError) as caught:
             build()
         messages.append(str(caught.value))
@@ -242,7 +259,7 @@ def refusals(session: Session, name: str) -> list[str]:
 def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step(strategy: str) -> None:
     for unused, without in run_ranks(SUBJECTS[strategy][1], refusals, strategy):
         assert "idle.weight, idle.bias" in unused
-        assert "data.global_batch_size: 1 samples cannot be shared by" in without
+        assert "data.global_batch_size: 0 samples cannot be shared by" in without
 
 
 # ------------------------------------------------------------------------------------------- precision, compile
@@ -257,9 +274,9 @@ def train_bf16(session: Session, name: str) -> tuple[float, torch.dtype]:
 
 @pytest.mark.parametrize("strategy", NAMES)
 def test_bf16_computes_in_half_precision_and_keeps_weights_in_fp32(strategy: str) -> None:
-    for change, dtype in run_ranks(SUBJECTS[strategy][1], train_bf16, strategy):
-        assert change < 0
-        assert dtype is torch.float32
+    changes, dtypes = zip(*run_ranks(SUBJECTS[strategy][1], train_bf16, strategy), strict=True)
+    assert sum(changes) < 0
+    assert set(dtypes) == {torch.float32}
 
 
 def fail_to_compile(session: Session) -> str:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
+from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step
-from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
+from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
 from toolkit.dist.session import Session
@@ -72,7 +73,7 @@ def train(
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
-    strategy = build_strategy(StrategyConfig(name), session, config)
+    strategy = build_strategy(SUBJECTS[name][0], session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
@@ -80,7 +81,7 @@ def train(
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
     result = trainer.fit(judge)
-    return result, {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+    return result, {name: e.value.clone() for name, e in strategy.state().items() if isinstance(e.value, Tensor)}
 
 
 def logged(run_dir: Path, tag: str) -> dict[int, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import config as configs
-from toolkit.config import JobConfig, load_config, validate
+from toolkit.config import JobConfig, MeshConfig, StrategyConfig, load_config, validate
 from toolkit.errors import ConfigError, RequestError
 from toolkit.rundir import RUN_DIR_VARIABLE
 
@@ -95,6 +95,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
     ("override", "words"),
     [
         ("strategy.name=dpp", ["strategy.name", "did you mean 'ddp'?"]),
+        ("strategy.parameter_server.mode=asinc", ["strategy.parameter_server.mode", "did you mean 'async'?"]),
+        ("strategy.parameter_server.servers=0", ["strategy.parameter_server.servers", "1 or more"]),
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
@@ -122,7 +124,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("checkpoint.every_steps=0", ["checkpoint.every_steps"]),
         ("checkpoint.every_steps=often", ["checkpoint.every_steps", "'auto'"]),
         ("checkpoint.every_min=0", ["checkpoint.every_min", "0.01 or more"]),
-        ("cluster.container=x.sif", ["cluster.container", "not available in this version"]),
+        ("cluster.container=x.sif", ["cluster.container", "absolute path"]),
+        ("cluster.container=python:3.11", ["cluster.container", "apptainer:python:3.11 or pyxis:python:3.11"]),
         ("cluster.spare_nodes=-1", ["cluster.spare_nodes", "0 or more"]),
         ("name=../x", ["name"]),
         ('notify=[""]', ["notify", "a program and its arguments"]),
@@ -146,6 +149,22 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
 def _words(overrides: str) -> list[str]:
     """Overrides as a shell would cut them; a space within a value stays."""
     return re.split(r" (?=[a-z_.]+=)", overrides.strip("'"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy.parameter_server.servers=3"], ["strategy.parameter_server.servers", "3 of 3 ranks"]),
+        (["data.global_batch_size=1"], ["data.global_batch_size", "2 ranks"]),
+        (["train.accumulate=33"], ["train.accumulate", "32"]),
+    ],
+)
+def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: list[str]) -> None:
+    config = load_config(ROOT / "configs/digits_parameter_server.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +209,53 @@ def test_every_shipped_config_is_valid(path: Path, tmp_path: Path, monkeypatch: 
 
 def test_every_default_is_valid() -> None:
     validate(JobConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ranks", "expected"),
+    [
+        ("ddp", {}, 8, (8, 1, 1)),
+        ("fsdp", {}, 8, (1, 8, 1)),
+        ("fsdp", {"replicas": 2}, 8, (2, 4, 1)),
+        ("zero", {"shards": 2}, 8, (4, 2, 1)),
+        ("tensor", {}, 8, (1, 1, 8)),
+        ("tensor", {"tensor": 2}, 8, (4, 1, 2)),
+        ("tensor", {"tensor": 2, "shards": 4}, 8, (1, 4, 2)),
+        ("tensor", {"shards": 2}, 8, (1, 2, 4)),
+        ("auto", {}, 8, (8, 1, 1)),
+    ],
+)
+def test_what_a_mesh_leaves_open_is_what_is_left(
+    name: str, given: dict[str, int], ranks: int, expected: tuple[int, int, int]
+) -> None:
+    found = configs.mesh_of(StrategyConfig(name, mesh=MeshConfig(**given)), ranks)
+    assert (found.replicas, found.shards, found.tensor) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["strategy.mesh={replicas: 2, shards: 2, tensor: 3}"],
+            "strategy.mesh: 2 replicas x 2 shards x 3 tensor = 12, and there are 8 ranks: the product must be",
+        ),
+        (["strategy.mesh.tensor=3"], "strategy.mesh: 3 tensor = 3, and there are 8 ranks: 3 must divide their number"),
+        (
+            ["strategy.name=ddp", "strategy.sequence_parallel=false"],
+            "strategy.mesh.tensor: strategy.name ddp has no such",
+        ),
+        (
+            ["strategy.name=ddp", "strategy.sequence_parallel=true"],
+            "strategy.sequence_parallel: only strategy.name ten",
+        ),
+        (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
+        (["strategy.cpu_offload=true"], "strategy.cpu_offload: only fsdp"),
+        (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
+        (["train.accumulate=9"], "train.accumulate: 9 parts of a share of 8 samples"),
+    ],
+)
+def test_a_mesh_or_a_plan_that_cannot_be_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
+    config = load_config(ROOT / "configs/gpt_tensor.yaml", ["strategy.mesh.replicas=null", *overrides])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, ranks=8)
+    assert says in str(caught.value)

@@ -35,8 +35,9 @@ RANKS = {
     "diagnose": 6,
     "cli": 7,
 }
-#: config.validate asks the torch-free catalogue whether the data are there; rank 0 holds config because all read it.
-ALLOWED_UP = {("config", "toolkit.data.catalog")}
+#: config.validate asks the torch-free catalogue whether the data are there, and what an image's name means; rank 0
+#: holds config because all read it.
+ALLOWED_UP = {("config", "toolkit.data.catalog"), ("config", "toolkit.cluster")}
 
 
 def imports_of(path: Path) -> set[str]:

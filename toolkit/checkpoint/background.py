@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.exchange import KeyValue, describe
-from toolkit.dist.state import Entry, Replicated, State
+from toolkit.dist.state import Entry, State, is_written_by
 from toolkit.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ class Staging:
 
         The next call overwrites it.
         """
-        own = {name: entry for name, entry in state.items() if rank == 0 or not isinstance(entry, Replicated)}
+        own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
         staged = {name: dataclasses.replace(entry, value=self._copy(name, entry)) for name, entry in own.items()}
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return staged, lambda: None

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from toolkit.errors import CheckpointError
@@ -43,7 +43,15 @@ class Exchange:
     """
 
     def __init__(
-        self, kv: KeyValue | None, *, rank: int, world_size: int, topic: str, number: int, timeout_s: float
+        self,
+        kv: KeyValue | None,
+        *,
+        rank: int,
+        world_size: int,
+        topic: str,
+        number: int,
+        timeout_s: float,
+        lost: Collection[int] = (),
     ) -> None:
         assert kv is not None or world_size == 1
         self._kv = kv
@@ -52,6 +60,7 @@ class Exchange:
         self._topic = topic
         self._number = number
         self._timeout_s = timeout_s
+        self._lost = lost  #: ranks that have died; it may grow
         self._told = itertools.count()
         self._round = itertools.count()
 
@@ -85,7 +94,7 @@ class Exchange:
         """Rank 0: what every other rank reported; CheckpointError naming the ranks that failed or stayed silent."""
         number, deadline = next(self._round), time.monotonic() + self._timeout_s
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
-        found = {rank: self._await(key, deadline) for rank, key in keys.items()}
+        found = {rank: self._await(key, deadline, rank) for rank, key in keys.items()}
         self._forget([*keys.values()])
         self._forget_previous()
         reports = {rank: message for rank, message in found.items() if message is not None}
@@ -94,18 +103,18 @@ class Exchange:
 
     def _raise_failures(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         troubles = [str(message["error"]) for message in reports.values() if "error" in message]
-        silent = [str(rank) for rank in self._others if rank not in reports]
+        silent = [str(rank) for rank in self._others if rank not in reports and rank not in self._lost]
         if silent:
             troubles.append(f"no word within {self._timeout_s:g} s from rank {', '.join(silent)}: see their logs")
         if troubles:
             raise CheckpointError("; ".join(troubles))
 
-    def _await(self, key: str, deadline: float) -> dict[str, Any] | None:
-        """The message under `key`, or None when it is not there by `deadline` (asked at least once)."""
+    def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
+        """The message under `key`, or None when it is not there by `deadline` (asked at least once), or never comes."""
         assert self._kv
         pause_s = 0.001
         while not self._kv.check([key]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or sender in self._lost:
                 return None
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)

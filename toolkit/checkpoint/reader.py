@@ -4,7 +4,8 @@ Rank 0 proposes a name, all read and verify their part of it, and the worst resu
 is skipped; one that does not fit the model is an error, for an older one would not fit either.
 
 A shard may be cut otherwise than it was saved, on any number of ranks, or not be cut at all there or here: it is put
-together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only.
+together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only, or
+are averaged over the ranks that stored them, where the state says so.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, file_name
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
-from toolkit.dist.state import Entry, Json, Sharded, State
+from toolkit.dist.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
 from toolkit.errors import CheckpointError, listing
 
 #: Tensors that a rank reads at the same time.
@@ -55,9 +56,11 @@ def load(
     attempt: int = 1,
     timeout_s: float = 600.0,
     read_only: bool = False,
+    newest: int | None = None,
 ) -> Loaded | None:
     """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
 
+    `newest`: only checkpoints up to this step count; rank 0's is asked for.
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
     `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
     starting anew silently would throw the run away. After an error the tensors hold anything.
@@ -73,7 +76,7 @@ def load(
     if rank:
         return _follow(reader, talk)
     with failures_told(talk, f"no checkpoint was loaded from {store.folder}"):
-        loaded = _lead(reader, talk, read_only)
+        loaded = _lead(reader, talk, read_only, newest)
         talk.tell({"done": loaded is not None, "skipped": dict(loaded.skipped) if loaded else {}})
         return loaded
 
@@ -100,9 +103,11 @@ class _Reader:
 
     def _fill_all(self, path: Path, manifest: Manifest) -> None:
         """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
-        held = {key: (entry, entry.value) for key, entry in self.state.items() if isinstance(entry.value, torch.Tensor)}
+        there = manifest.tensors
+        wanted = {key: entry for key, entry in self.state.items() if key in there or not key.startswith(OPTIONAL)}
+        held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
         with ThreadPoolExecutor(READERS) as pool:
-            fills = [pool.submit(_fill, k, *each, path, manifest.tensors[k]) for k, each in held.items()]
+            fills = [pool.submit(_fill, *each, path, self._records(k, each[0], manifest)) for k, each in held.items()]
             for fill in as_completed(fills):
                 try:
                     fill.result()
@@ -111,14 +116,19 @@ class _Reader:
                     raise
                 self.store.moved()
 
+    def _records(self, name: str, entry: Entry, manifest: Manifest) -> dict[str, TensorRecord]:
+        """What the tensor of `name` is filled from."""
+        sources = _sources(name, entry, manifest, self.rank, self.world_size)
+        return {source: manifest.tensors[source] for source in sources}
 
-def _lead(reader: _Reader, talk: Exchange, read_only: bool) -> Loaded | None:
+
+def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
     """Rank 0's side: propose, newest first, until all ranks have verified one."""
     store, skipped = reader.store, dict[str, str]()
     if not read_only:
         store.refuse_of_others(store.folder)
         store.sweep()
-    for path in store.list():
+    for path in (path for path in store.list() if newest is None or step_of(path) <= newest):
         if not read_only:
             store.refuse_of_others(path)
         loaded, reason = _propose(reader, talk, path.name)
@@ -174,14 +184,35 @@ def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
     return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
 
 
-def _fill(name: str, entry: Entry, live: torch.Tensor, folder: Path, record: TensorRecord) -> None:
+def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
+    """The names in the checkpoint of what belongs into `entry`: its own, or at another world size those of all."""
+    if manifest.world_size == world_size or not _averages(entry):
+        return [name]
+    return [name.replace(f"/rank{rank}/", f"/rank{other}/", 1) for other in range(manifest.world_size)]
+
+
+def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
     """From the very part that stands here, straight into place; from all that meet it where there is none."""
+    if len(records) > 1:
+        _fill_with_mean(live, folder, records)
+        return
     place = _place(entry)
-    same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
-    if same is not None:
-        tensors.fill(name, live, folder, same)
-    else:
-        tensors.assemble(name, live, place[0], folder, record.parts)
+    for name, record in records.items():
+        same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
+        if same is not None:
+            tensors.fill(name, live, folder, same)
+        else:
+            tensors.assemble(name, live, place[0], folder, record.parts)
+
+
+def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
+    """Added up in float64 and in the order of the ranks, so that all that read it get the same bits."""
+    total = torch.zeros(live.shape, dtype=torch.float64)
+    one = torch.empty(live.shape, dtype=live.dtype)
+    for name, record in records.items():
+        tensors.fill(name, one, folder, record.parts[0])
+        total += one
+    live.copy_(total / len(records))
 
 
 def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -194,14 +225,21 @@ def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
     """Everything in which the checkpoint and the live state of this rank differ, one phrase each."""
     stored: dict[str, Any] = {**manifest.tensors, **manifest.values}
-    missing = [f"{name} is not in the checkpoint" for name in state if name not in stored]
-    expected = [name for name, record in stored.items() if _is_for(rank, record)]
-    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in state]
-    wrong = [text for name in state if name in stored and (text := _difference(name, state[name], stored[name]))]
-    own = any(record.kind == "per_rank" for record in stored.values())
+    used = {
+        source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
+    }
+    missing = [f"{n} is not in the checkpoint" for n in used if n not in stored and not n.startswith(OPTIONAL)]
+    expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(OPTIONAL)]
+    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
+    wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
+    own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())
     if own and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
     return missing + unexpected + wrong
+
+
+def _averages(entry: Entry | None) -> bool:
+    return isinstance(entry, PerRank) and entry.averages
 
 
 def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:

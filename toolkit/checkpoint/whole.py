@@ -25,8 +25,12 @@ EMA = "ema/"
 
 
 def model_tensors(manifest: Manifest, *, ema: bool = False) -> dict[str, TensorRecord]:
-    """The records of the model alone, by the model's own names; with ``ema`` moving averages where there are some."""
-    return _below(MODEL, manifest) | (_below(EMA, manifest) if ema else {})
+    """The records of the model alone, by the model's own names; with ``ema`` moving averages where there are some.
+
+    (There are averages of buffers, too, that a model makes for itself and does not save.)
+    """
+    found, averages = _below(MODEL, manifest), _below(EMA, manifest)
+    return {name: averages.get(name, record) if ema else record for name, record in found.items()}
 
 
 def has_ema(manifest: Manifest) -> bool:

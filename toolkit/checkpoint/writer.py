@@ -1,6 +1,7 @@
 """Saving: every rank writes its part, rank 0 commits, and every rank learns whether that worked before `save` returns.
 
-Who writes what follows from the kinds of state alone: rank 0 the replicated values, every rank its own and its shards.
+Who writes what follows from the kinds of state alone: rank 0 the replicated values, every rank its own and its shards,
+but for those that are another rank's as well and that one writes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import platform
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from toolkit.checkpoint.manifest import (
     parse_value,
 )
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.dist.state import Entry, Json, PerRank, Replicated, Sharded, State
+from toolkit.dist.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by
 from toolkit.errors import CheckpointError, listing
 
 log = logs.get(__name__)
@@ -50,6 +51,7 @@ def save(
     attempt: int = 1,
     timeout_s: float = 600.0,
     check_replicas: bool = True,
+    lost: Collection[int] = (),
 ) -> Path:
     """Save `state` and rank 0's `meta` as the checkpoint of `step`; all ranks call it, and all return or all raise.
 
@@ -58,10 +60,13 @@ def save(
 
     `check_replicas` asserts that replicated values are equal bit for bit on all ranks. It costs the other ranks a copy
     to the host and a crc32, which rank 0 makes for its file in any case while they wait for it: no time on the wall.
+
+    ``lost`` may grow meanwhile: ranks that have died, and whose part is therefore not waited for. What they alone had
+    is missing then, and if a whole tensor needs it nothing is committed.
     """
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
-    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
+    talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
     if rank:
         return _follow(store, step, state, talk, rank, check_replicas)
     return _lead(store, step, state, meta, talk, world_size)
@@ -102,7 +107,10 @@ def _write_with_others(
     for rank, report in reports.items():
         _check_replicas(state, own, rank, report["replicas"])
     parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values())]
-    return _merge(step, world_size, meta, parts)
+    manifest = _merge(step, world_size, meta, parts)
+    for rank, report in reports.items():
+        _check_copies(manifest, rank, report["replicas"])
+    return manifest
 
 
 def _follow(store: CheckpointStore, step: int, state: State, talk: Exchange, rank: int, check_replicas: bool) -> Path:
@@ -153,7 +161,7 @@ class _WrittenPart:
 
 def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) -> _WrittenPart:
     """Write this rank's tensors into `folder`; a rank that has none (the others under ddp) makes no file."""
-    own = {name: entry for name, entry in state.items() if rank == 0 or not isinstance(entry, Replicated)}
+    own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
     records: dict[str, TensorRecord] = {}
     path = folder / file_name(rank)
     if any(isinstance(entry.value, torch.Tensor) for entry in own.values()):
@@ -201,7 +209,12 @@ def _replica_digests(state: State) -> dict[str, Any]:
         else _value_digest(entry.value)
         for name, entry in entries
     ]
-    return {"names": _value_digest([name for name, _ in entries]), "crc32": digests}
+    copies = {
+        name: [entry.offsets, zlib.crc32(tensors.to_bytes(name, entry.value))]
+        for name, entry in state.items()
+        if isinstance(entry, Sharded) and entry.is_copy
+    }
+    return {"names": _value_digest([name for name, _ in entries]), "crc32": digests, "copies": copies}
 
 
 def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[str, Any] | None) -> None:
@@ -223,6 +236,20 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
         raise CheckpointError(
             f"{listing(different)} declared as replicated, but rank {rank} and rank 0 hold different values; "
             "the replicas have drifted apart, or the value is per rank"
+        )
+
+
+def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None) -> None:
+    """CheckpointError naming the parts that `rank` holds differently from the rank that has written them."""
+    different = []
+    for name, (offsets, crc32) in (found["copies"] if found else {}).items():
+        parts = manifest.tensors[name].parts if name in manifest.tensors else ()
+        if crc32 not in [part.crc32 for part in parts if part.offsets == tuple(offsets)]:
+            different.append(name)
+    if different:
+        raise CheckpointError(
+            f"{listing(different)}: rank {rank} holds another value than the rank that writes its part; "
+            "the replicas have drifted apart"
         )
 
 

@@ -62,6 +62,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "metrics": result.get("metrics") or progress.get("metrics") or {},
         "nodes": status.get("nodes", []),
         "bad_nodes": status.get("bad_nodes", {}),
+        "lost_ranks": status.get("lost_ranks", {}),
         "stragglers": slow.stragglers(status),
         "goodput": goodput.of_files(run),
         "pid": status.get("pid"),
@@ -145,7 +146,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _why_lines(rows: list[dict[str, Any]]) -> str:
     lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
     bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad])
+    dead = [
+        (row["run"], f"rank {rank} has died ({how}); the others do its work")
+        for row in rows
+        for rank, how in row["lost_ranks"].items()
+    ]
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad, *dead])
 
 
 def _slow_lines(rows: list[dict[str, Any]]) -> str:

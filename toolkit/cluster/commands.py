@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,6 +84,7 @@ class Settings:
     """What we go by of a cluster's configuration, with Slurm's own defaults."""
 
     slurmd_port: int = DEFAULT_SLURMD_PORT  #: on which every node's slurmd listens
+    mpi_default: str = "none"  #: the plugin for ranks over MPI that an srun has which names none
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
 
 
@@ -203,10 +205,12 @@ class Slurm:
 
     def settings(self) -> Settings:
         text = self._run(["scontrol", "show", "config"])
-        found = dict(re.findall(r"^(SlurmdPort|KillWait)\s*=\s*(\d+)", text, re.MULTILINE))
+        found = dict(re.findall(r"^(SlurmdPort|KillWait|MpiDefault)\s*=\s*(\w+)", text, re.MULTILINE))
         default = Settings()
         return Settings(
-            int(found.get("SlurmdPort", default.slurmd_port)), float(found.get("KillWait", default.kill_wait_s))
+            slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),
+            kill_wait_s=float(found.get("KillWait", default.kill_wait_s)),
+            mpi_default=found.get("MpiDefault", default.mpi_default),
         )
 
     # ------------------------------------------------------------------------------------------------- asking
@@ -462,6 +466,13 @@ def srun_argv(step: Step) -> list[str]:
         *step.extra,
         *step.command,
     ]
+
+
+def srun_here_argv(command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command``, which may begin with srun's options, once on this node of the job,
+    beside all else that runs there."""
+    here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+    return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,9 +77,12 @@ class Loader:
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
-        self._sampler = TrainSampler(
-            self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share, split=split
+        self._of_share = partial(self._source_of, dataset, seed, max_bad_samples is not None)
+        self._others: dict[Share, Source] = {}
+        self._samplers = partial(
+            TrainSampler, self.dataset_size, global_batch_size=global_batch_size, seed=seed, split=split
         )
+        self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
         self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device, skips=skips)
 
@@ -90,6 +95,16 @@ class Loader:
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
         self.data_wait_s = self._clock() - started
         return batch
+
+    def part(self, step: int, share: Share) -> Batch:
+        """What ``at(step)`` gives to the rank that holds ``share``: for whoever does a dead one's work. Loaded in this
+        process, whatever the number of workers."""
+        if share not in self._others:
+            self._others[share] = self._of_share(share)
+        return self._others[share].fetch(step).to(self._device)
+
+    def _source_of(self, dataset: Any, seed: int, skips: bool, share: Share) -> Source:
+        return _source(dataset, self._samplers(share=share), seed=seed, workers=0, device=self._device, skips=skips)
 
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""
@@ -106,6 +121,15 @@ class Loader:
         """A checkpoint needs nothing of it, for the step says all; with a split, by how many parts the data are split:
         on another number of ranks they would be other parts."""
         return None if self._parts is None else {"parts": self._parts}
+
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""
+        if self._parts is not None:
+            shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
+            return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]
+        start = step * self.global_batch_size
+        found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
+        return found
 
     def restore(self, state: Json) -> None:
         """Nothing is to be restored: see :meth:`state`."""

@@ -129,6 +129,13 @@ class StreamLoader:
         self._state = None if batch is None else batch.stream_state
         return batch
 
+    def part(self, step: int, share: Share) -> Batch:
+        """Raises JobFailedError: where another rank's stream stands is known to that rank alone."""
+        raise JobFailedError(
+            f"the rank with share {share.index} of {share.count} has died, and nobody else knows where its stream "
+            "stands: the run can only go on from its last checkpoint, on as many ranks"
+        )
+
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives: their positions, for an index they have not."""
         start, stop = self._parts.bounds_of(step)
@@ -136,6 +143,10 @@ class StreamLoader:
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         raise AssertionError("streams keep their shares")
+
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all streams together give in ``step``: their positions."""
+        return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
 
     def state(self) -> Json:
         """Where the stream stands after the last batch that was given."""

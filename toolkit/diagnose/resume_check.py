@@ -81,7 +81,7 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
     """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
     loaded = configs.load_config(config, overrides)
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
-    strike = _strike(plan, ranks)
+    strike = _strike(plan, _needed(loaded, ranks))
     plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     common = [*overrides, f"train.max_steps={plan.steps}"]
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
@@ -91,6 +91,11 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
     log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, plan.steps, ranks)
     disturbed = _disturb(config, [*common, f"name={loaded.name}-disturbed"], plan, {"strikes": {"1": strike}}, executor)
     return compare(undisturbed, disturbed, plan, f"rank {strike['rank']}, {plan.how}, in step {strike['step']}")
+
+
+def _needed(config: configs.JobConfig, ranks: int) -> int:
+    """So many of the first ranks end the attempt when they die: a parameter server's workers do not."""
+    return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
 
 
 def _strike(plan: Plan, ranks: int) -> dict[str, Any]:

@@ -6,11 +6,13 @@ group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_BUCKET_BYTES = 1 << 25
 
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
@@ -23,6 +25,17 @@ def sum_across_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def sum_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, float]:
+    """Each value added up over all ranks, in float64, which counts are exact in up to 2**53; every rank gives the same
+    names. One collective and one host sync."""
+    plain = [value if isinstance(value, float) else 0.0 for value in values.values()]
+    numbers = torch.tensor(plain, dtype=torch.float64, device=device)
+    for index, value in enumerate(values.values()):
+        if isinstance(value, Tensor):
+            numbers[index] = value
+    return dict(zip(values, sum_across_ranks(numbers).tolist(), strict=True))
+
+
 def start_sum(tensor: Tensor) -> dist.Work:
     """Begin :func:`sum_across_ranks`; ``tensor`` must be left alone until ``.wait()`` of the result has returned."""
     work = dist.all_reduce(tensor, async_op=True)
@@ -30,13 +43,59 @@ def start_sum(tensor: Tensor) -> dist.Work:
     return work
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
-    """Overwrite ``tensors`` in place by those of rank ``source``, in one message for each dtype."""
+def gather_rows(row: Tensor) -> Tensor:
+    """The ``row`` (...) of every rank, of one shape and dtype on all: (ranks, ...)."""
+    rows = row.new_empty((dist.get_world_size(), *row.shape))
+    dist.all_gather_into_tensor(rows.view(-1), row.reshape(-1))  # gloo takes no more dimensions
+    return rows
+
+
+def exchange_rows(rows: Tensor) -> Tensor:
+    """Send row i of ``rows`` (ranks, ...) to rank i; what all ranks sent here, in their order: (ranks, ...)."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received
+
+
+#: What is sent at once: enough to keep a link busy, little enough to be copied for it.
+_BUCKET_BYTES = 1 << 25
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite ``tensors`` in place by those of rank ``source``, in flat buckets of one dtype."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, source, group)
+        _unpack(flat, bucket)
+
+
+def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1) -> None:
+    """Replace each of ``tensors`` by its sum over ``group``, divided by ``divisor``, in place.
+
+    They travel in flat buckets, cut by their order and sizes alone: the same bits in every run.
+    """
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        _unpack(flat.div_(divisor) if divisor != 1 else flat, bucket)
+
+
+def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for same in _by_dtype(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        dist.broadcast(flat, source)
-        for tensor, received in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-            tensor.detach().copy_(received.view_as(tensor))
+        bucket, size = list[Tensor](), 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

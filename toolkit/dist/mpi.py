@@ -597,7 +597,8 @@ class MpiGroup(_Group):  # type: ignore[misc]
         finish = partial(_give_back, received, output)
         return self._do("Allgather", [arguments], opts, finish, [output], (sent, received))
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """torch 2.11 gives no ``opts``."""
         pairs = zip(outputs, inputs, strict=True)
         return MpiWorks([self.all_gather_single(output, input, opts) for output, input in pairs])
 

@@ -46,6 +46,8 @@ class Session:
     gate: Gate
     #: What this rank is doing, for the supervisor: a run in which no rank's changes for long is ended as a hang.
     activity: Activity = field(default_factory=Activity)
+    #: Ranks that have died and that the attempt goes on without; none but under a strategy that can.
+    lost: set[int] = field(default_factory=set)
 
     @property
     def is_main(self) -> bool:
@@ -55,6 +57,14 @@ class Session:
     def progress(self, **fields: Any) -> None:
         """Say where this rank is (phase, step, loss, ...); cheap, and never blocks on I/O."""
         self.reporter.progress(**fields)
+
+    def lose(self, rank: int) -> None:
+        """``rank`` has died and is not waited for any more: rank 0, whom a save and the gate ask, is to be told. Any
+        thread."""
+        if rank not in self.lost:
+            self.lost.add(rank)
+            log.warning("rank %d has died", rank)
+            self.gate.bury(rank)
 
     def owns_run(self) -> bool:
         """Whether no later attempt has taken the run over while this rank's node was cut off."""

@@ -3,7 +3,8 @@
 Which kind a value is decides who writes it and who reads it, so that needs no agreement between ranks:
 
 * `Replicated`: equal on every rank; rank 0 writes it, every rank reads it.
-* `Sharded`: every rank holds a rectangular part of one global tensor and writes that part.
+* `Sharded`: every rank holds a rectangular part of one global tensor. Where several ranks hold the same part, equal on
+  all of them, exactly one of them writes it.
 * `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never meet.
 
 A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
@@ -30,9 +31,14 @@ class Replicated:
 
 @dataclass(frozen=True, eq=False)
 class PerRank:
-    """A value of this rank alone; the name under which it is declared must hold the rank."""
+    """A value of this rank alone; the name under which it is declared must hold the rank, as `.../rank3/...`.
+
+    Another number of ranks cannot go on from it, unless `averages` says that what counts is its mean over the ranks:
+    then each of them starts from the mean of the tensors that all ranks had under this name.
+    """
 
     value: torch.Tensor | Json
+    averages: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +46,13 @@ class Sharded:
     """The rectangular part of a global tensor that this rank holds.
 
     `value` has shape `(s0, s1, ...)` and stands at `[o0:o0+s0, o1:o1+s1, ...]` of the global tensor.
+    `is_copy` says that another rank holds the same part and writes it.
     """
 
     value: torch.Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    is_copy: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.value.shape)
@@ -55,5 +63,14 @@ class Sharded:
             raise ValueError(f"part {shape} at {self.offsets} stands outside the global tensor {self.global_shape}")
 
 
+#: What the names of state begin with that training can do without: where a checkpoint has none of it, it stays as it
+#: was made, and what only the checkpoint has is let be. So these may be switched on and off at a resume.
+OPTIONAL = ("ema/", "mask/", "update/")
+
 Entry: TypeAlias = Replicated | PerRank | Sharded
 State: TypeAlias = Mapping[str, Entry]
+
+
+def is_written_by(entry: Entry, rank: int) -> bool:
+    """Whether `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
+    return rank == 0 if isinstance(entry, Replicated) else not (isinstance(entry, Sharded) and entry.is_copy)

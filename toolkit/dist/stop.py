@@ -149,6 +149,12 @@ class _Asked(NamedTuple):
     propose: bool
 
 
+class _Dead(NamedTuple):
+    """A rank that will acknowledge nothing more."""
+
+    rank: int
+
+
 def propose(
     store: Transport, world_size: int, kind: str, *, by: str, prefix: str = PREFIX, since: int | None = None
 ) -> int:
@@ -202,7 +208,7 @@ class Gate:
         self._leaving = False
         self._decided = threading.Event()
         self._handed_out = threading.Event()
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked | _Dead | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, args=(connect(),), name=f"toolkit-gate-{name}", daemon=True)
             for name, run in (("watch", self._watch), ("propose", self._propose))
@@ -230,6 +236,11 @@ class Gate:
         Asking twice before it is handed out is asking once. Nothing is promised after ``close()``.
         """
         self._asked.put(_Asked(kind, time.monotonic(), self._round, True))
+
+    def bury(self, rank: int) -> None:
+        """``rank`` has died, and the run goes on without it: no agreement waits for it any more. One of the living
+        calls this, once; any thread."""
+        self._asked.put(_Dead(rank))
 
     def close(self) -> None:
         """Leave: this rank starts no further step, and no agreement of the others waits for it. Requests made before
@@ -308,7 +319,10 @@ class Gate:
 
     def _acknowledge(self, store: Transport, keys: _Round, left: bool) -> None:
         """Say what was started. The gate is closed by now, or no step is started any more."""
-        store.set({keys.ack(self._rank): json.dumps(_Ack(self._started, left))})
+        self._count(store, keys, self._rank, _Ack(self._started, left))
+
+    def _count(self, store: Transport, keys: _Round, rank: int, ack: _Ack) -> None:
+        store.set({keys.ack(rank): json.dumps(ack)})
         if store.add(keys.count, 1) == self._world_size and store.exists(keys.proposal):  # it is not when all left
             self._decide(store, keys)
 
@@ -351,11 +365,27 @@ class Gate:
                 asked = self._asked.get(timeout=self._patience_s(waiting))
                 if asked is None:
                     break
+                if isinstance(asked, _Dead):
+                    self._acknowledge_for(store, asked.rank)
+                    continue
                 waiting.append(self._proposed(store, asked) if asked.propose else asked)
             waiting = self._report_hangs(store, waiting)
         with contextlib.suppress(Exception):  # without a store the watcher has ended
             # claimed, not written over: a proposal that the watcher is about to read must stay
             store.claim(_Round(self._prefix, self._round).call(self._rank), "leave")
+
+    def _acknowledge_for(self, store: Transport, dead: int) -> None:
+        """That it has left, in the first round that it has not acknowledged, which nobody can decide before.
+
+        (A rank that dies within the millisecond between its acknowledgement and its being counted blocks the round.)
+        """
+        try:
+            keys = _Round(self._prefix, self._round)
+            while store.exists(keys.decision) or store.exists(keys.ack(dead)):
+                keys = keys.next()
+            self._count(store, keys, dead, _Ack(-1, True))
+        except Exception as error:
+            self._fail(error)
 
     def _proposed(self, store: Transport, asked: _Asked) -> _Asked:
         """The same with the round that serves it."""

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ POLL_S = 0.25
 #: Rank 0's reports and the result are looked for at every poll; the other ranks', of which there may be thousands, this
 #: often, and passed on in one line.
 OTHERS_EVERY_S = 1.0
+#: What Slurm sends to all processes of a job that is to end: the ranks need us to agree on where to stop.
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING = "null"
 
 
@@ -97,10 +100,12 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the store on an inherited listening socket."""
+    """Serve the store on an inherited listening socket, or else on a free port, which the first line tells."""
+    for number in SIGNALS:  # inside a container the starter's way of being deaf may be lost
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--fd", type=int)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--world-size", type=int, required=True)
     args = parser.parse_args()
     store = TCPStore(
@@ -111,7 +116,7 @@ def main() -> None:
         timeout=timedelta(seconds=30),
         master_listen_fd=args.fd,
     )
-    _say({"ready": True})
+    _say({"ready": True, "port": store.port})
     serve(store, args.world_size, sys.stdin.fileno())
     os._exit(0)  # Python's own way out takes half a second with torch loaded, and a restart would wait for it
 

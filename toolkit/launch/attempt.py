@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Attempt:
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
+    lost_ranks: dict[int, str] = field(default_factory=dict)  #: that died and were not needed, and how
     lost_nodes: set[str] = field(default_factory=set)
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
@@ -55,6 +56,17 @@ class Attempt:
     def progress(self) -> Mapping[str, Any]:
         """Rank 0's latest report."""
         return self.reports.get(0, {})
+
+    def can_do_without(self, ranks: Collection[int]) -> bool:
+        """Whether the strategy goes on when ``ranks`` have died, as rank 0 told us: while another one of their kind
+        lives."""
+        expendable = set(self.progress.get("expendable") or ())
+        return set(ranks) <= expendable and not expendable <= self.gone
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether all that were needed came to the run's end, whatever srun makes of those that were not."""
+        return self.result is not None and not self.failures and not self.stopped and not self.lost_nodes
 
     @property
     def phase(self) -> str:

@@ -131,7 +131,8 @@ _WAITS = {
     ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
     ("dist/stop.py", "_slow"): "waiting for the others to agree on a step",
     ("dist/session.py", "_agree_on_run_dir"): "joining",
-    ("train/loop.py", "take"): "in all_reduce",
+    ("dist/collectives.py", "sum_by_name"): "in all_reduce",
+    ("strategies/mail.py", "receive"): "waiting for a message",
     ("strategies/spmd.py", "wait"): "in all_reduce",
 }
 

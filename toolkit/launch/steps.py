@@ -196,9 +196,12 @@ def _signal_name(number: int) -> str:
 class SrunLauncher:
     """Ranks as one srun step of our job, each on the node that the allocation planned it for."""
 
-    def __init__(self, run: RunDir, slurm: SlurmCommands) -> None:
+    def __init__(self, run: RunDir, slurm: SlurmCommands, options: Sequence[str] = (), mpi: str | None = None) -> None:
+        """``options`` for every srun, such as those of a container; ``mpi`` is the plugin that ranks over MPI need."""
         self._run = run
         self._slurm = slurm
+        self._options = options
+        self._mpi = mpi
 
     def start(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
@@ -215,6 +218,8 @@ class SrunLauncher:
             cpus_per_task=allocation.cpus_per_task,
             output=str(self._run.rank_log(attempt, "%t")),
             name=f"{self._run.id}.{attempt}",
+            mpi=self._mpi,
+            extra=self._options,
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         process = subprocess.Popen(

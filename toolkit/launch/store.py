@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import logs
-from toolkit.errors import EXIT_FAILED
+from toolkit.cluster.commands import srun_here_argv, step_environment
+from toolkit.cluster.container import Container
+from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
 
 LAST_WORDS_S = 3.0
@@ -40,28 +42,47 @@ class StoreHostEnded:
 class StoreHost:
     """The child that serves an attempt's store; what the ranks report goes into the queue as :class:`Report`."""
 
-    def __init__(self, world_size: int, host: str, environ: Mapping[str, str], events: Events, log_path: Path) -> None:
-        listener = listen(host)
-        listener.set_inheritable(True)
-        self.port: int = listener.getsockname()[1]
-        command = [sys.executable, "-P", "-m", "toolkit.dist.store_host", "--fd", str(listener.fileno())]
-        command += ["--port", str(self.port), "--world-size", str(world_size)]
-        with listener, open_log(log_path) as output:
-            self._process = subprocess.Popen(
-                tethered(command, signal.SIGKILL, deaf=True),  # the ranks need it to agree on where to stop
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+    def __init__(
+        self,
+        world_size: int,
+        host: str,
+        environ: Mapping[str, str],
+        events: Events,
+        log_path: Path,
+        container: Container | None = None,
+    ) -> None:
+        """In ``container`` if there is one. Raises RequestError where it does not start there."""
+        module = ["toolkit.dist.store_host", "--world-size", str(world_size)]
         self._events = events
         self._closing = False
         self._is_ready = False
+        self._is_a_step = container is not None and container.is_a_step
+        if container is not None and container.is_a_step:
+            command = srun_here_argv([*container.srun_options(), *container.command(module)])
+            self._process = _start(tethered(command, signal.SIGTERM, deaf=True), step_environment(environ), log_path)
+            self.port = self._hear_port(log_path)
+        else:
+            with listen(host) as listener:
+                listener.set_inheritable(True)
+                self.port = listener.getsockname()[1]
+                module += ["--fd", str(listener.fileno()), "--port", str(self.port)]
+                command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
+                # deaf: the ranks need it to agree on where to stop
+                command = tethered(command, signal.SIGKILL, deaf=True)
+                self._process = _start(command, environ, log_path, listener.fileno())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    def _hear_port(self, log_path: Path) -> int:
+        """srun hands no socket on: the port is the store's own choice, and the ranks start once it is known."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                content = json.loads(line)
+                if isinstance(content, dict) and "port" in content:
+                    self._is_ready = True
+                    return int(content["port"])
+        raise RequestError(f"the store host did not start in the container: {log_path} says why")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -95,8 +116,22 @@ class StoreHost:
             self._process.stdin.close()
         if self._is_ready:
             self._thread.join(timeout=LAST_WORDS_S)
-        self._process.kill()
+        self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()
+
+
+def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds: int) -> subprocess.Popen[str]:
+    with open_log(log_path) as output:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            pass_fds=fds,
+            start_new_session=True,
+        )
 
 
 def wildcard() -> str:

@@ -23,8 +23,10 @@ from typing import Any
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import Slurm, submit_environment
+from toolkit.cluster.container import PYXIS
+from toolkit.cluster.container import parse as parse_image
 from toolkit.config import ClusterConfig, JobConfig
-from toolkit.errors import JobFailedError, RequestError, SlurmError
+from toolkit.errors import ConfigError, JobFailedError, RequestError, SlurmError
 from toolkit.launch import door, intent, nodes, snapshot
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.foreign import write_command
@@ -276,6 +278,8 @@ def _validate(config: JobConfig, executor: str, project: Path) -> None:
     configs.validate(config, project=project)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
+        if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
+            raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
     source = configs.job_source(config.job, project).resolve()
     if not source.is_relative_to(project) and "site-packages" not in source.parts:
         raise RequestError(

@@ -27,11 +27,14 @@ from typing import Any
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
+from toolkit.cluster.container import Container, outermost
+from toolkit.cluster.container import parse as parse_image
 from toolkit.cluster.reachable import unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_REQUEST,
     EXIT_STOPPED,
     ToolkitError,
 )
@@ -94,12 +97,14 @@ class Supervisor:
         allocation: Allocation,
         launcher: Launcher,
         slurm: SlurmCommands | None,
+        container: Container | None = None,
     ) -> None:
         self._run = run
         self._config = config
         self._allocation = allocation
         self._launcher = launcher
         self._slurm = slurm
+        self._container = container
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
         self._row: JobRow | None = None
@@ -231,6 +236,8 @@ class Supervisor:
             self._run_ranks(attempt)
         attempt.ended = time.time()
         self._read_error_files(attempt)
+        if attempt.lost_ranks and attempt.has_completed:
+            attempt.exit_code = EXIT_DONE
         hang.remove_unused(self._run.attempt_logs(attempt.number))
         self._look_after_nodes(attempt)
         verdict = judge(self._facts(attempt))
@@ -264,7 +271,7 @@ class Supervisor:
         environ = self._rank_environ(attempt)
         host = "127.0.0.1" if self._allocation.job_id is None else wildcard()
         store_log = self._run.attempt_logs(attempt.number) / "store.log"
-        store = StoreHost(plan.world_size, host, environ, self._events, store_log)
+        store = StoreHost(plan.world_size, host, environ, self._events, store_log, self._container)
         try:
             environ["MASTER_PORT"] = str(store.port)
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
@@ -288,12 +295,13 @@ class Supervisor:
     def _suspect(self, verdict: Ending) -> None:
         """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
         host = suspected(verdict)
-        if host is not None:
+        if host is not None and self._slurm is not None:  # without Slurm there is no other
             self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._journal.history()))
 
     def _rank_command(self) -> list[str]:
         module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
-        return [sys.executable, "-P", "-m", *module, str(self._run.config)]
+        module.append(str(self._run.config))
+        return self._container.command(module) if self._container else [sys.executable, "-P", "-m", *module]
 
     def _rank_environ(self, attempt: Attempt) -> dict[str, str]:
         """What every rank gets; its own numbers are set where it starts."""
@@ -394,8 +402,12 @@ class Supervisor:
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
+        if not attempt.killed and ended.exit_code != EXIT_REQUEST and attempt.can_do_without(ended.ranks):
+            log.warning("rank %s on %s: %s; the others do its work", _names(ended.ranks), ended.host, ended.how)
+            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
+            return
         if not attempt.killed:
-            log.error("rank %s on %s: %s", ",".join(map(str, ended.ranks)), ended.host, ended.how)
+            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
         by_signal = ended.signal is not None and not attempt.killed
         for rank in ended.ranks:
             attempt.failures.append(
@@ -416,8 +428,9 @@ class Supervisor:
         if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
             return
         hosts, late = attempt.plan.rank_hosts, time.time() - attempt.started > SLOW_START_S
+        speaking = {host for rank, host in enumerate(hosts) if rank not in attempt.lost_ranks}
         alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
-        lookout.look(set(hosts) - alive - {self._allocation.hosts[0]})  # there we are ourselves
+        lookout.look(speaking - alive - {self._allocation.hosts[0]})  # there we are ourselves
 
     def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
@@ -430,7 +443,8 @@ class Supervisor:
             self._config.dist.timeout_s,
         )
         hosts = attempt.plan.rank_hosts
-        attempt.hang = hang.investigate(step, dog.standings(), hosts, self._run, attempt.number)
+        standings = [standing for standing in dog.standings() if standing.rank not in attempt.lost_ranks]
+        attempt.hang = hang.investigate(step, standings, hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------- the stop path
@@ -514,6 +528,8 @@ class Supervisor:
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
             failure = read_error_file(path)
             assert failure.rank is not None
+            if failure.rank in attempt.lost_ranks:
+                continue
             if failure.host == "?":  # torch's format has none
                 failure = replace(failure, host=attempt.plan.rank_hosts[failure.rank])
             attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
@@ -605,6 +621,10 @@ class Supervisor:
         self._journal.add(left, Ending(cause, decision, why))
 
 
+def _names(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
 def _hosts_text(plan: Allocation) -> str:
     return ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
 
@@ -667,13 +687,35 @@ def _build(run: RunDir, where: str) -> Supervisor:
     config = configs.load_config(run.config, site=False)
     if where == "local":
         allocation = Allocation.local(config.cluster)
-        return Supervisor(run, config, allocation, LocalLauncher(run), None)
+        return Supervisor(run, config, allocation, LocalLauncher(run), None, _container(run, config, allocation))
     allocation = Allocation.slurm(os.environ)
     _record_size(run, config, allocation)
     if allocation.job_key:
         rundir.remember_job(run, allocation.job_key)
     slurm = Slurm()
-    return Supervisor(run, config, allocation, SrunLauncher(run, slurm), slurm)
+    container = _container(run, config, allocation)
+    launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), _mpi_plugin(config, slurm))
+    return Supervisor(run, config, allocation, launcher, slurm, container)
+
+
+def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
+    """Inside are found: all runs, the folder we were started in, the data, and what the config names."""
+    if config.cluster.container is None:
+        return None
+    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
+    named = [config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts]
+    folders: list[str | Path] = [run.path.parent.parent, Path.cwd(), data, *filter(None, named)]
+    gpus = allocation.gpus_per_node > 0
+    image = parse_image(config.cluster.container)
+    return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
+
+
+def _mpi_plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
+    """Ranks over MPI find each other through srun, which by default helps with nothing: each would be alone."""
+    if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
+        return None
+    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+    return "pmix" if settings.mpi_default == "none" else None
 
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:

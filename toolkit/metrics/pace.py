@@ -44,7 +44,7 @@ class Pace:
 
     def _curves(self, own_s: Sequence[float]) -> dict[str, float]:
         digits = len(str(self.world_size - 1))
-        return {f"world_own_step_s/rank_{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s)}
+        return {f"world_own_step_s/rank_{rank:0{digits}}": seconds for rank, seconds in enumerate(own_s) if seconds}
 
     @property
     def stragglers(self) -> list[dict[str, Any]]:

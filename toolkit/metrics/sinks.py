@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,9 @@ class Sink(Protocol):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Values by tag (`train/loss`, ...) at `step`. Twice at one step: the second call adds other tags."""
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        """How often each of some whole numbers came, shape (n,), any order."""
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         """The run's hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
@@ -53,6 +57,8 @@ class NullSink:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None: ...
+
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None: ...
 
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None: ...
@@ -73,6 +79,10 @@ class FanOut:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.scalars(step, values)
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        for sink in self._sinks:
+            sink.histogram(step, tag, values)
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
         for sink in self._sinks:
@@ -113,10 +123,18 @@ class JsonlSink(NullSink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line, or add to the last one when it has the same step (an evaluation after a logging step)."""
+        self._append(step, {tag: _finite(value) for tag, value in values.items()})
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        """Into the same line: how often each number came, under the number."""
+        counts = Counter(int(value) for value in values.tolist())
+        self._append(step, {tag: {str(number): counts[number] for number in sorted(counts)}})
+
+    def _append(self, step: int, found: Mapping[str, Json]) -> None:
         if self._last.get("step") != step:
             self._last_start = self._file.size
             self._last = {"step": step}
-        self._last |= {"wall_time": self._clock()} | {tag: _finite(value) for tag, value in values.items()}
+        self._last |= {"wall_time": self._clock(), **found}
         self._file.truncate(self._last_start)
         self._file.write(_encode(self._last))
         self._file.flush()
@@ -194,6 +212,12 @@ class TensorBoardSink:
         for tag, value in values.items():
             together.value.add(tag=tag, simple_value=float(value))
         self._add(step, together)
+        self._file.flush()
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        """One bin for each whole number from 0 to the largest."""
+        edges = [number + 0.5 for number in range(-1, int(values.max()) + 1)]
+        self._add(step, self._summary.histogram(tag, values.numpy(), edges))
         self._file.flush()
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:

@@ -108,5 +108,9 @@ class Stragglers:
 
 
 def usual_of(own_s: Sequence[float]) -> float:
-    """The median of all but the slowest: of two ranks the faster one, of many the same as the median of all."""
-    return median(sorted(own_s)[:-1]) if len(own_s) > 1 else 0.0
+    """The median of all but the slowest: of two ranks the faster one, of many the same as the median of all.
+
+    A rank of 0 seconds does no steps of its own (a parameter server), or has died.
+    """
+    working = sorted(seconds for seconds in own_s if seconds)
+    return median(working[:-1]) if len(working) > 1 else 0.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig, check_step, mesh_of
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
 from toolkit.strategies.layout import Layout
@@ -27,9 +28,13 @@ __all__ = [
 
 #: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
 _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
-    "ddp": lambda *given: _spmd(Replicas, *given),
-    "fsdp": lambda *given: _spmd(Shards, *given),
-    "zero": lambda *given: _spmd(partial(Shards, reshard_after_forward=False), *given),
+    "ddp": lambda *given: _spmd("ddp", *given),
+    "fsdp": lambda *given: _spmd("fsdp", *given),
+    "zero": lambda *given: _spmd("zero", *given),
+    "tensor": lambda *given: _spmd("tensor", *given),
+    "pipeline": lambda *given: _pipeline(*given),
+    "parameter_server": lambda *given: _parameter_server(*given),
+    "auto": lambda *given: _auto(*given),
 }
 
 
@@ -37,15 +42,61 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
 
     Of ``train`` it takes how a step is computed: precision, accumulation, compiling. Raises ConfigError for an unknown
-    name.
+    name, for a mesh that does not match the number of ranks, and where ``train`` asks for what this strategy cannot do.
     """
     if config.name not in _BUILDERS:
         hint = nearest(config.name, _BUILDERS)
         raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_BUILDERS)}")
-    return _BUILDERS[config.name](config, session, train or TrainConfig())
+    train = train or TrainConfig()
+    check_step(train, config)
+    return _BUILDERS[config.name](config, session, train)
 
 
-def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    bf16, recompute = train.precision == "bf16", config.activation_checkpointing
-    layout = make(session, bf16=bf16, compile=train.compile, recompute=recompute)
-    return Spmd(session, layout, accumulate=train.accumulate, compile=train.compile)
+def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
+    if config.compression == "none":
+        return Replicas(session, fp16=train.precision == "fp16", channels_last=train.channels_last, **how)
+    from toolkit.strategies.compressed import Compressed
+
+    return Compressed(session, config=config, **how)
+
+
+def _spmd(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    return Spmd(session, _layout(name, config, session, train), train)
+
+
+def _auto(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.auto import Auto
+
+    return Auto(session, lambda name: _layout(name, config, session, train), train)
+
+
+def _pipeline(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies.pipeline import Pipeline
+
+    return Pipeline(session, config, train)
+
+
+def _parameter_server(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
+    from toolkit.strategies import parameter_server
+
+    return parameter_server.build(config, session, train)
+
+
+def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
+    sizes = mesh_of(replace(config, name=name), session.world_size)
+    how: dict[str, Any] = {
+        "bf16": train.precision == "bf16",
+        "compile": train.compile,
+        "recompute": config.activation_checkpointing,
+    }
+    if name == "ddp":
+        return _replicas(config, session, train, how)
+    if name != "tensor":
+        return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
+    from toolkit.strategies.plan import Plan
+    from toolkit.strategies.tensor import TensorParallel
+
+    plan = Plan(config.tensor_plan, config.sequence_parallel)
+    if sizes.shards == 1:
+        return TensorParallel(session, sizes, plan, **how)
+    return Shards(session, sizes, plan=plan, **how)

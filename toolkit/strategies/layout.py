@@ -1,7 +1,8 @@
-"""How a model lies on the ranks: the one thing in which ddp, fsdp and zero differ."""
+"""How a model lies on the ranks: the one thing in which ddp, fsdp, zero and tensor differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -22,6 +23,9 @@ class Layout(Protocol):
     #: Every forward pass waits for the other ranks, so that all must make equally many of them.
     passes_are_joint: bool
 
+    #: Whether what this rank finds counts in sums over all ranks: of those that work on one share together, one does.
+    counts: bool
+
     def place(self, make: ModelFactory) -> nn.Module:
         """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls."""
 
@@ -36,6 +40,9 @@ class Layout(Protocol):
 
     def state(self) -> dict[str, Entry]:
         """What a resume needs beside weights, buffers and the optimizer's state."""
+
+    def figures(self) -> Mapping[str, float]:
+        """See ``Strategy.figures``; asked once more after priming, whose figures are nobody's."""
 
     def precision(self) -> AbstractContextManager[object]:
         """What passes and the criterion run in."""
@@ -54,5 +61,20 @@ def entry(tensor: Tensor) -> Replicated | Sharded:
     """The live ``tensor`` as a checkpoint stores it."""
     if not isinstance(tensor, DTensor):
         return Replicated(tensor)
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return Replicated(local(tensor))
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part stands
-    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets))
+    return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), _is_copy(tensor))
+
+
+def _is_copy(tensor: DTensor) -> bool:
+    """Whether another rank's part counts as the original of ours.
+
+    Of equal rows of ranks (a mesh covers one of them, and the others have meshes of their own) it is the one with rank
+    0; in it, along each dimension of copies, the first.
+    """
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None, "this rank holds a part of the tensor"
+    copies = [index for index, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()]
+    return any(copies) or 0 not in mesh.mesh

@@ -74,4 +74,5 @@ class OptimizerState:
 
 def _set_gradients(parameters: list[Tensor]) -> None:
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:  # a frozen one never gets any, and so never has a slot
+            parameter.grad = torch.zeros_like(parameter)

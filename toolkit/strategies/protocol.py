@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.dist.batch import Batch, Share
+from toolkit.dist.collectives import sum_by_name
 from toolkit.dist.state import Json, State
 from toolkit.metrics.stopwatch import Stopwatch
 
@@ -28,12 +30,22 @@ Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 #: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.
 Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 
+#: ``again(step, share)``: any share of any step's global batch, with the random generators seeded as for that share.
+Again: TypeAlias = Callable[[int, Share], Batch]
+
 
 @dataclass(frozen=True)
 class StepOutput:
     """What a step leaves on the device, unread: reading it would make the host wait."""
 
     loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
+    #: Scalar, equal on all ranks: 0 where the step was made, else why it was left out (``verdict.WHY``). None where
+    #: no step ever is.
+    skipped: Tensor | None = None
+
+    def counted_loss(self) -> Tensor:
+        """The loss, or 0 where the step was left out: one that is not finite would spoil every mean."""
+        return self.loss if self.skipped is None else torch.where(self.skipped == 0, self.loss, 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,11 @@ class Strategy(Protocol):
         """Ranks whose death does not end the attempt."""
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that have died, as all agree since the last :meth:`sum` or :meth:`settle`; ``share`` is then another
+        part of the same whole, for evaluations."""
+
+    @property
     def evaluates_together(self) -> bool:
         """Whether :meth:`evaluate` waits for other ranks: then an evaluation ends early on all of them or on none."""
 
@@ -72,11 +89,27 @@ class Strategy(Protocol):
     ) -> None:
         """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
 
+    def begin(self, step: int, again: Again) -> None:
+        """The training goes on with ``step``. With ``again`` a rank can do what another one has died over."""
+
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         """One whole optimizer step on this rank's part of a global batch, without a host sync."""
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Each value added up over the ranks by its name, equal on every rank; all call it. A host sync.
+
+        Every rank with samples gives the same names; ranks that have died add nothing.
+        """
+
+    def settle(self) -> None:
+        """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """What was measured in the steps since last asked, by tag; asked at logging steps on all ranks, may wait for
+        devices. A tensor (n,) of numbers is to be shown as a histogram."""
 
     def state(self) -> State:
         """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
@@ -88,7 +121,36 @@ class Strategy(Protocol):
         """
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors."""
+        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors, and ``step``: the next one.
+
+        In a rollback that is another step than the one of the checkpoint.
+        """
 
     def close(self) -> None:
         """Let go of the model and the optimizer."""
+
+
+class AllNeeded:
+    """What strategies have in common in which every rank is needed: the parts of the protocol for those that are not.
+
+    A class that inherits it has a ``_device``.
+    """
+
+    round_steps = 1
+    expendable: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+    _device: torch.device
+
+    def begin(self, step: int, again: Again) -> None:
+        """Nothing depends on either."""
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """One all-reduce."""
+        return sum_by_name(values, self._device)
+
+    def settle(self) -> None:
+        """Every step has been waited for by all."""
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """None."""
+        return {}

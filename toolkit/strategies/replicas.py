@@ -14,6 +14,7 @@ from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.memory_format import use_channels_last
 from toolkit.strategies.protocol import ModelFactory
 
 #: No broadcast of buffers in every forward pass: see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
@@ -28,23 +29,40 @@ class Replicas:
     """See :class:`~.layout.Layout`. (No ``static_graph``: wrong, silently, for a model that leaves out layers.)"""
 
     passes_are_joint = False
+    counts = True
 
     _ddp: DistributedDataParallel
 
-    def __init__(self, session: Session, *, bf16: bool, compile: bool, recompute: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        bf16: bool,
+        compile: bool,
+        recompute: bool,
+        fp16: bool = False,
+        channels_last: bool = False,
+    ) -> None:
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
-        self._bf16 = bf16
+        self._half = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
+        self._channels_last = channels_last
         self._compile = compile
         self._recompute = recompute
 
     def place(self, make: ModelFactory) -> nn.Module:
+        model = self._made(make)
+        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+        return model
+
+    def _made(self, make: ModelFactory) -> nn.Module:
         model = make().to(self._device)
+        if self._channels_last:
+            use_channels_last(model)
         if self._recompute:
             checkpoint_activations(model)
         if self._compile:
             model.compile()  # in place: the names in state() stay those of the model
-        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
         return model
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -60,8 +78,11 @@ class Replicas:
     def state(self) -> dict[str, Entry]:
         return {}
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+        return torch.autocast(self._device.type, self._half) if self._half else nullcontext()
 
     def rest(self) -> None:
         """Passes leave replicas as they are."""

@@ -6,32 +6,32 @@ go of a block's weights after its forward pass and gathers them again for the ba
 which saves a third of what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
 https://arxiv.org/abs/1910.02054, but that between steps the weights lie sharded in both.)
 
-The first weights are rank 0's, bit for bit those of the unsharded model. Only rank 0 makes it, in host memory; the
-others make it without memory (torch's ``meta`` device) and receive their parts, one tensor at a time. Letting each rank
-draw its own part would need to know in which order any model draws.
+With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts: weights are gathered within
+a copy only, and the summed parts of the gradients then go once through the copies (hybrid sharding). With a plan of
+tensor parallelism the layers are cut first, and what a rank has of them is what is sharded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit import logs
-from toolkit.dist.batch import Share
+from toolkit.config import MeshConfig
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import blocks, checkpoint_activations
-from toolkit.strategies.layout import local
+from toolkit.strategies.first_values import hand_out, made
+from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.plan import Plan, refuse_partial_gradients
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -47,13 +47,22 @@ class Shards:
     def __init__(
         self,
         session: Session,
+        sizes: MeshConfig,
         *,
         bf16: bool,
         compile: bool,
         recompute: bool,
         reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        self.share = Share(session.rank, session.world_size)
+        self.share = share_of(session, sizes)
+        self.counts = is_first(session, sizes)
+        self._session = session
+        self._sizes = sizes
+        self._plan = plan
+        self._unchecked: DeviceMesh | None = None  #: the tensor group, until its gradients have been looked at
+        self._offloads = cpu_offload
         self._device = session.device
         self._bf16 = bf16
         self._compile = compile
@@ -62,16 +71,28 @@ class Shards:
 
     def place(self, make: ModelFactory) -> nn.Module:
         """Raises ConfigError for a model that cannot be sharded."""
-        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        model = make() if mesh.get_rank() == 0 else _without_memory(make)
+        mesh = device_mesh(self._session, self._sizes, ("shards",))
+        model = made(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._refuse(model)
-        self._shard(model, mesh)
+        if self._plan is not None:
+            self._unchecked = part_of(mesh, "tensor")
+            self._plan.cut(model, self._unchecked)
+        data = part_of(mesh, "replicas", "shards")
+        assert data is not None
+        self._shard(model, data)
         if any(tensor.is_meta for tensor in [*whole.values(), *buffers.values()]):
-            model.to_empty(device=self._device)
-        _scatter(whole, model, mesh)
+            self._take_memory(model)
+        hand_out(whole, model, self._device)
         return model
+
+    def _take_memory(self, model: nn.Module) -> None:
+        """Weights that are offloaded stay in host memory; buffers lie where they are computed with."""
+        model.to_empty(device="cpu" if self._offloads else self._device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self._model(inputs)  # type: ignore[operator]
@@ -90,8 +111,14 @@ class Shards:
 
     def average(self) -> None:
         """The backward pass has done it."""
+        if self._unchecked is not None:
+            refuse_partial_gradients(self._model, self._unchecked)  # type: ignore[arg-type]
+            self._unchecked = None
 
     def state(self) -> dict[str, Entry]:
+        return {}
+
+    def figures(self) -> dict[str, float]:
         return {}
 
     def precision(self) -> AbstractContextManager[object]:
@@ -106,15 +133,23 @@ class Shards:
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Each block, then what is left; in this order of recomputing, compiling and sharding they fit together."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._bf16 else MixedPrecisionPolicy()
+        offload = self._offload()
         parts = blocks(model)
         if self._recompute:
             checkpoint_activations(model)
         for part in parts or [model] if self._compile else ():
             part.compile()
         for part in parts:
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshards)
-        self._model = fully_shard(model, mesh=mesh, mp_policy=policy)
-        log.info("sharded over %d ranks: %d blocks and the rest", mesh.size(), len(parts))
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshards)
+        self._model = fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        log.info("sharded over a mesh of %s: %d blocks and the rest", describe(self._sizes), len(parts))
+
+    def _offload(self) -> OffloadPolicy:
+        if not self._offloads:
+            return OffloadPolicy()
+        if self._device.type == "cpu":
+            log.warning("strategy.cpu_offload changes nothing here: ranks without a GPU have all in host memory anyway")
+        return CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
 
     def _refuse(self, model: nn.Module) -> None:
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
@@ -148,34 +183,3 @@ def _across_blocks(model: nn.Module) -> list[str]:
             users[parameter].add(owners.get(module, 0))
             names.setdefault(parameter, f"{path}.{name}")
     return [names[parameter] for parameter, found in users.items() if len(found) > 1]
-
-
-def _without_memory(make: ModelFactory) -> nn.Module:
-    """``make()`` on the meta device; for real where its constructor needs the values of tensors."""
-    try:
-        with torch.device("meta"):
-            model = make()
-        stray = [name for module in model.modules() for name, value in vars(module).items() if _is_meta(value)]
-        if not stray:
-            return model
-        reason = f"{listing(stray, 3)}: tensors that are neither parameters nor buffers"
-    except Exception as error:  # whatever a model's constructor makes of tensors without values
-        reason = f"{type(error).__name__}: {error}"
-    log.warning("each rank makes the whole model in host memory first, for it cannot be made without (%s)", reason)
-    return make()
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
-@torch.no_grad()
-def _scatter(whole: Mapping[str, Tensor], model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill the parts of all ranks from rank 0's whole tensors; on the others only their shapes count."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} was not sharded"
-        source = whole[name]
-        if mesh.get_rank():
-            source = torch.empty(parameter.shape, dtype=parameter.dtype)
-        part = distribute_tensor(source.to(mesh.device_type), mesh, parameter.placements)
-        local(parameter).copy_(local(part))

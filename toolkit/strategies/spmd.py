@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.activity import PRIMING
+from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import broadcast_tensors, start_sum
 from toolkit.dist.session import Session
@@ -27,29 +28,35 @@ from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.layout import Layout, entry, local
-from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.protocol import (
+    AllNeeded,
+    Criterion,
+    Measure,
+    ModelFactory,
+    OptimizerFactory,
+    StepOutput,
+    Sums,
+)
 from toolkit.strategies.update import Update
 
 
-class Spmd:
+class Spmd(AllNeeded):
     """Trains one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
-
-    round_steps = 1
-    expendable: frozenset[int] = frozenset()
 
     _model: nn.Module
     _update: Update
     _criterion: Criterion
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
-    def __init__(self, session: Session, layout: Layout, *, accumulate: int, compile: bool) -> None:
+    def __init__(self, session: Session, layout: Layout, train: TrainConfig) -> None:
         self.share = layout.share
         self._device = session.device
         self._activity = session.activity
         self._layout = layout
         self.evaluates_together = layout.passes_are_joint
-        self._accumulate = accumulate
-        self._compile = compile
+        self._accumulate = train.accumulate
+        self._compile = train.compile
+        self._train = train
         self._buffers_equal = False
         self.own_time = stopwatch(session.device)
 
@@ -60,28 +67,29 @@ class Spmd:
         batch = self._checked(sample)
         self._stand_in = batch.inputs[:1].to(self._device)
         self._model = self._layout.place(model).train()
-        self._update = Update(self._model, optimizer(self._model))
+        self._update = Update(self._model, optimizer(self._model), self._train)
         self._criterion = criterion
         self._equalise_buffers()  # the first ones are as each rank made them
-        with _compile_errors(self._compile):
+        with compile_errors(self._compile):
             self._prime(batch)
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False
+        self._update.begin()
         loss = self._forward_backward(batch.to(self._device))
-        self._update.apply(lr)
-        return StepOutput(loss)
+        return StepOutput(loss, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         self._equalise_buffers()
+        self._update.evaluating()
         found = Sums({}, 0)
         self._model.eval()
         with self._layout.precision():
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
-                found = Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
+                found = self._counted(measure(self._model(batch.inputs), batch.targets), len(batch))
             elif self._layout.passes_are_joint:
                 self._model(self._stand_in)  # the others wait for our part of the weights
         self._model.train()
@@ -90,6 +98,7 @@ class Spmd:
 
     def state(self) -> dict[str, Entry]:
         """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
+        self._update.begin()
         self._equalise_buffers()
         weights: dict[str, Entry] = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
         return weights | self._layout.state() | self._update.state()
@@ -98,6 +107,9 @@ class Spmd:
         weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
         buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
         return weights | buffers | self._update.live()
+
+    def figures(self) -> dict[str, float]:
+        return {**self._layout.figures(), **self._update.figures()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
@@ -123,10 +135,10 @@ class Spmd:
         loss = self._forward(last, losses, weights)
         if not joint:
             self.own_time.stop()  # while the last part goes backward, gradients are summed
-        total = _WeightSum.start(weights)
+        total = _WeightSum.start(weights, self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
         self._layout.average()
-        mean = (sum(losses[1:], losses[0]) / self.share.count).detach()
+        mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
         return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
 
     def _parts(self, batch: Batch) -> list[Batch]:
@@ -141,7 +153,7 @@ class Spmd:
         loss = total * (self.share.count / batch.global_count)
         losses.append(loss.detach())
         weights.append(weight)
-        return loss
+        return self._update.scaled(loss)
 
     def _reweigh(self, weight: Tensor, assumed: int) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
@@ -149,13 +161,20 @@ class Spmd:
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
         """
         factor = (assumed / weight.clamp(min=1e-30)).float()
-        torch._foreach_mul_([local(p.grad) for p in self._model.parameters() if p.grad is not None], factor)
+        gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which is the host's where they are offloaded
         return factor
+
+    def _counted(self, values: Mapping[str, Tensor], count: int) -> Sums:
+        """The same names everywhere, but each sample once, of those ranks that look at it together."""
+        if self._layout.counts:
+            return Sums(values, count)
+        return Sums({name: torch.zeros_like(value) for name, value in values.items()}, 0)
 
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between ranks after a step: those of share 0 count. Once after each step."""
         if not self._buffers_equal:
-            broadcast_tensors(self._model.buffers(), source=0)
+            broadcast_tensors([*self._model.buffers(), *self._update.buffers()], source=0)
             self._buffers_equal = True
 
     # ------------------------------------------------------------------------------------------------- priming
@@ -172,16 +191,20 @@ class Spmd:
     def _prime(self, batch: Batch) -> None:
         """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
         self._activity.phase = PRIMING
-        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        own = (entry.value for entry in self._layout.state().values())
+        kept = [*self._model.buffers(), *(value for value in own if isinstance(value, Tensor))]
+        before = [value.clone() for value in kept]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
         self.own_time.take()  # it may have compiled the model
+        self._layout.figures()
         self._refuse_unused_parameters()
         self._update.drop()
-        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for value, earlier in zip(kept, before, strict=True):
+            value.copy_(earlier)
 
     def _refuse_unused_parameters(self) -> None:
         """DDP would complain about them in the next step, and with accumulation silently leave them out."""
@@ -202,10 +225,10 @@ class _WeightSum:
         self._work = start_sum(self._sum)
 
     @classmethod
-    def start(cls, weights: Sequence[Tensor | None]) -> _WeightSum | None:
+    def start(cls, weights: Sequence[Tensor | None], counts: bool) -> _WeightSum | None:
         """None when the criterion gives no weight: then the weight is the number of samples, which all ranks know."""
         given = [weight for weight in weights if weight is not None]
-        return cls(torch.stack(given).sum()) if given else None
+        return cls(torch.stack(given).sum() * counts) if given else None
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -213,7 +236,7 @@ class _WeightSum:
 
 
 @contextmanager
-def _compile_errors(compiling: bool) -> Iterator[None]:
+def compile_errors(compiling: bool) -> Iterator[None]:
     """Say which key to change when torch.compile cannot do it, instead of pages of the compiler's own."""
     if not compiling:
         yield

@@ -1,43 +1,175 @@
-"""From gradients to new weights: what every strategy does once the gradients of a step are complete."""
+"""From gradients to new weights: what every strategy does once the gradients of a step are complete.
+
+In this order: the loss scale is taken out, the norm over all parameters is measured, the step is judged, the gradient
+is clipped, the optimizer steps (or, left out, does not), weights are pruned, the moving average follows. What the
+config does not ask for is not there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
+from toolkit.config import TrainConfig
 from toolkit.dist.state import Entry, Json
+from toolkit.errors import ConfigError
+from toolkit.strategies.average import Average
+from toolkit.strategies.gradients import Gradients
 from toolkit.strategies.optimizer_state import OptimizerState
+from toolkit.strategies.parts import Total
+from toolkit.strategies.pruning import Pruning
 
 
 class Update:
-    """Owns the optimizer of the part of the model that lies on this rank, and what else changes with a step."""
+    """Owns the optimizer of the part of the model that lies on this rank, and what else changes with a step.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
+    see :class:`~.parts.Parts`. Raises ConfigError when the optimizer cannot leave out a step, or nothing can be pruned.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, train: TrainConfig | None = None, total: Total | None = None
+    ) -> None:
+        train = train or TrainConfig()
         self._optimizer = optimizer
         self._slots = OptimizerState(model, optimizer)
+        looks = Gradients.are_looked_at(train)
+        self._gradients = Gradients(model.parameters(), train, total) if looks else None
+        leaves_out = train.skip_bad_steps or train.precision == "fp16"
+        if leaves_out:
+            _refuse_without_skip(optimizer, train)
+        self._buffers = _Buffers(model) if leaves_out else None
+        self._pruning = Pruning(model, train.pruning, total) if train.pruning.amount else None
+        self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
-    def apply(self, lr: float) -> None:
-        """One optimizer step along the gradients in ``.grad``, which are gone after it."""
+    def begin(self) -> None:
+        """Before the forward pass of a step: the model has its own weights again, if an evaluation had the average."""
+        if self._average is not None:
+            self._average.hide()
+
+    def evaluating(self) -> None:
+        """Before each pass of an evaluation, which looks at the averaged weights if there are any."""
+        if self._average is not None:
+            self._average.show()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to go backward from instead of ``loss``: with fp16, in which small gradients would be 0, a multiple."""
+        scale = None if self._gradients is None else self._gradients.scale
+        return loss if scale is None else loss * scale.value
+
+    def apply(self, lr: float) -> Tensor | None:
+        """One optimizer step along the gradients in ``.grad``, which are gone after it.
+
+        Returns why the step was left out, see ``StepOutput.skipped``.
+        """
         self._slots.forget_unfilled()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        skipped = None if self._gradients is None else self._gradients.tame()
+        made = None if skipped is None else self._step_unless(skipped)
+        if made is None:
+            self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._pruning is not None:
+            self._pruning.follow()
+        if self._average is not None:
+            self._average.follow(made)
+            if self._pruning is not None:
+                self._pruning.mask(self._average.of)
+        return skipped
 
     def drop(self) -> None:
         """Forget the gradients."""
         self._optimizer.zero_grad()
 
+    def buffers(self) -> list[Tensor]:
+        """Tensors here that differ between ranks as the model's buffers do, to be made equal with these."""
+        return [] if self._average is None else self._average.buffers()
+
     def state(self) -> dict[str, Entry]:
         """Everything here that a resume needs, under the names of the unparallelised model, live; see protocol.py."""
-        return dict(self._slots.entries())
+        self.begin()
+        found: dict[str, Entry] = dict(self._slots.entries())
+        for part in (self._gradients, self._pruning, self._average):
+            found |= {} if part is None else part.state()
+        return found
 
     def live(self) -> dict[str, Tensor]:
         """The tensors of :meth:`state` that there are now, as this rank has them, and nothing is sent for it."""
-        return self._slots.live()
+        found = self._slots.live()
+        for part in (self._pruning, self._average):
+            found |= {} if part is None else part.live()
+        return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """The tensors of :meth:`state` hold a checkpoint's; ``values`` are those of its entries that are no tensors."""
         self._slots.filled(values)
+        for part in (self._pruning, self._average):
+            if part is not None:
+                part.loaded(values)
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def figures(self) -> dict[str, float]:
+        """What there is to log of the last step; see ``Strategy.figures``."""
+        found = {} if self._gradients is None else self._gradients.figures()
+        return found if self._pruning is None else {**found, "train/sparsity": self._pruning.sparsity()}
+
+    @torch.no_grad()
+    def _step_unless(self, skipped: Tensor) -> Tensor:
+        """Step, unless the device finds that ``skipped`` is not 0. By torch's own protocol for its fused optimizers."""
+        left_out = (skipped > 0).float()
+        _make_momenta(self._optimizer)
+        stepper = cast(Any, self._optimizer)
+        stepper.found_inf = left_out
+        try:
+            self._optimizer.step()
+        finally:
+            del stepper.found_inf
+        if self._buffers is not None:
+            self._buffers.follow(left_out)
+        return 1 - left_out
+
+
+class _Buffers:
+    """The model's buffers, as they were before a step: the forward pass of one that is left out has changed them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """They are right as they are now."""
+        self._kept = [buffer.clone() for buffer in self._model.buffers()]
+
+    def follow(self, left_out: Tensor) -> None:
+        for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
+            buffer.copy_(torch.where(left_out > 0, kept, buffer))
+            kept.copy_(buffer)
+
+
+def _refuse_without_skip(optimizer: Optimizer, train: TrainConfig) -> None:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        key = "skip_bad_steps" if train.skip_bad_steps else "precision"
+        raise ConfigError(
+            f"train.{key}: this {type(optimizer).__name__} cannot leave out a step on the device; use torch's Adam or "
+            "AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
+        )
+
+
+def _make_momenta(optimizer: Optimizer) -> None:
+    """torch's fused SGD makes them without values in its first step, and leaves them so when that one is left out.
+
+    From zeros the first step is the same: 0 times the momentum, plus the gradient.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import sum_across_ranks
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, RankLostError, ToolkitError
 from toolkit.strategies.protocol import Measure, Strategy
 
 
@@ -27,33 +25,40 @@ def evaluate(
 
     ``batches`` is this rank's part of the eval set, unpadded; every rank's has the same number of batches, the
     last ones None where it is done. Sums and counts are added in float64, in which counts are exact up to 2**53.
-    Raises ToolkitError when the ranks together did not see exactly ``size`` samples.
+    Raises ToolkitError when the ranks together did not see exactly ``size`` samples; on every rank RankLostError when
+    that is because one of them has died, whose part is the others' next time.
     """
     if size < strategy.share.count:
         raise ConfigError(
             f"the eval set has {size} samples, fewer than the {strategy.share.count} ranks; use fewer ranks"
         )
+    lost = strategy.lost
+    strategy.settle()
     sums: dict[str, Tensor] = {}
     count = 0
-    cut = False
-    for batch in batches:
+    cut = strategy.lost != lost  # known before the first batch, to every rank: then none need be looked at
+    for batch in () if cut else batches:
         found = strategy.evaluate(batch, measure)
         count += found.count
         for name, value in found.values.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
         cut = is_cut()
         if strategy.evaluates_together:  # who ended alone would leave the others waiting in their next batch
-            cut = bool(sum_across_ranks(torch.tensor(float(cut), device=_device(sums))).item())
+            cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
         if cut:
             break
-    return _means(sums, count, size, cut)
+    totals = strategy.sum({**sums, _COUNT: float(count), _CUT: float(cut)})
+    if strategy.lost != lost:
+        raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
+    return _means(totals, size)
 
 
-def _means(sums: dict[str, Tensor], count: int, size: int, cut: bool) -> dict[str, float] | None:
-    total = torch.cat(
-        [torch.stack([*sums.values()]), torch.tensor([count, cut], dtype=torch.float64, device=_device(sums))]
-    )
-    *values, counted, cuts = sum_across_ranks(total).tolist()
+#: Names that no measure has.
+_COUNT, _CUT = "\0count", "\0cut"
+
+
+def _means(totals: dict[str, float], size: int) -> dict[str, float] | None:
+    counted, cuts = totals.pop(_COUNT), totals.pop(_CUT)
     if cuts:
         return None
     if counted != size:
@@ -61,9 +66,4 @@ def _means(sums: dict[str, Tensor], count: int, size: int, cut: bool) -> dict[st
             f"evaluation looked at {counted:.0f} samples, the eval set has {size}: the figures would be wrong; "
             "the ranks' parts must tile the set without padding"
         )
-    return {name: value / size for name, value in zip(sums, values, strict=True)}
-
-
-def _device(sums: dict[str, Tensor]) -> torch.device:
-    """Each rank has samples in its first batch, so there is a sum."""
-    return next(iter(sums.values())).device
+    return {name: total / size for name, total in totals.items()}

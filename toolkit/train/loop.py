@@ -6,32 +6,32 @@ ranks' speeds are saved with the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from toolkit import activity, logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import Ledger
-from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import sum_across_ranks
+from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
 from toolkit.dist.stop import STOP
-from toolkit.errors import StoppedError
+from toolkit.errors import RankLostError, StoppedError
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
-from toolkit.strategies.protocol import Strategy
+from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.train.balance import build_balance
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
+from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import SAVE, Checkpoints, conditions
 from toolkit.train.witness import summoned
 
@@ -59,6 +59,12 @@ class Batches(Protocol):
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         """See :class:`toolkit.data.loader.Loader`; called where it ``balances``."""
+
+    def part(self, step: int, share: Share) -> Batch:
+        """``at(step)`` of the rank that holds ``share``."""
+
+    def global_samples(self, step: int) -> list[int]:
+        """Which samples all ranks together get in ``step``."""
 
     def state(self) -> Json:
         """What this rank's part of a checkpoint must hold of it; None where the step says all."""
@@ -111,10 +117,11 @@ class Trainer:
         self._lr = schedule(self._total)
         self._throughput = Throughput(window=config.log_every)
         self._sheet = Timesheet()
-        self._loss = LossWindow(session.rank, session.world_size)
+        self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = Ledger(session, loader.max_bad_samples)
+        self._skipped = SkippedSteps(config, session, loader)
         self._sink: Sink = NullSink()
         self._metrics: dict[str, float] = {}
         self._step = 0
@@ -135,8 +142,10 @@ class Trainer:
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
             self._loss.restore(loaded.meta.get("loss_window"))
             self._balance.restore(loaded.meta.get("shares"))
+            self._skipped.restore(loaded.meta.get("skipped_steps"))
         log.info("training from step %d to %d", self._step, self._total)
-        self._session.progress(step_start=self._step)
+        self._strategy.begin(self._step, self._again)
+        self._session.progress(step_start=self._step, expendable=sorted(self._strategy.expendable))
         sinks = build_sinks(self._session.run_dir, self._session.is_main, resumed)
         with closing(self._checkpoints), closing(sinks) as self._sink:
             if loaded is None:
@@ -170,12 +179,19 @@ class Trainer:
             self._bad_samples.note(batch)
             self._doing.phase = activity.IN_STEP
             output = self._strategy.step(batch, self._lr(n))
-            self._step_done(output.loss)
+            self._step_done(output)
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate(evaluate)
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._save(must=self._step == self._total)
+
+    def _again(self, step: int, share: Share) -> Batch:
+        """What the rank that holds ``share`` gets in ``step``, and draws its random numbers from."""
+        reseed(self._config.seed, step, share.index)
+        batch = self._loader.part(step, share)
+        self._bad_samples.note(batch)
+        return batch
 
     def _goes_on(self) -> bool:
         """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
@@ -206,10 +222,11 @@ class Trainer:
         self._sheet.add("evaluation")
         return self._session.gate.pending == STOP
 
-    def _step_done(self, loss: Tensor) -> None:
+    def _step_done(self, output: StepOutput) -> None:
+        self._skipped.note(self._step, output.skipped)
         self._step += 1
         self._doing.step = self._step
-        self._loss.add(loss)
+        self._loss.add(output.counted_loss())
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
         self._sheet.step_done(self._loader.data_wait_s)
         self._session.progress(step=self._step)
@@ -234,6 +251,9 @@ class Trainer:
     def _log(self) -> None:
         """The only place where the host waits for the device."""
         self._doing.phase = activity.LOGGING
+        self._read_skipped()
+        if self._skipped.rollback_due:
+            self._roll_back()
         loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/loss": loss,
@@ -242,21 +262,42 @@ class Trainer:
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
             **self._balance.update(self._step, own_s),
+            **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
             **self._history.scalars(self._step),
         }
-        self._metrics["train/loss"] = loss
+        for tag, figure in self._strategy.figures().items():
+            if isinstance(figure, Tensor):
+                self._sink.histogram(self._step, tag, figure)
+            else:
+                values[tag] = figure
+        if math.isnan(loss) and self._skipped.figures():  # each step of the window was left out
+            del values["train/loss"]
+        else:
+            self._metrics["train/loss"] = loss
+        self._metrics |= self._skipped.figures()
         self._sink.scalars(self._step, values)
         if (table := self._history.take_table()) is not None:
             self._sink.text("run/restarts", table, self._step, markdown=True)
         self._report("train")
+
+    def _read_skipped(self) -> None:
+        self._loss.leave_out(self._skipped.read())
+
+    def _roll_back(self) -> None:
+        """To the weights of a checkpoint, on all ranks alike: the step, the data and the learning rate go on."""
+        self._doing.phase = activity.LOADING
+        with self._sheet.on("checkpoint"):
+            to = self._checkpoints.roll_back(self._step, self._skipped.first_in_row)
+        self._skipped.rolled_back(self._step, to)
+        self._doing.phase = activity.LOGGING
 
     def _evaluate(self, evaluate: Evaluate) -> bool:
         """Whether the model has never been as good."""
         self._report("evaluate")
         self._doing.phase = activity.EVALUATING
         with self._sheet.on("evaluation"):
-            found = evaluate(self._strategy, self._is_cut)
+            found = self._evaluated_by_the_living(evaluate)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
@@ -269,13 +310,31 @@ class Trainer:
         self._throughput.pause()
         return self._checkpoints.is_best(self._metrics)
 
+    def _evaluated_by_the_living(self, evaluate: Evaluate) -> Mapping[str, float] | None:
+        """Again, if a rank dies over it: all hear of that at the same point."""
+        while True:
+            try:
+                return evaluate(self._strategy, self._is_cut)
+            except RankLostError as error:
+                log.warning("step %d: evaluating again: %s", self._step, error)
+
     def _save(self, *, must: bool) -> None:
+        self._read_skipped()
+        if self._skipped.saves_wait and not must:
+            log.info("step %d is not saved: the steps before it were left out", self._step)
+            self._checkpoints.postpone()
+            return
         self._report("checkpoint")
         self._doing.phase = activity.SAVING
         with self._sheet.on("checkpoint"):
             self._sink.flush()  # first: what was logged up to a committed step must survive with it
-            reached: dict[str, Json] = {"evaluated": self._evaluated, "metrics": dict(self._metrics)}
-            reached |= {"loss_window": self._loss.state(), "shares": self._balance.state()}
+            reached: dict[str, Json] = {
+                "evaluated": self._evaluated,
+                "metrics": dict(self._metrics),
+                "loss_window": self._loss.state(),
+                "skipped_steps": self._skipped.state(),
+                "shares": self._balance.state(),
+            }
             self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
             self._checkpoints.save(self._step, reached, must=must)
         self._saved = self._step
@@ -314,10 +373,15 @@ def _figures(value: Any) -> dict[str, float]:
 
 
 class LossWindow:
-    """The mean of the global loss over the steps since it was last taken; kept on the device until then."""
+    """The mean of the global loss over the steps since it was last taken; kept on the device until then.
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    ``total`` is :meth:`Strategy.sum`.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, total: Callable[[Mapping[str, float | Tensor]], Mapping[str, float]]
+    ) -> None:
+        self._rank, self._world_size, self._total = rank, world_size, total
         self._sum: Tensor | None = None
         self._steps = 0
         self._before = 0.0  # of a restored window, until the first step tells the type and the device
@@ -327,13 +391,15 @@ class LossWindow:
         self._sum = loss + self._before if self._sum is None else self._sum.add_(loss)
         self._steps += 1
 
+    def leave_out(self, steps: int) -> None:
+        """So many of the losses added were 0 because their steps were left out: the mean is over the others."""
+        self._steps -= steps
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
         if self._sum is None:
             return {"steps": 0, "sums": []}
-        sums = torch.zeros(self._world_size, dtype=torch.float64, device=self._sum.device)
-        sums[self._rank] = self._sum
-        return {"steps": self._steps, "sums": sum_across_ranks(sums).tolist()}
+        return {"steps": self._steps, "sums": [*self._total(self._by_rank(self._sum)).values()]}
 
     def restore(self, saved: Any) -> None:
         """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
@@ -344,12 +410,16 @@ class LossWindow:
         self._steps, self._before = saved["steps"], sums[self._rank]
 
     def take(self, figure: float) -> tuple[float, list[float]]:
-        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync."""
+        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
+
+        The mean is NaN where each step was left out.
+        """
         assert self._sum is not None, "a step comes before each logging step"
-        both = torch.zeros(1 + self._world_size, dtype=torch.float64, device=self._sum.device)
-        both[0] = self._sum
-        both[1 + self._rank] = figure
-        loss, *figures = sum_across_ranks(both).tolist()
-        mean = loss / self._steps
+        loss, *figures = self._total({"loss": self._sum, **self._by_rank(figure)}).values()
+        mean = loss / self._steps if self._steps else math.nan
         self._sum, self._steps, self._before = None, 0, 0.0
         return mean, figures
+
+    def _by_rank(self, own: float | Tensor) -> dict[str, float | Tensor]:
+        """``own`` under this rank's number, nothing under the others'."""
+        return {str(rank): own if rank == self._rank else 0.0 for rank in range(self._world_size)}

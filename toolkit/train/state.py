@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +21,7 @@ from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, value_of
-from toolkit.dist.collectives import sum_across_ranks
+from toolkit.config import FIXED_ON_RESUME, SAME_STATE, STATELESS, CheckpointConfig, JobConfig, value_of
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError
@@ -31,6 +31,7 @@ from toolkit.strategies.protocol import Strategy
 #: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
+MESH = "strategy.mesh"
 #: What the ranks agree on when it is time for a save.
 SAVE = "save"
 
@@ -38,8 +39,10 @@ log = logs.get(__name__)
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to."""
-    return {key: value_of(config, key) for key in FIXED_ON_RESUME}
+    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to, and the mesh, which may
+    change."""
+    mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
+    return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
@@ -54,7 +57,8 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 
 
 def _goes_on_with(key: str, then: Json, now: Json) -> bool:
-    return then == now or (key == "strategy.name" and then in SAME_STATE and now in SAME_STATE)
+    alike = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
+    return then == now or key == MESH or (then in alike and now in alike)
 
 
 def conditions(session: Session) -> dict[str, Json]:
@@ -201,8 +205,7 @@ class Checkpoints:
 
     def _agree_to_give_up(self, mine: bool) -> bool:
         """The ranks' clocks differ; one that gave up alone would leave the others waiting in the next save."""
-        votes = torch.tensor(float(mine), device=self._session.device)
-        return bool(sum_across_ranks(votes).item())
+        return bool(self._strategy.sum({"votes": float(mine)})["votes"])
 
     def _save(self, step: int, reached: Mapping[str, Json]) -> None:
         state = self._state()
@@ -222,6 +225,10 @@ class Checkpoints:
 
         self._waits = False
         self._flight = Flight(step, self._line, write)
+
+    def postpone(self) -> None:
+        """The save that is due is not made; the clock goes on for the next one."""
+        self._set_the_clock()
 
     def settle(self, wanted: int | None = None) -> None:
         """Wait for the save that is being written, if any. It is cut short if it is not the one of step ``wanted``."""
@@ -260,6 +267,7 @@ class Checkpoints:
             kv=kv,
             attempt=session.attempt,
             check_replicas=check_replicas,
+            lost=session.lost,
         )
         self.save_s = time.monotonic() - started
         log.info("saved %s in %.2f s", path, self.save_s)
@@ -297,7 +305,7 @@ class Checkpoints:
         self._set_the_clock()
         if loaded is None:
             return None
-        self._strategy.loaded(loaded.values)
+        self._strategy.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])
         self._say_what_differs(loaded.meta)
@@ -307,11 +315,24 @@ class Checkpoints:
             self._second.copy(loaded.path)
         return loaded
 
+    def roll_back(self, step: int, newest: int) -> int | None:
+        """Fill the strategy from the newest good checkpoint up to step ``newest``, and return its step; None if there
+        is none. Every rank calls it after ``step`` steps, from which the run goes on; loaders stay where they are."""
+        self.settle()
+        loaded = self._read(newest)
+        if loaded is None:
+            return None
+        self._strategy.loaded({**loaded.values, "step": step})
+        return loaded.step
+
     def _load(self) -> Loaded | None:
-        session = self._session
         if self._second is not None:  # the others wait in the load meanwhile
             self._second.fetch(self._store)
         self._refuse_another_run()
+        return self._read(None)
+
+    def _read(self, newest: int | None) -> Loaded | None:
+        session = self._session
         return load(
             self._store,
             self._state(),
@@ -319,6 +340,7 @@ class Checkpoints:
             world_size=session.world_size,
             kv=session.store,
             attempt=session.attempt,
+            newest=newest,
         )
 
     def _refuse_another_run(self) -> None:
@@ -356,8 +378,9 @@ class Checkpoints:
 
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
     """The conditions that a save wrote down, and the strategy."""
-    strategy = _mapping(meta.get("identity", {})).get("strategy.name", SAME_STATE[0])
-    return {**_mapping(meta.get("conditions", {})), "strategy": strategy}
+    known = _mapping(meta.get("identity", {}))
+    mesh = {"mesh": known[MESH]} if MESH in known else {}
+    return {**_mapping(meta.get("conditions", {})), "strategy": known.get("strategy.name", SAME_STATE[0]), **mesh}
 
 
 def _number(value: Json) -> float | None:

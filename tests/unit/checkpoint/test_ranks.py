@@ -205,3 +205,32 @@ def test_a_conversation_of_an_earlier_attempt_in_the_same_store_is_not_heard(tmp
         save(CheckpointStore(tmp_path), 3, own(0), {}, rank=0, world_size=2, kv=kv, timeout_s=0.05)
     with pytest.raises(CheckpointError, match="heard nothing"):  # attempt 2 must not take that error for its own
         save(CheckpointStore(tmp_path), 3, own(1), {}, rank=1, world_size=2, kv=kv, timeout_s=0.05, attempt=2)
+
+
+def copies(rank: int, value: float = 1.0) -> State:
+    """Ranks 0 and 1 hold the halves of a tensor, ranks 2 and 3 the same ones again."""
+    half = torch.full((2, 3), value + rank % 2)
+    return {"w": Sharded(half, (4, 3), (2 * (rank % 2), 0), is_copy=rank > 1)}
+
+
+def test_a_part_that_several_ranks_hold_is_written_once_and_read_by_all(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> torch.Tensor:
+        store = CheckpointStore(tmp_path)
+        save(store, 3, copies(rank), {}, rank=rank, world_size=4, kv=kv)
+        state = copies(rank, 0.0)
+        load(store, state, rank=rank, world_size=4, kv=kv)
+        return state["w"].value  # type: ignore[return-value]
+
+    for rank, value in enumerate(on_ranks(4, run)):
+        assert torch.equal(value, torch.full((2, 3), 1.0 + rank % 2))  # type: ignore[arg-type]
+    names = sorted(path.name for path in (tmp_path / "step-00000003").iterdir())
+    assert names == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+
+
+def test_copies_of_a_part_that_have_drifted_apart_are_refused_with_name_and_rank(tmp_path: Path) -> None:
+    def run(rank: int, kv: HashStore) -> None:
+        save(CheckpointStore(tmp_path), 3, copies(rank, 1.0 + (rank == 3)), {}, rank=rank, world_size=4, kv=kv)
+
+    for message in messages(on_ranks(4, run)):
+        assert "w: rank 3 holds another value than the rank that writes its part" in message
+    assert list(tmp_path.glob("step-*")) == []

@@ -242,3 +242,17 @@ def test_after_a_kill_on_a_full_disk_the_next_attempt_reads_what_is_whole(
 
 def whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
+
+
+def test_a_histogram_has_a_bin_for_each_whole_number_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:
+    sink = FanOut([TensorBoardSink(tmp_path / "events"), JsonlSink(tmp_path / "metrics.jsonl", None)])
+    sink.histogram(10, "staleness/tickets", torch.tensor([2, 0, 2, 4]))
+    sink.scalars(10, {"train/loss": 1.0})
+    sink.close()
+    (event,) = seen_by_tensorboard(tmp_path / "events").Histograms("staleness/tickets")
+    counts = {
+        limit: n for limit, n in zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True) if n
+    }
+    assert (event.step, counts) == (10, {0.5: 1, 2.5: 2, 4.5: 1})
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["staleness/tickets"], line["train/loss"]) == ({"0": 1, "2": 2, "4": 1}, 1.0)

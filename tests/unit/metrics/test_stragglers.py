@@ -90,8 +90,8 @@ def test_what_is_usual_for_all_is_slow_for_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("own_s", "usual"),
-    [([1.0, 3.0], 1.0), ([1.0, 2.0, 3.0], 1.5), ([1.0, 1.0, 9.0, 9.0], 1.0), ([5.0], 0.0)],
-    ids=["two", "three", "half of them slow", "alone"],
+    [([1.0, 3.0], 1.0), ([1.0, 2.0, 3.0], 1.5), ([1.0, 1.0, 9.0, 9.0], 1.0), ([5.0], 0.0), ([0.0, 1.0, 3.0], 1.0)],
+    ids=["two", "three", "half of them slow", "alone", "two and a server"],
 )
 def test_the_usual_time_is_the_others(own_s: list[float], usual: float) -> None:
     assert usual_of(own_s) == usual

@@ -6,7 +6,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,15 +43,15 @@ class Clock:
 
 
 class Votes:
-    """Stands for the sum across ranks: our own vote and those of the others."""
+    """Stands for the strategy's sum over the ranks: our own vote and those of the others."""
 
     def __init__(self) -> None:
         self.of_others = 0.0
         self.asked = 0
 
-    def __call__(self, mine: torch.Tensor) -> torch.Tensor:
+    def __call__(self, mine: Mapping[str, float]) -> dict[str, float]:
         self.asked += 1
-        return mine + self.of_others
+        return {name: vote + self.of_others for name, vote in mine.items()}
 
 
 @pytest.fixture
@@ -61,11 +61,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture(autouse=True)
-def votes(monkeypatch: pytest.MonkeyPatch) -> Votes:
-    votes = Votes()
-    monkeypatch.setattr(state, "sum_across_ranks", votes)
-    return votes
+@pytest.fixture
+def votes() -> Votes:
+    return Votes()
 
 
 @pytest.fixture
@@ -74,11 +72,11 @@ def activity() -> Activity:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, activity: Activity) -> Checkpoints:
+def checkpoints(tmp_path: Path, activity: Activity, votes: Votes) -> Checkpoints:
     """Of a run with one rank, whose weights are all 7."""
     place = {"rank": 0, "world_size": 1, "attempt": 1, "store": None, "is_main": True, "device": torch.device("cpu")}
-    session: Any = SimpleNamespace(**place, run_dir=tmp_path, activity=activity, owns_run=lambda: True)
-    strategy: Any = SimpleNamespace(state=lambda: weights(7.0))
+    session: Any = SimpleNamespace(**place, run_dir=tmp_path, activity=activity, owns_run=lambda: True, lost=set())
+    strategy: Any = SimpleNamespace(state=lambda: weights(7.0), sum=votes)
     config = CheckpointConfig(every_steps=10, background=False)
     return Checkpoints(config, session, strategy, {"model.name": "mlp"})
 
@@ -380,7 +378,9 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
 
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
-    refuse_other_identity({"strategy.name": "ddp"}, {"strategy.name": "fsdp"}, Path("here"))
+    for strategy in ("fsdp", "tensor", "auto"):
+        saved = {"strategy.name": "ddp", "strategy.mesh": {}}
+        refuse_other_identity(saved, {"strategy.name": strategy, "strategy.mesh": {"replicas": 2}}, Path("here"))
     for key, then, now in (("strategy.name", "ddp", "pipeline"), ("optim.name", "ddp", "fsdp")):
         with pytest.raises(ConfigError, match=f"{key} was '{then}' and is now '{now}'"):
             refuse_other_identity({key: then}, {key: now}, Path("here"))

@@ -1,0 +1,343 @@
+"""Grids of ranks: layers that ranks compute together, sharded copies, and what these alone could get wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jobs.language_model import GPT, next_byte
+from tests.dist import test_trainer as trainer
+from tests.dist.ranks import run_ranks
+from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
+from tests.dist.test_fsdp import even_model as unseeded_even_model
+from tests.dist.test_fsdp import size_bytes
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
+from toolkit.strategies import Strategy, auto, build_strategy
+from toolkit.train.objectives import cross_entropy
+
+pytestmark = pytest.mark.dist
+
+LENGTH, WINDOWS = 8, 6
+
+
+def even_model() -> nn.Module:
+    torch.manual_seed(1)
+    return unseeded_even_model()
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(1)
+    return GPT(2, 16, 4, LENGTH)
+
+
+def tied_gpt() -> nn.Module:
+    model = gpt()
+    model.head.weight = model.bytes.weight  # type: ignore[union-attr]
+    return model
+
+
+def windows(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return tuple(torch.randint(256, (2, WINDOWS, LENGTH), generator=draw))  # type: ignore[return-value]
+
+
+def share_of_windows(share: Share, step: int) -> Batch:
+    inputs, targets = windows(step)
+    start, stop = share.bounds(WINDOWS)
+    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), WINDOWS)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An epsilon that keeps it from blowing up the rounding of gradients of zero (a key's bias has no other)."""
+    return torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, eps=1e-3)
+
+
+def tensor(
+    *, replicas: int | None = None, shards: int | None = None, size: int | None = 2, **more: Any
+) -> StrategyConfig:
+    return StrategyConfig("tensor", mesh=MeshConfig(replicas=replicas, shards=shards, tensor=size), **more)
+
+
+#: On four ranks each: config, how the steps are made, the model.
+CUTS: dict[str, tuple[StrategyConfig, TrainConfig, Callable[[], nn.Module]]] = {
+    "all ranks": (tensor(size=None), TrainConfig(), gpt),
+    "two copies": (tensor(activation_checkpointing=True), TrainConfig(accumulate=2), tied_gpt),
+    "parts of sequences": (tensor(size=4, sequence_parallel=True), TrainConfig(), tied_gpt),
+    "copies, parts of sequences": (tensor(replicas=2, sequence_parallel=True), TrainConfig(accumulate=2), gpt),
+    "sharded": (tensor(shards=2), TrainConfig(accumulate=2), tied_gpt),
+    "sharded, parts of sequences": (
+        tensor(shards=2, sequence_parallel=True, activation_checkpointing=True),
+        TrainConfig(),
+        gpt,
+    ),
+}
+
+
+def train_gpt(session: Session, names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for name in names:
+        config, train, model = CUTS[name]
+        strategy = build_strategy(config, session, train)
+        strategy.build(model, adamw, next_byte, share_of_windows(strategy.share, 0))
+        losses = [strategy.step(share_of_windows(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
+        found.append((losses, snapshot(strategy)))
+    return found
+
+
+def gpt_alone(make: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    model = make()
+    stepper, losses = adamw(model), []
+    for step in range(STEPS):
+        inputs, targets = windows(step)
+        stepper.param_groups[0]["lr"] = rates(step)
+        stepper.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_a_gpt_whose_layers_are_cut_by_its_own_plan_trains_like_one_process() -> None:
+    ranks = run_ranks(4, train_gpt, list(CUTS), limit_s=120)
+    for number, (name, (*_, model)) in enumerate(CUTS.items()):
+        losses, weights = gpt_alone(model)
+        for step, loss in enumerate(losses):
+            assert sum(rank[number][0][step] for rank in ranks) == pytest.approx(loss, rel=1e-5), (name, step)
+        for rank in ranks:
+            for key, weight in weights.items():
+                torch.testing.assert_close(rank[number][1][f"model/{key}"], weight, atol=2e-5, rtol=0, msg=(name, key))
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def bytes_held(session: Session, configs: list[StrategyConfig]) -> list[tuple[int, int, int]]:
+    """Of weights, gradients and moments of a step, as this rank has them when the optimizer takes its turn."""
+    found = []
+    for config in configs:
+        gradients: list[int] = []
+
+        def optimizer(model: nn.Module, gradients: list[int] = gradients) -> torch.optim.Optimizer:
+            made = torch.optim.AdamW(model.parameters(), 0.01)
+
+            def look(*_: Any) -> None:
+                grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                gradients.append(size_bytes(getattr(gradient, "_local_tensor", gradient) for gradient in grads))
+
+            made.register_step_pre_hook(look)
+            return made
+
+        strategy = build_strategy(config, session)
+        strategy.build(even_model, optimizer, cross_entropy, part(strategy.share, 0))
+        strategy.step(part(strategy.share, 0), 0.1)
+        live = strategy.live()
+        weights = size_bytes(value for key, value in live.items() if key.startswith("weights/"))
+        found.append((weights, gradients[-1], size_bytes(value for key, value in live.items() if "/exp_avg" in key)))
+    return found
+
+
+def test_a_rank_keeps_its_part_of_each_layer_that_is_cut_and_of_each_shard() -> None:
+    blocks = {"1.into": "colwise", "1.out": "rowwise", "2.into": "colwise", "2.out": "rowwise"}
+    ends = {"0": "gathered", "3": "gathered"}
+    configs = [
+        tensor(tensor_plan=blocks),
+        tensor(tensor_plan=blocks | ends, size=4),
+        tensor(tensor_plan=blocks | ends, shards=2),
+        StrategyConfig("fsdp", mesh=MeshConfig(replicas=2)),
+    ]
+    sizes = {name: size_bytes([parameter]) for name, parameter in even_model().named_parameters()}
+    whole = sum(sizes.values())
+    biases = sizes["1.out.bias"] + sizes["2.out.bias"]  # a rowwise layer's is added once, after the sum
+    inside = sum(size for name, size in sizes.items() if name[0] in "12") - biases
+    expected = [
+        whole - inside + inside // 2,
+        (whole - biases) // 4 + biases,
+        (whole - biases) // 4 + biases // 2,
+        whole // 2,
+    ]
+    for rank in run_ranks(4, bytes_held, configs):
+        assert rank == [(size, size, 2 * size) for size in expected]
+
+
+# ---------------------------------------------------------------------------------------------- first values, saves
+
+
+def made_where(session: Session, config: StrategyConfig) -> tuple[list[str], dict[str, Tensor], bool]:
+    devices = []
+
+    def make() -> nn.Module:
+        devices.append(torch.get_default_device().type)
+        model = tied_gpt()
+        if devices[-1] != "meta":
+            for parameter in model.parameters():
+                parameter.data += session.rank  # only rank 0's counts
+        return model
+
+    strategy = build_strategy(config, session)
+    strategy.build(make, adamw, next_byte, share_of_windows(strategy.share, 0))
+    first = snapshot(strategy)
+    strategy.step(share_of_windows(strategy.share, 0), 0.1)
+    stepped = snapshot(strategy)
+    return devices, first, torch.equal(stepped["model/head.weight"], stepped["model/bytes.weight"])
+
+
+@pytest.mark.parametrize("config", [tensor(), tensor(shards=2, sequence_parallel=True)], ids=["copies", "shards"])
+def test_the_first_weights_are_rank_0s_bit_for_bit_and_shared_ones_stay_shared(config: StrategyConfig) -> None:
+    ranks = run_ranks(4, made_where, config)
+    assert [rank[0] for rank in ranks] == [["cpu"], ["meta"], ["meta"], ["meta"]]
+    for _, first, is_tied in ranks:
+        assert is_tied
+        for name, value in tied_gpt().state_dict().items():
+            assert torch.equal(first[f"model/{name}"], value), name
+
+
+def test_copies_of_shards_are_written_by_one_rank_and_the_files_together_hold_the_model_once(tmp_path: Path) -> None:
+    run_ranks(4, partial(trainer.train, name="hsdp"), tmp_path)
+    folder = tmp_path / "checkpoints/step-00000010"
+    files = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
+    assert sorted(files) == ["rank-00000.bin", "rank-00001.bin"]
+    assert abs(files["rank-00000.bin"] - files["rank-00001.bin"]) < 0.2 * files["rank-00000.bin"]
+    tensors = json.loads((folder / "manifest.json").read_text())["manifest"]["tensors"]
+    assert len(tensors["model/1.weight"]["parts"]) == 2
+
+
+# --------------------------------------------------------------------------------------------------- auto, offload
+
+
+def trained_by(session: Session, config: StrategyConfig, memory: int) -> tuple[str, dict[str, Tensor]]:
+    """The layout that is taken where ranks have so much memory, rank 0 ten times as much; what comes of some steps."""
+    auto.memory_bytes = lambda *_: memory * (1 if session.rank else 10)  # type: ignore[assignment]
+    strategy = build_strategy(config, session)
+    strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+    for step in range(3):
+        strategy.step(part(strategy.share, step), rates(step))
+    assert strategy.evaluates_together == strategy._layout.passes_are_joint  # type: ignore[attr-defined]
+    layout = strategy._layout  # type: ignore[attr-defined]
+    return f"{type(layout).__name__} {getattr(layout, '_reshards', '')}", snapshot(strategy)
+
+
+def by_turns(session: Session, folder: Path, memories: list[int]) -> list[Any]:
+    found = []
+    for attempt, (run, memory) in enumerate([*zip("abc", memories, strict=True), ("a", memories[-1])], 1):
+        (folder / run).mkdir(exist_ok=True)
+        session = replace(session, run_dir=folder / run, attempt=attempt)
+        found.append(trained_by(session, StrategyConfig("auto"), memory))
+    return [*found, trained_by(session, StrategyConfig("fsdp"), 0)]
+
+
+def test_auto_takes_what_fits_the_smallest_memory_trains_bit_for_bit_like_it_and_keeps_to_it(tmp_path: Path) -> None:
+    kept = 4 * size_bytes(even_model().parameters())  # weights, gradients, two moments
+    plenty, less, little = (int(size / 0.6) + 600 for size in (kept, 0.75 * kept, 0.5 * kept))
+    for ranks in run_ranks(2, by_turns, tmp_path, [little, less, plenty]):
+        names = [name for name, _ in ranks]
+        assert names == ["Shards True", "Shards False", "Replicas ", "Shards True", "Shards True"]
+        trainer.assert_same(ranks[0][1], ranks[-1][1])
+    assert json.loads((tmp_path / "a/strategy.json").read_text())["strategy"] == "fsdp"
+
+
+def offloaded(session: Session) -> list[dict[str, Tensor]]:
+    found = []
+    for offload in (False, True):
+        strategy = build_strategy(StrategyConfig("fsdp", cpu_offload=offload), session, TrainConfig(accumulate=2))
+        strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+        for step in range(3):
+            strategy.step(part(strategy.share, step), rates(step))
+        found.append(snapshot(strategy))
+    return found
+
+
+def test_ranks_without_a_gpu_take_offloaded_weights_through_torchs_own_path_and_train_bit_for_bit_alike() -> None:
+    for without, with_it in run_ranks(2, offloaded):
+        trainer.assert_same(with_it, without)
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def hidden(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), *between, nn.Linear(8, CLASSES))
+
+
+class Counts(nn.Module):
+    """A fused attention's worth of heads that two ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.into = 3, nn.Linear(FEATURES, 12)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.into(inputs)[:, :CLASSES]  # type: ignore[no-any-return]
+
+
+def built(session: Session, model: Callable[[], nn.Module], config: StrategyConfig) -> None:
+    strategy = build_strategy(config, session)
+    strategy.build(model, adamw, cross_entropy, part(strategy.share, 0))
+
+
+def refusals(session: Session, cases: list[Any]) -> list[str]:
+    messages = []
+    for model, config, _ in cases:
+        with pytest.raises(ConfigError) as caught:
+            built(session, model, config)
+        messages.append(str(caught.value))
+    return messages
+
+
+PAIR = {"0": "colwise", "2": "rowwise"}
+REFUSED: list[tuple[Any, StrategyConfig, str]] = [
+    (partial(hidden, nn.Tanh()), tensor(tensor_plan={"blocks.*.up": "colwise"}), "is called blocks.*.up; there are: *"),
+    (partial(hidden, nn.Tanh()), tensor(tensor_plan={"1": "rowwise"}), "1 is a Tanh, and rowwise is for Linear"),
+    (nn.Tanh, tensor(), "a model without a Linear layer that can be cut needs a plan"),
+    (partial(hidden, nn.Tanh()), tensor(sequence_parallel=True), "strategy.sequence_parallel needs a plan"),
+    (
+        partial(nn.Linear, FEATURES, 7),
+        tensor(tensor_plan={"": "colwise"}),
+        "strategy.mesh.tensor: 2 ranks cannot share the 7 outputs of",
+    ),
+    (Counts, tensor(tensor_plan={"into": "colwise"}), "cannot share the 3 heads of the model (num_heads)"),
+    (partial(hidden, nn.PReLU()), tensor(tensor_plan=PAIR), "1.weight is whole on each rank but sees a part"),
+    (
+        partial(hidden, nn.LayerNorm(8)),
+        tensor(tensor_plan={"0": "rowwise", "2": "colwise"}, sequence_parallel=True),
+        "strategy.sequence_parallel: 1.weight, 1.bias in no pattern",
+    ),
+    (tied_gpt, tensor(tensor_plan={"bytes": "rowwise", "head": "rowwise"}), "bytes.weight, head.weight are one par"),
+    (Counts, tensor(replicas=2), "strategy.mesh: 2 replicas x 2 tensor = 4, and there are 2 ranks"),
+    (Counts, StrategyConfig("ddp", mesh=MeshConfig(shards=2)), "strategy.mesh.shards: strategy.name ddp has no such"),
+]
+
+
+def test_a_plan_or_a_mesh_that_does_not_fit_is_refused_with_the_key_and_the_layer() -> None:
+    for messages in run_ranks(2, refusals, REFUSED):
+        for message, (_, _, says) in zip(messages, REFUSED, strict=True):
+            assert says in message
+
+
+def cut_evenly(session: Session) -> str:
+    strategy: Strategy = build_strategy(tensor(sequence_parallel=True), session)
+    batch = share_of_windows(strategy.share, 0)
+    with pytest.raises(ConfigError) as caught:
+        strategy.build(gpt, adamw, next_byte, replace(batch, inputs=batch.inputs[:, 1:], targets=batch.targets[:, 1:]))
+    return str(caught.value)
+
+
+def test_sequences_that_the_ranks_cannot_share_are_refused_with_their_length() -> None:
+    assert all("2 ranks cannot share sequences of 7 evenly" in message for message in run_ranks(2, cut_evenly))
+
+
+def test_the_oracle_is_fed_what_the_ranks_are() -> None:
+    """A guard for this file: shares of windows and of samples tile the global batch."""
+    assert torch.equal(torch.cat([share_of_windows(Share(i, 4), 0).inputs for i in range(4)]), windows(0)[0])
+    assert torch.equal(torch.cat([part(Share(i, 3), 0).inputs for i in range(3)]), global_batch(0)[0])

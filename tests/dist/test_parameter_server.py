@@ -1,0 +1,387 @@
+"""What a parameter server alone can get wrong: cut weights, tickets out of order, dead workers at every point."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.ranks import run_ranks
+from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
+from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
+from tests.waiting import wait_for
+from toolkit.checkpoint.exchange import Exchange
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
+from toolkit.data.loader import Loader
+from toolkit.dist.session import Session
+from toolkit.dist.stop import STOP
+from toolkit.errors import ConfigError, StoppedError
+from toolkit.strategies import build_strategy
+from toolkit.strategies.mail import Kind, Mail
+from toolkit.train.loop import Result, Trainer
+from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+pytestmark = pytest.mark.dist
+
+
+def config(servers: int = 1, mode: str = "sync", staleness: int = 4) -> StrategyConfig:
+    return StrategyConfig("parameter_server", parameter_server=ParameterServerConfig(servers, mode, staleness))
+
+
+# ------------------------------------------------------------------------------------------------------ two servers
+
+
+class Scaled(nn.Module):
+    """A parameter without a dimension, one that is frozen, two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = plain_model()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.alias = self.inner[0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) * self.scale + self.frozen  # type: ignore[no-any-return]
+
+
+def scaled_oracle() -> dict[str, Tensor]:
+    model = Scaled()
+    stepper = OPTIMIZERS["adamw"](model)
+    for step in range(STEPS):
+        batch = part(whole_share(), step)
+        for group in stepper.param_groups:
+            group["lr"] = rates(step)
+        stepper.zero_grad()
+        (cross_entropy(model(batch.inputs), batch.targets)[0] / len(batch)).backward()
+        stepper.step()
+    return model.state_dict()
+
+
+def whole_share() -> Any:
+    from toolkit.dist.batch import Share
+
+    return Share(0, 1)
+
+
+def on_two_servers(session: Session, scaled: bool) -> tuple[list[float], dict[str, tuple[Any, Tensor]]]:
+    strategy = build_strategy(config(servers=2), session, TrainConfig(accumulate=2))
+    model, criterion = (Scaled, cross_entropy) if scaled else (plain_model, token_loss)
+    strategy.build(model, OPTIMIZERS["adamw"], criterion, part(strategy.share, 0))
+    losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
+    state = strategy.state()
+    return losses, {name: (getattr(entry, "offsets", None), entry.value.clone()) for name, entry in state.items()}
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["weighted loss", "odd parameters"])
+def test_two_servers_take_the_steps_of_one_process_and_keep_half_of_it_each(scaled: bool) -> None:
+    ranks = run_ranks(4, on_two_servers, scaled)
+    losses, weights = oracle("adamw", token_loss, 10) if not scaled else ([], scaled_oracle())
+    if losses:
+        assert np.allclose(np.sum([rank[0] for rank in ranks], axis=0), losses, atol=1e-6)
+    sizes = [0, 0]
+    for name, expected in weights.items():
+        (offsets, first), (_, second), *others = (state[f"model/{name}"] for _, state in ranks)
+        whole = first if offsets is None else torch.cat([first, second])
+        torch.testing.assert_close(whole, expected, atol=2e-6, rtol=0, msg=name)
+        assert all(value.numel() == 0 for at, value in others if at is not None)
+        if offsets is not None and not name.startswith("alias"):
+            sizes = [sizes[0] + first.numel(), sizes[1] + second.numel()]
+    assert abs(sizes[0] - sizes[1]) <= 16  # a row of the widest weight
+    steps = {state[name][1].item() for _, state in ranks for name in state if name.endswith("/step")}
+    assert steps == {float(STEPS)}
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def refused(session: Session) -> list[str]:
+    strategy = build_strategy(config(), session)
+    with pytest.raises(ConfigError) as uncut:
+        strategy.build(plain_model, adafactor, cross_entropy, part(strategy.share, 0))
+    with pytest.raises(ConfigError) as many:
+        build_strategy(config(3), session)
+    return [str(uncut.value), str(many.value)]
+
+
+def test_an_optimizer_that_cannot_be_cut_and_too_many_servers_are_refused_on_every_rank() -> None:
+    for uncut, many in run_ranks(3, refused):
+        assert uncut.startswith("optim.name: optim/0.weight/")
+        assert many.startswith("strategy.parameter_server.servers: 3 of 3 ranks leave no worker")
+
+
+# ------------------------------------------------------------------------------------------------------ the whole loop
+
+CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 steps, evaluations in 3, 5, 8 and 10
+
+
+def train(
+    session: Session, run_dir: Path, section: StrategyConfig, model: Any = noisy_model, train: TrainConfig = CONFIG
+) -> tuple[Result, dict[str, Tensor]]:
+    session = replace(session, run_dir=run_dir)
+    prepare(train.seed)
+    strategy = build_strategy(section, session, train)
+    loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=train.seed, share=strategy.share)
+    optim = OptimConfig("adamw", lr=0.01)
+    with closing(strategy):
+        strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+        checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
+        schedule = partial(build_schedule, optim)
+        trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+        result = trainer.fit(judge)
+        return result, {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+
+
+def logged(run_dir: Path, tag: str) -> dict[int, Any]:
+    lines = [json.loads(line) for line in (run_dir / "tensorboard" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, dict[str, Tensor]]:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    return run_dir, *run_ranks(4, train, run_dir, config())[0]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_a_step(at: int) -> None:
+    plain_at = Loader.at
+    Loader.at = lambda loader, step: die() if step == at else plain_at(loader, step)  # type: ignore[method-assign,func-returns-value]
+
+
+def die_in_the_middle_of_a_push(number: int) -> None:
+    """The header has gone out, the gradient has not."""
+    plain_send, pushes = Mail.send, iter(range(1000))
+
+    def send(mail: Mail, peer: int, kind: Kind, numbers: Any = (), payload: Any = None) -> None:
+        if kind is Kind.PUSH and next(pushes) == number:
+            import torch.distributed as dist
+
+            header = [float(kind), float(payload.numel()), *map(float, numbers)]
+            dist.send(torch.tensor(header, dtype=torch.float64), peer, group=mail.group)
+            die()
+        plain_send(mail, peer, kind, numbers, payload)
+
+    Mail.send = send  # type: ignore[method-assign]
+
+
+def die_in_an_evaluation(number: int) -> None:
+    from toolkit.strategies.parameter_server import Worker
+
+    plain_evaluate, calls = Worker.evaluate, iter(range(1000))
+
+    def evaluate(worker: Worker, *args: Any) -> Any:
+        if next(calls) == number:
+            die()
+        return plain_evaluate(worker, *args)
+
+    Worker.evaluate = evaluate  # type: ignore[method-assign]
+
+
+def die_in_a_save(number: int) -> None:
+    """After it has written its part and before it says so; the first report is that of the load."""
+    plain_report, calls = Exchange.report, iter(range(1000))
+
+    def report(talk: Exchange, message: Any) -> None:
+        if next(calls) == number:
+            die()
+        plain_report(talk, message)
+
+    Exchange.report = report  # type: ignore[method-assign]
+
+
+Deaths = dict[int, tuple[Callable[[int], None], int]]
+
+
+def train_and_die(
+    session: Session, run_dir: Path, section: StrategyConfig, deaths: Deaths, model: Any = noisy_model
+) -> Any:
+    if session.rank in deaths:
+        how, when = deaths[session.rank]
+        how(when)
+    return train(session, run_dir, section, model)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {3: (die_before_a_step, 5)},
+        {2: (die_in_the_middle_of_a_push, 6), 3: (die_before_a_step, 1)},
+        {3: (die_in_an_evaluation, 3)},
+        {2: (die_in_a_save, 1)},
+    ],
+    ids=["before a step", "two of three, one while it sends", "in an evaluation", "in a save"],
+)
+def test_a_run_without_its_dead_workers_has_every_bit_of_the_run_in_which_nobody_died(
+    undisturbed: Any, tmp_path: Path, deaths: Deaths
+) -> None:
+    result, state = run_ranks(4, train_and_die, tmp_path, config(), deaths, mortal=deaths)[0]
+    assert (result.step, result.samples) == (10, 200)
+    assert [name for name, value in undisturbed[2].items() if not torch.equal(state[name], value)] == []
+    assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
+    assert logged(tmp_path, "eval/accuracy") == logged(undisturbed[0], "eval/accuracy")
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert [store.verify(path).step for path in store.list()] == [10, 8]
+
+
+def test_the_first_worker_is_not_missed_either_on_two_servers_one_of_which_has_its_gradient(tmp_path: Path) -> None:
+    """Two pushes a step: with the seventh header it dies over server 0, with the eighth over server 1."""
+    from tests.dist.test_trainer import plain_model as plain
+
+    whole, section = tmp_path / "whole", config(servers=2)
+    state = run_ranks(4, train, whole, section, plain)[0][1]
+    for number in (6, 7):
+        folder = tmp_path / f"dies over push {number}"
+        deaths: Deaths = {2: (die_in_the_middle_of_a_push, number)}
+        again = run_ranks(4, train_and_die, folder, section, deaths, plain, mortal=deaths)[0][1]
+        assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
+        assert logged(folder, "train/loss") == logged(whole, "train/loss")
+
+
+def stop_after_a_death(session: Session, run_dir: Path) -> int:
+    """Rank 2 dies, then rank 1 wants all to stop, so the agreement has to do without it."""
+    if session.rank == 2:
+        die_before_a_step(3)
+    plain_at = Loader.at
+
+    def at(loader: Loader, step: int) -> Any:
+        if session.rank == 1 and step == 6:
+            session.gate.request(STOP)
+            wait_for(lambda: session.gate.pending, 20, "the stop to be heard of")
+        return plain_at(loader, step)
+
+    if session.rank != 2:
+        Loader.at = at  # type: ignore[method-assign]
+    with pytest.raises(StoppedError) as stopped:
+        train(session, run_dir, config())
+    return int(str(stopped.value).split()[3])
+
+
+def test_ranks_stop_together_without_the_dead_and_a_restart_with_all_ends_bit_for_bit_like_the_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    whole = tmp_path / "whole"
+    state = run_ranks(3, train, whole, config())[0][1]
+    stops = run_ranks(3, stop_after_a_death, tmp_path / "stopped", mortal=[2])
+    assert stops[0] == stops[1] == 7
+    _, again = run_ranks(3, train, tmp_path / "stopped", config())[0]
+    assert [name for name, value in state.items() if not torch.equal(again[name], value)] == []
+
+
+@pytest.mark.parametrize("turn", [("ddp", "parameter_server"), ("parameter_server", "ddp")])
+def test_ddp_and_a_parameter_server_go_on_from_each_others_checkpoints(tmp_path: Path, turn: tuple[str, str]) -> None:
+    from tests.dist.test_trainer import plain_model as plain
+
+    _, state = run_ranks(1, train, tmp_path / "whole", StrategyConfig(), plain)[0]
+    sections = [StrategyConfig() if name == "ddp" else config() for name in turn]
+    run_ranks(3, train, tmp_path / "parts", sections[0], plain, replace(CONFIG, max_steps=4))
+    _, again = run_ranks(3, train, tmp_path / "parts", sections[1], plain)[0]
+    for name, value in state.items():
+        torch.testing.assert_close(again[name], value, atol=1e-5, rtol=0, msg=name)
+
+
+# --------------------------------------------------------------------------------------------------------- asynchronous
+
+
+def run_ahead(session: Session, section: StrategyConfig, until: int) -> list[int]:
+    """Worker 1 does nothing before worker 2 has begun ticket ``until``; how far worker 2 was ahead at each beginning.
+
+    Worker 1 counts a ticket before it pushes it, so the servers never know of more than is counted."""
+    strategy = build_strategy(section, session)
+    strategy.build(plain_model, OPTIMIZERS["sgd"], cross_entropy, part(strategy.share, 0))
+    leads = []
+    for n in range(2 * until):
+        if session.rank == 1:
+            session.store.wait([f"begun/{until}"])
+            session.store.add("done", 1)
+        if session.rank == 2:
+            leads.append(n - session.store.add("done", 0))
+            session.store.set(f"begun/{n}", "")
+        strategy.step(part(strategy.share, n), 0.01)
+    return leads
+
+
+def test_a_bounded_worker_is_never_more_tickets_ahead_of_the_slowest_than_it_may() -> None:
+    leads = run_ranks(3, run_ahead, config(mode="bounded", staleness=2), 2)[2]
+    assert leads[:3] == [0, 1, 2]
+    assert max(leads) <= 2
+
+
+def test_an_asynchronous_worker_waits_for_nobody() -> None:
+    assert run_ranks(3, run_ahead, config(mode="async"), 6)[2][:7] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def async_alone(session: Session, optimizer: str, criterion: Any) -> dict[str, Tensor]:
+    strategy = build_strategy(config(mode="async"), session)
+    strategy.build(plain_model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0))
+    for n in range(STEPS):
+        strategy.step(part(strategy.share, n), rates(n))
+    return {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("optimizer", "criterion"), [("sgd", cross_entropy), ("adamw", token_loss)])
+def test_an_asynchronous_run_of_one_worker_takes_the_steps_of_one_process(optimizer: str, criterion: Any) -> None:
+    """So the steps have the length that docs/strategies.md promises, with a weighted loss as well."""
+    state = run_ranks(2, async_alone, optimizer, criterion)[0]
+    for name, value in oracle(optimizer, criterion, 10)[1].items():
+        torch.testing.assert_close(state[f"model/{name}"], value, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_asynchronous_training_learns_and_loses_no_ticket_to_a_death_or_a_resume(tmp_path: Path, mode: str) -> None:
+    """Digits are classified as well as with ddp; each ticket of each step is applied once, whoever computes it."""
+    section = config(mode=mode, staleness=3)
+    first = run_ranks(4, learn, tmp_path, section, 60, {}, limit_s=120)
+    assert first[0].metrics["eval/accuracy"] > 0.85
+    deaths: Deaths = {3: (die_before_a_step, 80)}
+    result = run_ranks(4, learn, tmp_path, section, 150, deaths, mortal=deaths, limit_s=120)[0]
+    assert result.metrics["eval/accuracy"] > 0.93
+    counts = logged(tmp_path, "staleness/tickets")
+    assert sum(sum(each.values()) for each in counts.values()) == 150 * 3
+    assert max(int(number) for each in counts.values() for number in each) > 0
+
+
+def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, deaths: Deaths) -> Result:
+    from jobs.classify import accuracy
+    from jobs.models import build_model
+    from toolkit.config import DataConfig, ModelConfig
+    from toolkit.data.datasets import build_datasets
+    from toolkit.data.loader import build_loader
+
+    if session.rank in deaths:
+        how, when = deaths[session.rank]
+        how(when)
+    session = replace(session, run_dir=run_dir)
+    prepare(0)
+    data = build_datasets(DataConfig())
+    section_of_train = TrainConfig(max_steps=steps, log_every=10, eval_every=75)
+    strategy = build_strategy(section, session, section_of_train)
+    loader = build_loader(data.train, DataConfig(), strategy.share, seed=0)
+    optim = OptimConfig(lr=0.1)
+    with closing(strategy):
+        model = partial(build_model, ModelConfig(), data.classes, data.sample_shape)
+        strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+        checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
+        schedule = partial(build_schedule, optim)
+        trainer = Trainer(section_of_train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
+        return trainer.fit(partial(accuracy, data.eval, 0))

@@ -1,0 +1,40 @@
+"""Every way to share the work, on four nodes of a real Slurm: preempted in the middle, it comes back and learns on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.site import END_S, Site, reached
+from tests.slurm.test_stop import came_back, completed
+from toolkit.launch.goodput import PARTS
+
+pytestmark = pytest.mark.slurm
+
+FOUR = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
+#: No checkpoint of its own: what the run goes on from is what the stop has saved.
+DIGITS = [*FOUR, "train.epochs=100", "train.eval_every=1000", "checkpoint.every_steps=100000"]
+GPT = [*FOUR, "train.max_steps=150", "train.eval_every=150", "checkpoint.every_steps=100000"]
+CASES = {
+    "ddp": ["configs/digits_ddp.yaml", *DIGITS],
+    "mpi": ["configs/digits_ddp.yaml", "dist.backend=mpi", *DIGITS],
+    "fsdp": ["configs/gpt_fsdp.yaml", *GPT],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site, name: str) -> None:
+    site.submit(*CASES[name])
+    run = site.only_run()
+    reached(run, 20)
+    site.preempt()
+    result = completed(site, run, END_S)
+    came_back(run)
+    ledger = result["goodput"]
+    assert ledger["queue"] >= run.attempts()[-1]["goodput"]["queue"] > 1.0  # the other job ran for two seconds
+    assert ledger["training"] > 0.0
+    assert result["wall_s"] <= sum(ledger[part] for part in PARTS) + 0.1 <= result["wall_s"] + ledger["queue"] + 1.0
+    assert {tuple(attempt["nodes"]) for attempt in run.attempts()} == {("node1", "node2", "node3", "node4")}
+    if "digits" in CASES[name][0]:
+        assert result["metrics"]["eval/accuracy"] >= 0.95
+    else:  # a guess among 256 bytes would be 5.5
+        assert result["metrics"]["eval/loss"] < 3.0

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, load_config, mesh_of, micro_batches, validate
+from toolkit.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "expected"),
+    [
+        (MeshConfig(), 4, (4, 1)),
+        (MeshConfig(stages=2), 6, (2, 3)),
+        (MeshConfig(replicas=3), 6, (2, 3)),
+        (MeshConfig(stages=3, replicas=2), 6, (3, 2)),
+        (MeshConfig(), 1, (1, 1)),
+    ],
+)
+def test_what_the_mesh_leaves_open_is_what_is_left(mesh: MeshConfig, ranks: int, expected: tuple[int, int]) -> None:
+    sizes = mesh_of(StrategyConfig("pipeline", mesh=mesh), ranks)
+    assert (sizes.stages, sizes.replicas) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "samples", "least", "expected"),
+    [
+        ("1f1b", 4, 64, 1, 16),
+        ("1f1b", 4, 64, 24, 24),  # train.accumulate asks for more
+        ("1f1b", 4, 18, 1, 9),  # two samples in each
+        ("1f1b", 4, 5, 1, 4),  # and never fewer than there are ranks
+        ("interleaved", 4, 22, 1, 8),
+        ("gpipe", 1, 10, 1, 4),
+    ],
+)
+def test_micro_batches_are_four_for_each_rank_where_so_many_fit(
+    schedule: str, stages: int, samples: int, least: int, expected: int
+) -> None:
+    assert micro_batches(PipelineConfig(schedule), stages, samples, least=least) == expected
+
+
+PIPELINE = "configs/gpt_pipeline.yaml"  # 4 ranks: 2 stages, 2 replicas
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["strategy.mesh.stages=3"], "strategy.mesh: 3 stages x 2 replicas = 6, and there are 4 ranks"),
+        (["strategy.mesh.replicas=null", "strategy.mesh.stages=3"], "strategy.mesh: 3 stages x 1 replicas = 3, and"),
+        (
+            ["strategy.pipeline.micro_batches=20"],
+            "data.global_batch_size: 32 samples cannot be shared by 2 x 2 ranks in 2 x 20 micro-batches",
+        ),
+        (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 2 x 2 ranks in 2 x 2"),
+        (["strategy.pipeline.micro_batches=1"], "strategy.pipeline.micro_batches: 1 do not fill a pipeline of 2 ranks"),
+        (
+            ["strategy.pipeline.micro_batches=5", "strategy.pipeline.schedule=interleaved"],
+            "strategy.pipeline.micro_batches: interleaved goes through the 2 ranks of a pipeline in rounds",
+        ),
+        (
+            ["strategy.pipeline.micro_batches=4", "train.accumulate=8"],
+            "train.accumulate: 8 parts are more than strategy.pipeline.micro_batches: 4",
+        ),
+        (["strategy.pipeline.split=[blocks.1,blocks.2]"], "strategy.pipeline.split: 2 layers begin a stage, and 2 sta"),
+        (
+            ["strategy.pipeline.split=[norm]", "strategy.pipeline.schedule=interleaved"],
+            "strategy.pipeline.split: 1 layers begin a stage, and 4 stages need 3 of them",
+        ),
+        (["strategy.pipeline.schedule=1b1f"], "strategy.pipeline.schedule: there is no '1b1f'; did you mean '1f1b'?"),
+        (["strategy.name=ddp"], "strategy.mesh.stages: ddp has none"),
+    ],
+)
+def test_what_the_ranks_cannot_do_is_refused_before_anything_is_queued(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(PIPELINE, overrides, site=False))
+    assert says in str(caught.value)
+
+
+def test_a_pipeline_goes_with_the_number_of_ranks_that_an_allocation_really_has() -> None:
+    config = load_config(PIPELINE, ["strategy.mesh.replicas=null"], site=False)
+    validate(config, ranks=6)
+    with pytest.raises(ConfigError, match="2 stages x 2 replicas = 4, and there are 5 ranks"):
+        validate(config, ranks=5)

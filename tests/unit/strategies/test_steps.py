@@ -1,0 +1,148 @@
+"""The parts of a step that need no ranks, beside torch and numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from toolkit.config import PruningConfig, TrainConfig
+from toolkit.errors import ConfigError
+from toolkit.strategies.parts import Parts
+from toolkit.strategies.pruning import Pruning, level
+from toolkit.strategies.update import Update
+from toolkit.strategies.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
+from toolkit.train.loop import LossWindow
+
+CPU = torch.device("cpu")
+
+
+def verdicts(judge: Judge, *norms: float) -> list[int]:
+    return [int(judge.verdict(torch.tensor(norm, dtype=torch.float64))) for norm in norms]
+
+
+def test_a_spike_is_so_many_times_the_moving_average_of_the_steps_that_were_made() -> None:
+    judge = Judge(3.0, CPU)
+    early = [1.0, 50.0, *[2.0] * (WARM_UP - 2)]
+    assert verdicts(judge, *early) == [MADE] * WARM_UP, "no step is a spike before there is an average"
+    ages = DECAY ** np.arange(WARM_UP)[::-1]
+    mean = np.average(early, weights=ages)
+    assert verdicts(judge, 2.99 * mean * 1.02, torch.nan, torch.inf) == [SPIKE, NOT_FINITE, NOT_FINITE]
+    assert verdicts(judge, 2.99 * mean) == [MADE], "what is left out does not count"
+    assert verdicts(judge, 3.01 * mean) == [MADE], "and what is made does"
+
+
+def test_without_a_factor_every_finite_norm_is_made() -> None:
+    assert verdicts(Judge(None, CPU), *[1.0] * 50, 1e30, -torch.inf) == [MADE] * 51 + [NOT_FINITE]
+
+
+def test_the_loss_scale_goes_the_way_of_torchs_grad_scaler() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter], 0.0), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours = LossScale(CPU)
+    ours.INTERVAL = 3  # type: ignore[misc]
+    for is_bad in [False] * 4 + [True, False, True, True] + [False] * 5 + [True] * 20:
+        (scaler.scale(parameter * (torch.inf if is_bad else 1.0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        why = ours.explained(torch.tensor(NOT_FINITE if is_bad else MADE))
+        assert int(why) == ((OVERFLOW if ours.value > 1 else NOT_FINITE) if is_bad else MADE)
+        ours.update(why)
+        assert float(ours.value) == scaler.get_scale()
+
+
+def test_the_amount_follows_zhu_and_gupta_in_stairs_and_stays_at_the_end() -> None:
+    config = PruningConfig(0.8, start_step=10, end_step=45, every_steps=10)
+    curve = {step: 0.8 - 0.8 * (1 - (step - 10) / 35) ** 3 for step in (10, 20, 30, 40)}
+    expected = {9: 0.0, 10: 0.0, 19: 0.0, 20: curve[20], 29: curve[20], 30: curve[30], 44: curve[40], 45: 0.8, 99: 0.8}
+    assert {step: level(config, step) for step in expected} == pytest.approx(expected)
+    assert level(PruningConfig(0.5, start_step=7, end_step=7), 7) == 0.5
+
+
+@pytest.mark.parametrize("amount", [0.01, 0.5, 0.999])
+def test_the_threshold_is_numpys_nth_smallest_magnitude(amount: float) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Conv2d(2, 7, 3), nn.Linear(9, 31))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-20)  # subnormal in part
+        model[1].weight.mul_(1e20)
+    values = np.concatenate([layer.weight.detach().abs().flatten().numpy() for layer in model])
+    last = np.sort(values)[round(amount * values.size) - 1]
+    pruning = Pruning(model, PruningConfig(amount, start_step=1, end_step=1), None)
+    pruning.follow()
+    left = np.concatenate([layer.weight.detach().abs().flatten().numpy() for layer in model])
+    np.testing.assert_array_equal(left, np.where(values <= last, 0.0, values))
+
+
+def test_a_rollback_prunes_at_once_what_the_step_is_due() -> None:
+    model = nn.Linear(50, 20)
+    pruning = Pruning(model, PruningConfig(0.6, start_step=1, end_step=5, every_steps=2), None)
+    for _ in range(5):
+        pruning.follow()
+    assert pruning.sparsity() == pytest.approx(0.6)
+    for name, entry in pruning.state().items():
+        if name != "mask/level":
+            entry.value.fill_(True)  # type: ignore[union-attr]
+    pruning.loaded({"mask/level": 0.0, "step": 7})
+    nn.init.normal_(model.weight)
+    pruning.follow()
+    assert pruning.sparsity() == pytest.approx(0.6)
+
+
+def refusal(model: nn.Module, optimizer: Any = None, **train: Any) -> str:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ConfigError) as caught:
+        Update(model, optimizer, TrainConfig(**train))
+    return str(caught.value)
+
+
+def test_what_cannot_be_done_is_refused_when_it_is_built() -> None:
+    linear = nn.Linear(2, 2)
+    assert refusal(linear, skip_bad_steps=True).startswith("train.skip_bad_steps: this SGD cannot leave out a step")
+    assert refusal(linear, precision="fp16").startswith("train.precision: this SGD cannot leave out a step")
+    once = PruningConfig(0.5, end_step=1)
+    assert "no linear or convolutional layer to prune" in refusal(nn.Embedding(3, 3), pruning=once)
+    whole = PruningConfig(0.5, structured=True, end_step=1)
+    assert "no linear or convolutional layer besides its last one" in refusal(linear, pruning=whole)
+
+
+def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:
+    model = nn.Linear(2, 2)
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.ones(2)).sum().backward()
+    assert update.apply(0.1) is None
+    assert update.figures() == {}
+    assert update.state() == {}
+
+
+def test_a_total_adds_what_other_ranks_hold() -> None:
+    parameters = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+    gradients = {tensor: tensor for tensor in parameters}
+    assert Parts(parameters).norm(gradients, CPU) == 13
+    there = Parts(parameters, lambda mine: mine.add_(84.0**2))
+    assert there.norm(gradients, CPU) == 85
+
+
+def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    update = Update(model, torch.optim.SGD(model.parameters(), 0.1), TrainConfig(ema_decay=0.5))
+    state = update.state()
+    assert state.keys() == {"ema/decay", "ema/0.weight", "ema/1.weight"}
+    before = model[0].weight.detach().clone()
+    update.evaluating()
+    update.evaluating()
+    update.begin()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
+    window = LossWindow(0, 1, lambda values: {name: float(value) for name, value in values.items()})
+    for loss in (4.0, 0.0, 2.0):
+        window.add(torch.tensor(loss))
+    window.leave_out(1)
+    assert window._steps == 2

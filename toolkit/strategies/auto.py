@@ -1,0 +1,222 @@
+"""auto: ddp while the model leaves room on the device, else zero, else fsdp; the log says which, and why.
+
+What a rank must keep is known before the training: the bytes of weights, gradients and the optimizer's state, found by
+making the model and one step of its optimizer without memory (torch's ``meta`` device). The activations are not: they
+depend on the batch. So the first strategy is taken whose need leaves ``ROOM`` of the memory to them; ddp comes first,
+for it sends least, then zero (https://arxiv.org/abs/1910.02054 gives the sums below).
+
+Rank 0 decides, by the smallest memory of all ranks. The choice is kept in the run folder, so that a resume on as many
+ranks makes the same one, be it on nodes with more memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import fsio, logs
+from toolkit.config import TrainConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.rundir import RunDir
+from toolkit.strategies.blocks import blocks
+from toolkit.strategies.first_values import without_memory
+from toolkit.strategies.layout import Layout
+from toolkit.strategies.protocol import Criterion, ModelFactory, OptimizerFactory
+from toolkit.strategies.spmd import Spmd
+
+#: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
+ROOM = 0.4
+_GIB = 2**30
+
+log = logs.get(__name__)
+
+
+class Auto(Spmd):
+    """See :class:`~.protocol.Strategy`; ``layout`` makes that of ddp, zero or fsdp, all of one share for each rank."""
+
+    def __init__(self, session: Session, layout: Callable[[str], Layout], train: TrainConfig) -> None:
+        super().__init__(session, layout("ddp"), train)
+        self._session = session
+        self._layout_of = layout
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+    ) -> None:
+        name = _agreed(self._session, lambda memory: self._pick(model, optimizer, memory))
+        self._layout = self._layout_of(name)
+        self.evaluates_together = self._layout.passes_are_joint
+        super().build(model, optimizer, criterion, sample)
+
+    def _pick(self, model: ModelFactory, optimizer: OptimizerFactory, memory_bytes: int) -> tuple[str, str]:
+        size = measure(model, optimizer)
+        bf16 = self._train.precision == "bf16"
+        return pick(size, self._session.world_size, memory_bytes, bf16=bf16, accumulates=self._accumulate > 1)
+
+
+# -------------------------------------------------------------------------------------------------- the decision
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of a model that one process would keep; of ``block`` and ``rest`` the weights only."""
+
+    weights: int
+    gradients: int
+    slots: int  #: the optimizer's state
+    block: int  #: the largest block
+    rest: int  #: what is in no block
+
+    @property
+    def kept(self) -> int:
+        """From one step to the next, and the gradients in between."""
+        return self.weights + self.gradients + self.slots
+
+
+def needs(size: Size, ranks: int, *, bf16: bool = False, accumulates: bool = False) -> dict[str, float]:
+    """Bytes on a rank, activations aside, of each strategy, the one that sends least first."""
+    part = size.kept / ranks + (size.gradients if accumulates else 0)  # whole until the last part of a batch
+    width = 0.5 if bf16 else 1.0  # of gathered weights; those that are kept are as made
+    return {
+        "ddp": size.kept,
+        "zero": part + width * size.weights,
+        "fsdp": part + width * (size.rest + 2 * size.block),  # a block, and the next one on its way
+    }
+
+
+def pick(
+    size: Size, ranks: int, memory_bytes: int, *, bf16: bool = False, accumulates: bool = False
+) -> tuple[str, str]:
+    """The strategy for a model of this size on so many ranks with so much memory each, and why, in a sentence."""
+    found = needs(size, ranks, bf16=bf16, accumulates=accumulates)
+    room = (1 - ROOM) * memory_bytes
+    name = "ddp" if ranks == 1 else next((name for name, need in found.items() if need <= room), "fsdp")
+    of = " + ".join(
+        f"{_gib(getattr(size, part))} {part}" for part in ("weights", "gradients", "slots") if getattr(size, part)
+    )
+    tried = ", ".join(f"{other} {_gib(need)}" for other, need in found.items())
+    why = f"{of}; a rank would keep: {tried}; {_gib(room)} of its {_gib(memory_bytes)} may be filled so"
+    if found[name] > room:
+        why += (
+            ". That is more than there is: try strategy.activation_checkpointing, train.precision bf16, more ranks, or "
+            "fsdp with strategy.cpu_offload"
+        )
+    elif name == "fsdp":
+        why += ". If activations do not fit, set strategy.activation_checkpointing"
+    return name, why
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / _GIB:.3g} GiB"
+
+
+def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
+    """Rank 0's choice, on every rank; of a run that has made one for as many ranks, that one."""
+    memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    key = f"toolkit/strategy/{session.attempt}"
+    if session.is_main:
+        told: dict[str, Any] | None = None
+        try:
+            told = _decided(session, lambda: decide(int(memory.item())))
+        finally:
+            session.store.set(key, json.dumps(told))
+    else:
+        told = json.loads(session.store.get(key))
+    if told is None:
+        raise RuntimeError("strategy.name: auto: rank 0 could not decide; its log says why")
+    log.info("strategy.name: auto takes %s: %s", told["strategy"], told["why"])
+    return str(told["strategy"])
+
+
+def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[str, Any]:
+    path = RunDir(session.run_dir).strategy
+    kept = fsio.read_json(path)
+    if kept is not None and kept["ranks"] == session.world_size:
+        return {**kept, "why": f"{kept['why']} (as decided when the run began on so many ranks, see {path.name})"}
+    name, why = decide()
+    made = {"ranks": session.world_size, "strategy": name, "why": why}
+    fsio.write_json(path, made)
+    return made
+
+
+# -------------------------------------------------------------------------------- what is needed, and what there is
+
+
+def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
+    """Bytes of the model and of its optimizer's state after a step; no random number is drawn for good."""
+    with _same_randomness():
+        model = without_memory(make).to("meta")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        slots = _slots(model, optimizer, trained)
+    weights, parts = _bytes(model.parameters()), [_bytes(block.parameters()) for block in blocks(model)]
+    largest = max(parts, default=0)
+    return Size(weights, _bytes(trained), slots, largest, weights - sum(parts))
+
+
+def _slots(model: nn.Module, optimizer: OptimizerFactory, trained: list[nn.Parameter]) -> int:
+    try:
+        stepper = optimizer(model)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        stepper.step()
+    except Exception as error:  # whatever an optimizer makes of tensors without values
+        log.warning("the optimizer's state is taken to be two values for each weight (%s)", error)
+        return 2 * _bytes(trained)
+    return _bytes(value for slots in stepper.state.values() for value in slots.values() if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """A model that is made once more must come out as if it had not been made before."""
+    state, legacy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(legacy)
+
+
+def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None) -> int:
+    """Of the rank's GPU; without one, the rank's part of what its node, or its job on the node, may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
+    return host_memory_bytes() // ranks
+
+
+def host_memory_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory of this host, or the least limit of the control groups that this process is in."""
+    limits = [1024 * int(line.split()[1]) for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")]
+    for line in _lines(proc / "self/cgroup"):  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1
+        _, kinds, path = line.split(":", 2)
+        root, file = (groups, "memory.max") if not kinds else (groups / "memory", "memory.limit_in_bytes")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        own = root / path.lstrip("/")
+        for folder in [own, *own.parents][: len(own.relative_to(root).parts) + 1]:
+            limits += [int(text) for text in _lines(folder / file) if text.isdigit()]  # else "max"
+    return min(limits)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,248 @@
+"""ddp over a slow link: the whole model on every rank, and gradients that are compressed before they are sent.
+
+Without DDP's hooks: they would start collectives in the order in which gradients become ready, and torch's own hook
+for PowerSGD hangs on gloo where there are several buckets. Here all gradients are there when the first one is sent, so
+the order is fixed, and no state belongs to a bucket. What DDP hides behind the backward pass is waited for instead;
+where the link is so slow that compression pays, little of it was hidden.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import logs
+from toolkit.config import StrategyConfig
+from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry, PerRank
+from toolkit.errors import ConfigError, listing
+from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
+from toolkit.strategies.protocol import ModelFactory
+from toolkit.strategies.replicas import Replicas
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Two all-reduces that tell a link's latency from its bandwidth, in bytes.
+PROBES = (1 << 18, 1 << 22)
+
+log = logs.get(__name__)
+
+
+class Compressed(Replicas):
+    """See :class:`~.layout.Layout`."""
+
+    _model: nn.Module
+
+    def __init__(self, session: Session, *, bf16: bool, compile: bool, recompute: bool, config: StrategyConfig) -> None:
+        super().__init__(session, bf16=bf16, compile=compile, recompute=recompute)
+        self._config = config
+        self._says = session.is_main
+        self._watch = stopwatch(session.device)
+        self._windows = 0  #: times that figures were asked for; in the first one the strategy primes
+        self._error: Tensor | None = None  #: of the first step of each of them
+
+    def place(self, make: ModelFactory) -> nn.Module:
+        """Raises ConfigError for what cannot be compressed, and for a pattern that matches no parameter."""
+        self._model = self._made(make)
+        broadcast_tensors(self._model.parameters(), source=0)
+        self._wire = Wire()
+        self._sort()
+        self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
+        length = sum(piece.numel for piece in self._pieces)
+        self._padding = torch.zeros(-length % self._scheme.multiple, device=self._device)
+        padded = length + len(self._padding) if self._scheme.feeds_back else 0
+        self._residual = torch.zeros(padded, device=self._device)
+        self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in [*self._packed, *self._plain])
+        self._plain_s = _link(self._device).seconds(self._plain_bytes)
+        return self._model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._model(inputs)
+        return outputs
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        if not self._complete_gradients():
+            return
+        self._watch.start()
+        self._wire.sent_bytes = 0.0
+        plain = _flat(self._plain)
+        summing = None if plain is None else self._wire.start_sum(plain)
+        packed = _flat(self._packed, self._padding)
+        if packed is not None:
+            _give_back(self._packed, self._exchange(packed))
+        if plain is not None and summing is not None:
+            summing.wait()
+            _give_back(self._plain, plain / self._wire.ranks)
+        self._watch.stop()
+
+    def state(self) -> dict[str, Entry]:
+        """``residual/rank3/<parameter>``, and the scheme's own."""
+        if not self._scheme.feeds_back:
+            return self._scheme.state()
+        rank = self.share.index
+        residual: dict[str, Entry] = {
+            f"residual/rank{rank}/{piece.name}": PerRank(piece.of(self._residual).view(piece.shape), averages=True)
+            for piece in self._pieces
+        }
+        return residual | self._scheme.state()
+
+    def figures(self) -> dict[str, float]:
+        """Bytes that this rank sends in a step and would send without compression; how much of a gradient the first
+        step of the window left for later, or lost, relative to the gradient; how long compressing and sending took, and
+        how long a plain all-reduce of the gradients would, by the link's speed as it was measured at the start."""
+        found = {
+            "compression/sent_bytes": self._wire.sent_bytes,
+            "compression/plain_bytes": self._plain_bytes,
+            "compression/error": 0.0 if self._error is None else float(self._error),
+            "compression/time_s": self._watch.take(),
+            "compression/plain_time_s": self._plain_s,
+        }
+        self._error = None
+        self._windows += 1
+        if self._windows == 2 and self._says:
+            self._judge(found)
+        return found
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _exchange(self, packed: Tensor) -> Tensor:
+        """The mean over the ranks of the packed gradients and residuals; leaves what is new of the residuals.
+
+        A gradient that is not finite shows in the mean on every rank. Whatever is made of the step then, no residual
+        keeps it: it would come back in every later step.
+        """
+        length = packed.norm() if self._error is None else None
+        if self._scheme.feeds_back:
+            packed += self._residual
+        mean = self._scheme.exchange(packed)
+        if length is not None:
+            self._error = packed.norm() / length.clamp(min=1e-30)
+        if self._scheme.feeds_back:
+            torch.where(mean.sum().isfinite(), packed, self._residual, out=self._residual)
+        return mean
+
+    def _complete_gradients(self) -> bool:
+        """A rank whose pass did without a parameter takes part with zeros. Whether all are used, priming sees."""
+        missing = [p for p in [*self._packed, *self._plain] if p.grad is None]
+        if missing and not self._windows:
+            return False
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        return True
+
+    # --------------------------------------------------------------------------------------------- the parameters
+
+    def _sort(self) -> None:
+        """Which parameters are compressed, and where they stand in the vector, and which are sent as they are."""
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._refuse(named)
+        said = _said(self._config.compression_layers, list(named))
+        self._pieces: list[Piece] = []
+        self._packed: list[nn.Parameter] = []
+        self._plain: list[nn.Parameter] = []
+        start = 0
+        for name, parameter in named.items():
+            amount = amount_for(self._config, parameter.shape, said.get(name))
+            if amount is None:
+                self._plain.append(parameter)
+                continue
+            self._packed.append(parameter)
+            self._pieces.append(Piece(name, tuple(parameter.shape), start, amount))
+            start += parameter.numel()
+        if start >= 2**31:
+            raise ConfigError(f"strategy.compression: {start} values are more than 2**31, which places are sent for")
+        counts = len(self._packed), len(self._plain)
+        log.info("%s: %d parameters compressed, %d sent as they are", self._config.compression, *counts)
+
+    def _refuse(self, named: Mapping[str, nn.Parameter]) -> None:
+        strange = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in TYPES]
+        if strange:
+            raise ConfigError(
+                f"strategy.compression: {listing(strange, 3)} would be rounded to float32, in which gradients are "
+                "compressed; set it to none"
+            )
+
+    def _judge(self, figures: Mapping[str, float]) -> None:
+        took, plain = figures["compression/time_s"], figures["compression/plain_time_s"]
+        log.info(
+            "strategy.compression: %s sends %.3g MB a step instead of %.3g and takes %.3g s, where a plain all-reduce "
+            "would take about %.3g s on this link: %s",
+            self._config.compression,
+            figures["compression/sent_bytes"] / 1e6,
+            figures["compression/plain_bytes"] / 1e6,
+            took,
+            plain,
+            "worth it" if took < plain else "not worth it, none is faster",
+        )
+
+
+def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, float | str]:
+    """What ``compression_layers`` says about each parameter; the last pattern that matches one counts."""
+    found: dict[str, float | str] = {}
+    for pattern, value in layers.items():
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ConfigError(
+                f"strategy.compression_layers: {pattern!r} matches no parameter; there are: {listing(names, 12)}"
+            )
+        found |= dict.fromkeys(matching, value)
+    return found
+
+
+def _flat(parameters: Sequence[nn.Parameter], *more: Tensor) -> Tensor | None:
+    """Their gradients in fp32, one after the other."""
+    if not parameters:
+        return None
+    return torch.cat([*(p.grad.reshape(-1).float() for p in parameters if p.grad is not None), *more])
+
+
+def _give_back(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """The other way."""
+    start = 0
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+        start += parameter.numel()
+
+
+# ------------------------------------------------------------------------------------------------------- the link
+
+
+class _Link:
+    """What an all-reduce costs: so many seconds, and so many for each byte that a rank sends."""
+
+    def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
+        self._bytes, self._seconds = small
+        self._per_byte = max(0.0, large[1] - small[1]) / max(1.0, large[0] - small[0])
+
+    def seconds(self, sent_bytes: float) -> float:
+        return self._seconds + (sent_bytes - self._bytes) * self._per_byte
+
+
+def _link(device: torch.device) -> _Link:
+    """Measured: the quicker of two of each size, for the first one opens connections. Every rank calls it."""
+    small, large = ((_sent(size), min(_lap(size, device) for _ in range(2))) for size in PROBES)
+    return _Link(small, large)
+
+
+def _sent(size_bytes: int) -> float:
+    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
+
+
+def _lap(size_bytes: int, device: torch.device) -> float:
+    probe = torch.zeros(size_bytes // 4, device=device)
+    dist.barrier()
+    began = time.perf_counter()
+    sum_across_ranks(probe).sum().item()  # read: on a GPU nothing has happened before
+    return time.perf_counter() - began

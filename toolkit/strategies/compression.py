@@ -1,0 +1,322 @@
+"""Ways to find the mean of a vector over the ranks while less than the vector is sent.
+
+Each scheme makes the same calls in the same order on every rank, on any backend, and gives every rank the same bits.
+What it has not sent it hands back, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit
+SGD; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847), so that nothing of a gradient is lost, only late: what
+all steps have sent, and what is left, add up to all gradients.
+
+* fp16, bf16, int8 (:class:`Blocks`): each value with fewer bits. In two phases, since sums of int8 overflow and sums of
+  half precision round at every rank: each rank gets its part of the vector from all others, adds in fp32, and sends the
+  mean, with fewer bits again, to all. So a rank sends 2 (W-1)/W times the small vector, as a plain all-reduce does of
+  the whole one, on any number of ranks W.
+* top-k (:class:`TopK`): the largest values of each parameter and where they are (Deep Gradient Compression, Lin et al.
+  2018, https://arxiv.org/abs/1712.01887, without its momentum correction). A rank sends its choice to all others: W-1
+  times, so that it pays for few ranks.
+* PowerSGD (:class:`PowerSgd`; Vogels et al. 2019, https://arxiv.org/abs/1905.13727): a gradient of n x m as the product
+  of n x r and r x m, by one step of a power iteration that starts where the last one ended. Two all-reduces, whatever
+  the number of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.config import StrategyConfig
+from toolkit.dist.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
+from toolkit.dist.state import Entry, Replicated
+
+#: So many values have a scale of their own, of 4 bytes.
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter whose gradient is compressed: values ``start`` to ``start + numel`` of the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    amount: float  #: the ratio or rank that holds for it
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """As a matrix: its first dimension, and the rest."""
+        return self.shape[0], self.numel // self.shape[0]
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Its part of ``vector``, flat."""
+        return vector[self.start : self.start + self.numel]
+
+
+class Wire:
+    """The collectives that schemes use, which count what this rank sends, in bytes."""
+
+    def __init__(self) -> None:
+        self.ranks = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.sent_bytes = 0.0
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        self.sent_bytes += self.cost_of_sum(tensor)
+        return start_sum(tensor)
+
+    def cost_of_sum(self, tensor: Tensor) -> float:
+        """What a rank sends of ``tensor`` in an all-reduce that sends as little as can be."""
+        return 2 * (self.ranks - 1) / self.ranks * _bytes(tensor)
+
+    def gather(self, row: Tensor) -> Tensor:
+        self.sent_bytes += (self.ranks - 1) * _bytes(row)
+        return gather_rows(row)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        self.sent_bytes += (self.ranks - 1) / self.ranks * _bytes(rows)
+        return exchange_rows(rows)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Scheme(Protocol):
+    """One way to compress. Vectors are flat, in fp32, of one length on all ranks."""
+
+    #: The vector's length must be a multiple of it.
+    multiple: int
+
+    #: Whether what was not sent is to be added to the next step's gradient.
+    feeds_back: bool
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over the ranks, as good as it is known; what of them is not in it stays in ``values``.
+
+        The mean of what stays is the mean of ``values`` less the result, up to the rounding of fp32. A value that is
+        not finite, on any rank, makes the result not finite.
+        """
+
+    def state(self) -> dict[str, Entry]:
+        """What a resume needs, live."""
+
+
+# ------------------------------------------------------------------------------------------------------ fewer bits
+
+
+class Codec(Protocol):
+    """Blocks of fp32 (n, BLOCK) as rows of bytes (n, so many as ``encode`` makes) and back."""
+
+    def encode(self, blocks: Tensor) -> Tensor: ...
+
+    def decode(self, rows: Tensor) -> Tensor: ...
+
+
+class Bf16:
+    """Half the bytes, with 8 bits for the value."""
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        return blocks.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        return rows.view(torch.bfloat16).float()
+
+
+class Scaled:
+    """Rows that end with their block's scale in fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        scales = self.scale(blocks.abs().amax(1, keepdim=True))
+        codes = self.round(blocks / scales).to(self._dtype)
+        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        codes, scales = rows[:, :-4].contiguous(), rows[:, -4:].contiguous()
+        return codes.view(self._dtype).float().mul_(scales.view(torch.float32))
+
+    def scale(self, largest: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def round(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Fp16(Scaled):
+    """Half the bytes, 11 bits for the value. Scaled by powers of two: no gradient is too small or too large for it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float16)
+
+    def scale(self, largest: Tensor) -> Tensor:
+        """The largest value of a block comes to lie below 2**15; fp16 ends at 65,504."""
+        _, exponent = torch.frexp(largest)
+        power = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-100) - 15)
+        return torch.where(largest.isfinite(), power, largest)
+
+
+class Int8(Scaled):
+    """A quarter of the bytes: 255 steps between minus and plus the largest value of a block, to the nearest."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.int8)
+
+    def scale(self, largest: Tensor) -> Tensor:
+        return (largest / 127).clamp(min=1e-30)
+
+    def round(self, values: Tensor) -> Tensor:
+        return values.round_()
+
+
+class Blocks:
+    """See :class:`Scheme`: fewer bits for each value."""
+
+    def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool) -> None:
+        self.feeds_back = feeds_back
+        self.multiple = BLOCK * wire.ranks
+        self._codec = codec
+        self._wire = wire
+
+    def exchange(self, values: Tensor) -> Tensor:
+        blocks = values.view(self._wire.ranks, -1, BLOCK)
+        rows = self._codec.encode(blocks.view(-1, BLOCK))
+        mine = self._wire.exchange(rows.view(self._wire.ranks, -1, rows.shape[1]))
+        mean = self._mean(mine)
+        again = self._codec.encode(mean)
+        blocks -= self._codec.decode(rows).view_as(blocks)
+        # the mean was rounded for all ranks here: what that has cost the sum stays with this one
+        blocks[self._wire.rank] += (mean - self._codec.decode(again)) * self._wire.ranks
+        return self._codec.decode(self._wire.gather(again).view(-1, again.shape[1])).view(-1)
+
+    def _mean(self, parts: Tensor) -> Tensor:
+        """In the order of the ranks; ``parts`` (ranks, n, bytes)."""
+        total = self._codec.decode(parts[0])
+        for part in parts[1:]:
+            total += self._codec.decode(part)
+        return total / self._wire.ranks
+
+    def state(self) -> dict[str, Entry]:
+        return {}
+
+
+# ----------------------------------------------------------------------------------------------------- fewer values
+
+
+class TopK:
+    """See :class:`Scheme`: of each parameter the part ``amount`` of its values, the largest ones, exactly."""
+
+    multiple = 1
+    feeds_back = True
+
+    def __init__(self, pieces: Sequence[Piece], wire: Wire) -> None:
+        self._pieces = pieces
+        self._wire = wire
+
+    def exchange(self, values: Tensor) -> Tensor:
+        places = torch.cat([self._largest(piece, values) for piece in self._pieces])
+        chosen = values[places]
+        message = torch.stack([chosen.view(torch.int32), places.to(torch.int32)])
+        values[places] = 0.0
+        total = torch.zeros_like(values)
+        for theirs, where in self._wire.gather(message):  # a place comes once in each: no order of sums to depend on
+            total.index_add_(0, where, theirs.view(torch.float32))
+        return total / self._wire.ranks
+
+    @staticmethod
+    def _largest(piece: Piece, values: Tensor) -> Tensor:
+        count = max(1, math.ceil(piece.amount * piece.numel))
+        return piece.of(values).abs().topk(count, sorted=False).indices + piece.start
+
+    def state(self) -> dict[str, Entry]:
+        return {}
+
+
+class PowerSgd:
+    """See :class:`Scheme`: each parameter's gradient as a matrix of rank ``amount``."""
+
+    multiple = 1
+    feeds_back = True
+
+    def __init__(self, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> None:
+        self._pieces = pieces
+        self._wire = wire
+        draw = torch.Generator().manual_seed(0)
+        self._right = [torch.randn(piece.sides[1], int(piece.amount), generator=draw).to(device) for piece in pieces]
+        broadcast_tensors(self._right, source=0)  # other processors may draw other bits
+
+    def exchange(self, values: Tensor) -> Tensor:
+        matrices = [piece.of(values).view(piece.sides) for piece in self._pieces]
+        left = self._sum([matrix @ right for matrix, right in zip(matrices, self._right, strict=True)])
+        left = [torch.linalg.qr(part).Q for part in left]  # of a sum, whose length is of no account
+        own = [(side.t() @ matrix).t() for matrix, side in zip(matrices, left, strict=True)]
+        for matrix, side, right in zip(matrices, left, own, strict=True):
+            matrix.addmm_(side, right.t(), alpha=-1.0)
+        total = torch._foreach_div(self._sum(own), self._wire.ranks)
+        self._keep(total)
+        mean = torch.empty_like(values)
+        for piece, side, right in zip(self._pieces, left, total, strict=True):
+            torch.mm(side, right.t(), out=piece.of(mean).view(piece.sides))
+        return mean
+
+    def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Over the ranks, in one message."""
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        self._wire.start_sum(flat).wait()
+        sums = torch.split(flat, [part.numel() for part in parts])
+        return [total.view(part.shape) for total, part in zip(sums, parts, strict=True)]
+
+    def _keep(self, right: Sequence[Tensor]) -> None:
+        """For the next step to start from, unless one of them holds what no later step would get rid of."""
+        good = torch.stack([part.sum() for part in right]).isfinite().all()
+        for kept, new in zip(self._right, right, strict=True):
+            torch.where(good, new, kept, out=kept)
+
+    def state(self) -> dict[str, Entry]:
+        """``powersgd/<parameter>``: the second factor (m, r), equal on all ranks, from which the next step starts."""
+        named = zip(self._pieces, self._right, strict=True)
+        return {f"powersgd/{piece.name}": Replicated(right) for piece, right in named}
+
+
+# --------------------------------------------------------------------------------------------------- which of them
+
+
+def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> Scheme:
+    """The scheme that ``strategy.compression`` names."""
+    match kind:
+        case "fp16":
+            return Blocks(Fp16(), wire, feeds_back=False)
+        case "bf16":
+            return Blocks(Bf16(), wire, feeds_back=False)
+        case "int8":
+            return Blocks(Int8(), wire, feeds_back=True)
+        case "topk":
+            return TopK(pieces, wire)
+    assert kind == "powersgd", "config.py knows no other"
+    return PowerSgd(pieces, wire, device)
+
+
+def amount_for(config: StrategyConfig, shape: Sequence[int], said: float | str | None) -> float | None:
+    """The ratio or rank for a parameter of ``shape``; None where it is sent as it is.
+
+    ``said`` is what ``compression_layers`` has for it. Biases and norms are few and count much: but for fp16 and bf16
+    what has less than two dimensions is not compressed, and neither is a matrix that is no larger than two factors.
+    """
+    kind = config.compression
+    if said == "none" or (len(shape) < 2 and kind not in ("fp16", "bf16")) or not math.prod(shape):
+        return None
+    default: Mapping[str, float] = {"topk": config.compression_ratio, "powersgd": config.compression_rank}
+    amount = default.get(kind, 1.0) if said is None else float(said)
+    if kind != "powersgd":
+        return amount
+    rows, columns = shape[0], math.prod(shape[1:])
+    rank = min(int(amount), rows, columns)
+    return rank if rank * (rows + columns) < rows * columns else None

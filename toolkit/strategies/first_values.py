@@ -1,0 +1,65 @@
+"""The first weights of a model that lies in parts: rank 0's, bit for bit those of the same model on one process.
+
+Only rank 0 makes the model, in host memory; the others make it without memory (torch's ``meta`` device) and receive
+their parts, one tensor at a time. Letting each rank draw its own part would need to know in which order any model
+draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import logs
+from toolkit.dist.state import Sharded
+from toolkit.errors import listing
+from toolkit.strategies.layout import entry, local
+from toolkit.strategies.protocol import ModelFactory
+
+log = logs.get(__name__)
+
+
+def made(make: ModelFactory) -> nn.Module:
+    """``make()`` on rank 0; elsewhere without memory, if that is possible."""
+    return make() if dist.get_rank() == 0 else without_memory(make)
+
+
+def without_memory(make: ModelFactory) -> nn.Module:
+    """``make()`` on the meta device; for real where its constructor needs the values of tensors."""
+    try:
+        with torch.device("meta"):
+            model = make()
+        stray = [name for module in model.modules() for name, value in vars(module).items() if _is_meta(value)]
+        if not stray:
+            return model
+        reason = f"{listing(stray, 3)}: tensors that are neither parameters nor buffers"
+    except Exception as error:  # whatever a model's constructor makes of tensors without values
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("each rank makes the whole model in host memory first, for it cannot be made without (%s)", reason)
+    return make()
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+@torch.no_grad()
+def hand_out(whole: Mapping[str, Tensor], model: nn.Module, device: torch.device) -> None:
+    """Fill the parameters of ``model``, which lies in parts or as copies, from rank 0's ``whole`` ones.
+
+    One after the other, each sent whole: so a rank that has room for the largest one has room for this, however the
+    parts are cut. On the other ranks only the names in ``whole`` count.
+    """
+    for name, parameter in model.named_parameters():
+        sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if dist.get_rank() == 0:
+            sent.copy_(whole[name])
+        dist.broadcast(sent, 0)
+        mine = entry(parameter)
+        if isinstance(mine, Sharded):
+            for dimension, (start, size) in enumerate(zip(mine.offsets, mine.value.shape, strict=True)):
+                sent = sent.narrow(dimension, start, size)
+        local(parameter).copy_(sent)

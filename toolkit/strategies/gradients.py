@@ -1,0 +1,71 @@
+"""What happens to the gradients of a step before the optimizer sees them: they are measured, judged and clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from toolkit.config import TrainConfig
+from toolkit.dist.state import Entry
+from toolkit.strategies.layout import local
+from toolkit.strategies.parts import Parts, Total
+from toolkit.strategies.verdict import Judge, LossScale
+
+
+class Gradients:
+    """Of all ``parameters``, or of this rank's parts of them; nothing in it makes the host wait."""
+
+    #: As torch.nn.utils.clip_grad_norm_ has it.
+    _LEAST_NORM = 1e-6
+
+    def __init__(self, parameters: Iterable[Tensor], train: TrainConfig, total: Total | None) -> None:
+        self._parameters = list(parameters)
+        self._device = local(self._parameters[0]).device
+        self._parts = Parts(self._parameters, total)
+        self._clip_norm = train.clip_norm
+        self.scale = LossScale(self._device) if train.precision == "fp16" else None
+        judges = train.skip_bad_steps or self.scale is not None
+        self._judge = Judge(train.spike_factor, self._device) if judges else None
+        #: Of the last step, before it was clipped.
+        self.norm: Tensor | None = None
+
+    @staticmethod
+    def are_looked_at(train: TrainConfig) -> bool:
+        """Whether there is anything to do."""
+        return train.clip_norm is not None or train.skip_bad_steps or train.precision == "fp16"
+
+    @torch.no_grad()
+    def tame(self) -> Tensor | None:
+        """Make ready for the optimizer what lies in ``.grad``; whether to leave the step out, see verdict.py."""
+        gradients = {p: local(p.grad) for p in self._parameters if p.grad is not None}
+        self.norm = self._parts.norm(gradients, self._device)
+        if self.scale is not None:
+            self.norm = self.norm / self.scale.value
+        why = None if self._judge is None else self._judge.verdict(self.norm)
+        factor = self._factor(self.norm)
+        if factor is not None:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        if self.scale is not None and why is not None:
+            why = self.scale.explained(why)
+            self.scale.update(why)
+        return why
+
+    def _factor(self, norm: Tensor) -> Tensor | None:
+        """What the gradients are to be multiplied by; None where that is nothing."""
+        factor = None
+        if self._clip_norm is not None:
+            factor = (self._clip_norm / (norm + self._LEAST_NORM)).clamp(max=1.0)
+        if self.scale is not None:
+            factor = 1 / self.scale.value if factor is None else factor / self.scale.value
+        return None if factor is None else factor.float()
+
+    def state(self) -> dict[str, Entry]:
+        parts = [part.state() for part in (self._judge, self.scale) if part is not None]
+        return {name: value for part in parts for name, value in part.items()}
+
+    def figures(self) -> dict[str, float]:
+        """``train/grad_norm`` of the last step, before clipping, and fp16's ``train/loss_scale``."""
+        found = {} if self.norm is None else {"train/grad_norm": float(self.norm)}
+        return found if self.scale is None else {**found, "train/loss_scale": float(self.scale.value)}

@@ -1,0 +1,144 @@
+"""Messages between pairs of ranks that a dead rank does not disturb: what a parameter server is made of.
+
+A collective needs every rank. Here each pair of ranks has a connection of its own (gloo's, in a process group made for
+it), one thread for each peer reads from it, and all that comes lies in one queue. So nobody waits for a certain peer, a
+peer's death is one more message, and a send never blocks for long: at its other end somebody always reads.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: gloo closes all pairs of a group in which one wait runs out, and a peer may well be silent through a long evaluation;
+#: that a rank hangs is for the supervisor to find out.
+FOREVER = timedelta(days=365)
+#: All ranks leave at about the same time.
+LEAVE_S = 10.0
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    PUSH = 0  #: worker to server: gradients
+    WEIGHTS = 1  #: server to worker
+    REISSUE = 2  #: server to worker: compute the share of a dead one
+    SUM = 3  #: to rank 0, which answers SUMMED
+    SUMMED = 4
+    SETTLE = 5  #: to rank 0: all steps up to here are done; it answers SETTLED
+    SETTLED = 6
+    ASK = 7  #: rank 0 to a worker, which answers BUFFERS
+    BUFFERS = 8
+    TELL = 9  #: rank 0 to all: values that are equal on all ranks
+    BYE = 10  #: nothing comes after it
+    LOST = 11  #: never sent: the sender is dead
+
+
+class Message(NamedTuple):
+    """What came from ``sender``: some ``numbers``, and bytes (n,) uint8 where the kind has any."""
+
+    kind: Kind
+    sender: int
+    numbers: tuple[float, ...] = ()
+    payload: Tensor | None = None
+
+
+#: Of a header, beside the kind and the number of bytes that follow: float64, in which counts are exact up to 2**53.
+_NUMBERS = 7
+
+
+class Mail:
+    """One rank's connections to ``peers``; every rank of the default group makes one, for making it is a collective.
+
+    ``on_lost`` is called with the rank of a peer that has died, by whatever thread notices, before LOST is received.
+    Only one thread may send, and receive.
+    """
+
+    def __init__(self, peers: Iterable[int], on_lost: Callable[[int], None]) -> None:
+        self.lost: set[int] = set()
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        group = dist.new_group(backend="gloo", timeout=FOREVER)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is in it, as all are
+        self.group = group
+        self._queue: SimpleQueue[Message] = SimpleQueue()
+        self._threads = {
+            peer: threading.Thread(target=self._read, args=[peer], name=f"toolkit-mail-{peer}", daemon=True)
+            for peer in peers
+        }
+
+    def open(self) -> None:
+        """From here on messages are read."""
+        for thread in self._threads.values():
+            thread.start()
+
+    def send(self, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
+        """Returns when the memory of ``payload`` may be used again. Nothing is sent to a dead peer."""
+        if peer in self.lost:
+            return
+        size = 0 if payload is None else payload.numel()
+        header = [float(kind), float(size), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
+        try:
+            dist.send(torch.tensor(header, dtype=torch.float64), peer, group=self.group)
+            if payload is not None and size:
+                dist.send(payload, peer, group=self.group)
+        except RuntimeError:
+            self._lose(peer)
+
+    def receive(self) -> Message:
+        """The next message of any peer; those of one peer come in the order in which they were sent."""
+        return self._queue.get()
+
+    def close(self, *, orderly: bool) -> None:
+        """Leave. Peers of a rank that leaves otherwise than ``orderly`` take it for dead."""
+        if not orderly:
+            return
+        for peer in self._threads:
+            self.send(peer, Kind.BYE)
+        for thread in self._threads.values():
+            if thread.is_alive():
+                thread.join(LEAVE_S)
+
+    def _read(self, peer: int) -> None:
+        try:
+            while (message := self._next(peer)).kind is not Kind.BYE:
+                self._queue.put(message)
+        except RuntimeError:
+            self._lose(peer)
+
+    def _next(self, peer: int) -> Message:
+        header = torch.empty(2 + _NUMBERS, dtype=torch.float64)
+        dist.recv(header, peer, group=self.group)
+        kind, size, *numbers = header.tolist()
+        payload = torch.empty(int(size), dtype=torch.uint8) if size else None
+        if payload is not None:
+            dist.recv(payload, peer, group=self.group)
+        return Message(Kind(int(kind)), peer, tuple(numbers), payload)
+
+    def _lose(self, peer: int) -> None:
+        with self._lock:
+            if peer in self.lost:
+                return
+            self.lost.add(peer)
+        self._on_lost(peer)
+        self._queue.put(Message(Kind.LOST, peer))
+
+
+def encode(value: Any) -> Tensor:
+    """``value``, which must be JSON, as a payload."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def decode(message: Message) -> Any:
+    """What :func:`encode` was given."""
+    assert message.payload is not None
+    return json.loads(message.payload.numpy().tobytes())

@@ -1,0 +1,34 @@
+"""channels_last: images and the weights of convolutions with the channel as the innermost dimension in memory.
+
+Most convolutions for GPUs with tensor cores, and oneDNN's for CPUs, want it so and would convert each time. Shapes,
+names and results (to rounding) stay, and a checkpoint does not know of it: tensors are written in the order of their
+dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import logs
+
+log = logs.get(__name__)
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Lay out ``model``'s parameters of four dimensions so, and each input of four dimensions when it comes."""
+    model.to(memory_format=torch.channels_last)
+    if not any(parameter.ndim == 4 for parameter in model.parameters()):
+        log.warning("train.channels_last changes nothing: this model has no weights of four dimensions")
+        return
+    model.register_forward_pre_hook(_lay_out)
+
+
+def _lay_out(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.contiguous(memory_format=torch.channels_last) if _is_image(x) else x for x in inputs)
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 4

@@ -1,0 +1,56 @@
+"""The ranks as a grid, one dimension for each kind of parallelism: `strategy.mesh`, as torch's DeviceMesh.
+
+Ranks that follow each other stand side by side in the last dimension. A launcher numbers those of one node in a row, so
+``tensor``, whose ranks talk several times in each layer, stays within a node; then come the shards of a copy, then the
+copies, which talk once in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from toolkit.config import MeshConfig
+from toolkit.dist.batch import Share
+from toolkit.dist.session import Session
+
+#: From the outermost to the innermost.
+ORDER = ("replicas", "shards", "tensor")
+
+
+def device_mesh(session: Session, sizes: MeshConfig, always: Iterable[str]) -> DeviceMesh:
+    """The dimensions of more than one rank, and those that must be there ``always``; every rank calls it.
+
+    Dimensions of one rank are left out where they can be: each costs a process group.
+    """
+    kept = [name for name in ORDER if _size(sizes, name) > 1 or name in always]
+    return init_device_mesh(session.device.type, tuple(_size(sizes, name) for name in kept), mesh_dim_names=tuple(kept))
+
+
+def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
+    """This rank's part of the mesh along those of ``names`` that it has, None if it has none of them."""
+    found = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
+    return mesh[found] if found else None
+
+
+def share_of(session: Session, sizes: MeshConfig) -> Share:
+    """Ranks of one tensor group work on the same samples."""
+    together = _size(sizes, "tensor")
+    return Share(session.rank // together, session.world_size // together)
+
+
+def is_first(session: Session, sizes: MeshConfig) -> bool:
+    """Whether this rank speaks for its tensor group where something must count once."""
+    return session.rank % _size(sizes, "tensor") == 0
+
+
+def describe(sizes: MeshConfig) -> str:
+    """``2 replicas x 4 shards``, for the log."""
+    return " x ".join(f"{size} {name}" for name in ORDER if (size := _size(sizes, name)) > 1) or "1 rank"
+
+
+def _size(sizes: MeshConfig, name: str) -> int:
+    size: int | None = getattr(sizes, name)
+    assert size is not None, "config.mesh_of() leaves no dimension open"
+    return size

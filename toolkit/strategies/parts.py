@@ -1,0 +1,63 @@
+"""Sums over a whole model of which each rank holds parts, so that every element counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+#: Replaces a small tensor by its sum over the ranks that hold other parts of the model, and returns it.
+Total: TypeAlias = Callable[[Tensor], Tensor]
+_Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
+
+
+class Parts:
+    """The parameters of a model, of which this rank may hold parts.
+
+    A DTensor says itself over which dimensions of its mesh it is cut: those are summed over, and the others, along
+    which it lies whole on each rank, are not. ``total`` is for what a plain tensor does not say: that other ranks hold
+    other parameters (the stages of a pipeline, the shards of servers). None: they hold the same ones.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], total: Total | None = None) -> None:
+        self._cut = {parameter: _cut_over(parameter) for parameter in parameters}
+        self._kinds = list(dict.fromkeys(self._cut.values()))  # on all ranks in one order: each is a collective
+        self._total = total
+
+    def sum(self, values: Mapping[Tensor, Tensor], like: Tensor) -> Tensor:
+        """The sum of ``values``, one for this rank's part of a parameter, over all parts of all parameters.
+
+        They have the shape of ``like``, which is not changed. Every rank calls it.
+        """
+        whole = torch.zeros_like(like)
+        for kind in self._kinds:
+            found = [value for parameter, value in values.items() if self._cut[parameter] == kind]
+            part = torch.stack(found).sum(0) if found else torch.zeros_like(like)
+            for group in kind:
+                dist.all_reduce(part, group=group)
+            whole += part
+        return whole if self._total is None else self._total(whole)
+
+    def norm(self, gradients: Mapping[Tensor, Tensor], device: torch.device) -> Tensor:
+        """The 2-norm of ``gradients``, this rank's part of each parameter's, as if they were one vector; float64.
+
+        As ``torch.nn.utils.get_total_norm``, but squares are added in double precision, in which they do not overflow.
+        """
+        squares = torch.stack(torch._foreach_norm(list(gradients.values()))).double().square()
+        if self._kinds in ([], [()]) and self._total is None:  # replicas, the common case
+            return squares.sum().sqrt()
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return self.sum(dict(zip(gradients, squares, strict=True)), zero).sqrt()
+
+
+def _cut_over(parameter: Tensor) -> _Groups:
+    """The process groups whose ranks hold different parts of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    cut = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)

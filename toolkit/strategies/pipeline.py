@@ -1,0 +1,425 @@
+"""pipeline: each rank has some of the model's layers, and micro-batches go through the ranks like cars along a belt.
+
+The schedules are torch's: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377) and
+interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages. With p ranks and m
+micro-batches a rank idles (p - 1) / (m + p - 1) of a step, interleaved (p - 1) / (v * m + p - 1) with v stages on each.
+
+Ranks stand ``stages`` x ``replicas``: the ranks of one stage follow each other, so those of a node sum gradients among
+themselves and a pipeline goes from node to node. All ranks of a pipeline hold the same share. Gradients are summed over
+the replicas after the last backward pass.
+
+Shapes must be the same in every micro-batch of a step. Where a share does not divide, shorter ones are filled up with a
+copy of their last sample, whose outputs the criterion never sees: gradients and loss are exact. (A batch norm sees it.)
+
+Random numbers. Every stage is seeded alike by the loop, and would drop the same places out. So each pass of a
+micro-batch through a stage has a seed of its own, which follows from the step's, the stage and the micro-batch: it is
+the same in every schedule, and in a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from toolkit import logs
+from toolkit.activity import PRIMING
+from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, mesh_of, micro_batches
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks, sum_tensors
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry, Json, Replicated
+from toolkit.errors import ConfigError
+from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies import stages as layers
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.first_values import made
+from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.scattered import on_every_rank
+from toolkit.strategies.spmd import compile_errors
+from toolkit.strategies.update import Update
+
+log = logs.get(__name__)
+
+
+class Pipeline(AllNeeded):
+    """See :class:`~.protocol.Strategy`."""
+
+    evaluates_together = True
+
+    _model: nn.Module  #: of the whole one, the layers that this rank has
+    _parts: list[_Part]  #: its stages, in the order of the pipeline
+    _schedule: Any
+    _update: Update
+    _criterion: Criterion
+    _outputs: _Shape  #: of the model, for one sample
+    _weighs: bool  #: whether the criterion gives weights of its own
+    _batches: list[Batch]  #: the micro-batches of the step
+    _found: dict[int, tuple[Tensor, Tensor | None]]  #: loss and weight of each, on the rank of the last stage
+
+    def __init__(self, session: Session, config: StrategyConfig, train: TrainConfig) -> None:
+        """Raises ConfigError when the mesh is not that of the ranks that there are."""
+        self._config, self._train = config, train
+        self._world_size = session.world_size
+        sizes = mesh_of(config, session.world_size)
+        self._ranks, self._replicas = sizes.stages or 1, sizes.replicas or 1
+        self._place, replica = divmod(session.rank, self._replicas)
+        self.share = Share(replica, self._replicas)
+        per_rank = config.pipeline.stages_per_rank if self._is_interleaved else 1
+        self._stages = range(self._place, self._ranks * per_rank, self._ranks)  #: of this rank
+        self._count = self._ranks * per_rank
+        self._device = session.device
+        self._activity = session.activity
+        self._buffers_equal = False
+        self.own_time = stopwatch(session.device)
+
+    @property
+    def _is_interleaved(self) -> bool:
+        return self._config.pipeline.schedule == "interleaved" and self._ranks > 1
+
+    @property
+    def _is_first(self) -> bool:
+        return self._place == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self._place == self._ranks - 1
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+    ) -> None:
+        """Raises ConfigError when the model cannot be cut, a parameter gets no gradient, or compiling fails."""
+        batch = self._checked(sample)
+        mesh = init_device_mesh(self._device.type, (self._ranks, self._replicas), mesh_dim_names=("stage", "replica"))
+        self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")
+        self._criterion = criterion
+        self._stand_in = batch.targets[:1].to(self._device)
+        smallest = batch.global_count // self._replicas
+        self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
+        self._size = -(-len(batch) // self._micro_batches)
+        self._place_model(model, torch.cat([batch.inputs[:1]] * 2))
+        self._update = Update(self._model, optimizer(self._model))
+        self._schedule = self._make_schedule()
+        with compile_errors(self._train.compile), _plainly():
+            self._prime(batch)
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        assert batch is not None, "build() made sure that every share holds a sample"
+        self._buffers_equal = False
+        loss = self._forward_backward(batch)
+        self._update.apply(lr)
+        return StepOutput(loss)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        self._equalise_buffers()
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        batch = batch.to(self._device)
+        self._model.eval()
+        outputs = self._pass(batch.split(min(self._micro_batches, len(batch))))
+        self._model.train()
+        with self._precision():
+            if self._is_last:
+                return Sums(measure(torch.cat(outputs), batch.targets), len(batch))
+            names = measure(self._outputs.empty(1, self._device).zero_(), self._stand_in)
+        return Sums({name: torch.zeros_like(value) for name, value in names.items()}, 0)
+
+    def state(self) -> dict[str, Entry]:
+        """``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective. See :mod:`.scattered`."""
+        self._equalise_buffers()
+        weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
+        return on_every_rank(cast(Mapping[str, Replicated], weights | self._update.state()))
+
+    def live(self) -> dict[str, Tensor]:
+        weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
+        buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
+        return weights | buffers | self._update.live()
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """A collective: of the replicas of a stage the first one has been filled."""
+        self._update.loaded(values)
+        if self._replicas > 1 and self._ranks > 1:
+            broadcast_tensors(self.live().values(), self._first_replica, self._replica_group)
+        self._buffers_equal = True
+
+    def close(self) -> None:
+        for name in ("_model", "_parts", "_schedule", "_update", "_criterion", "_batches", "_found"):
+            self.__dict__.pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of that loss."""
+        self._batches = batch.to(self._device).split(self._micro_batches)
+        self._found = {}
+        seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
+        for part in self._parts:
+            part.begin(seed)
+        self.own_time.stop()  # from here on ranks wait for each other
+        inputs = (torch.cat([_filled(each.inputs, self._size) for each in self._batches]),) if self._is_first else ()
+        numbers = torch.arange(self._micro_batches) if self._is_last else None
+        self._schedule.step(*inputs, target=numbers, return_outputs=False)
+        return self._complete(batch.global_count)
+
+    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Of micro-batch ``number``, as if each sample of the global batch weighed one; also called to probe."""
+        batch = self._batches[int(number)]
+        with self._precision():
+            total, weight = self._criterion(outputs[: len(batch)], batch.targets)
+        loss = total / batch.global_count
+        self._found[int(number)] = loss.detach(), weight
+        return loss
+
+    def _complete(self, samples: int) -> Tensor:
+        """From the gradients of this pipeline to those of the global batch."""
+        gradients = self._gradients()
+        if self._replicas > 1:
+            sum_tensors(gradients, self._replica_group)
+        losses = [loss for loss, _ in self._found.values()]
+        mean = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self._device)
+        if not self._weighs:
+            return mean
+        weights = [weight.detach().double() for _, weight in self._found.values() if weight is not None]
+        weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self._device)
+        factor = (samples / sum_across_ranks(weight).clamp(min=1e-30)).float()  # a weight of 0 leaves gradients of 0
+        torch._foreach_mul_(gradients, factor)
+        return mean * factor
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+    def _precision(self) -> AbstractContextManager[object]:
+        bf16 = self._train.precision == "bf16"
+        return torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def _equalise_buffers(self) -> None:
+        """BatchNorm's statistics differ between replicas after a step: those of the first one count."""
+        if not self._buffers_equal and self._replicas > 1:
+            broadcast_tensors(self._model.buffers(), self._first_replica, self._replica_group)
+        self._buffers_equal = True
+
+    @property
+    def _first_replica(self) -> int:
+        return self._place * self._replicas
+
+    # ----------------------------------------------------------------------------------------- forward passes only
+
+    def _pass(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The outputs for each batch, on the rank of the last stage. Micro-batches may differ in size here.
+
+        All ranks move in ticks: in each a rank passes one micro-batch through one of its stages and hands the result to
+        the next rank, which takes it in the next tick. A round is as many micro-batches as there are ranks; these go
+        through the first stage of each rank, then through the second. A rank sends and receives in one batch of
+        operations, so that no order in which a backend makes them can block.
+        """
+        outputs: list[Tensor] = []
+        received: Tensor | None = None
+        rounds = -(-len(batches) // self._ranks)
+        for tick in range(rounds * self._count + self._ranks - 1):
+            made: Tensor | None = None
+            if (turn := self._turn(tick, len(batches))) is not None:
+                stage, number = turn
+                part = self._parts[stage // self._ranks]
+                made = part(batches[number].inputs if received is None else received)
+                if stage == self._count - 1:
+                    outputs.append(made)
+                    made = None
+            received = self._exchange(made, self._expected(tick + 1, batches))
+        return outputs
+
+    def _turn(self, tick: int, batches: int) -> tuple[int, int] | None:
+        """Which stage this rank passes which micro-batch through; None while it has nothing to do."""
+        done = tick - self._place
+        if done < 0:
+            return None
+        finished, inside = divmod(done, self._count)
+        lap, number = divmod(inside, self._ranks)
+        number += finished * self._ranks
+        return (lap * self._ranks + self._place, number) if number < batches else None
+
+    def _expected(self, tick: int, batches: Sequence[Batch]) -> Tensor | None:
+        """Memory for what this rank needs for its turn at ``tick``, unless that is the batch itself."""
+        turn = self._turn(tick, len(batches))
+        if turn is None or turn[0] == 0:
+            return None
+        return self._parts[turn[0] // self._ranks].takes.empty(len(batches[turn[1]]), self._device)
+
+    def _exchange(self, made: Tensor | None, wanted: Tensor | None) -> Tensor | None:
+        near = [dist.get_global_rank(self._line, (self._place + way) % self._ranks) for way in (1, -1)]
+        sends = [] if made is None else [dist.P2POp(dist.isend, made.contiguous(), near[0], self._line)]
+        receives = [] if wanted is None else [dist.P2POp(dist.irecv, wanted, near[1], self._line)]
+        for work in dist.batch_isend_irecv(sends + receives) if sends or receives else ():
+            work.wait()
+        return wanted
+
+    # -------------------------------------------------------------------------------------------------- building
+
+    def _checked(self, sample: Batch | None) -> Batch:
+        samples = 0 if sample is None else sample.global_count
+        check_pipeline(self._config, self._world_size, samples, self._train.accumulate)
+        assert sample is not None
+        return sample
+
+    def _place_model(self, make: ModelFactory, inputs: Tensor) -> None:
+        """This rank's layers on its device, with rank 0's weights; rank 0 alone makes the model with values."""
+        model = made(make)
+        if self._config.activation_checkpointing:
+            checkpoint_activations(model)
+        plan = _agreed(lambda: layers.plan(model, inputs, self._count, self._config.pipeline.split))
+        whole = layers.tensors(model, plan.kept(range(self._count))) if dist.get_rank() == 0 else {}
+        layers.keep(model, plan.kept(self._stages))
+        is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        self._model = (model.to_empty(device=self._device) if is_meta else model.to(self._device)).train()
+        self._hand_out(whole, plan)
+        self._parts = [self._part(stage, plan.stages[stage]) for stage in self._stages]
+        if dist.get_rank() == 0:
+            cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
+            shape = self._replicas, self._ranks, self._micro_batches, self._size
+            log.info("pipelines: %d, of %d ranks each, with %d micro-batches of %d samples; %s", *shape, cut)
+
+    def _part(self, stage: int, names: Sequence[str]) -> _Part:
+        chain = [self._model.get_submodule(name) for name in names]
+        part = _Part(stage * self._micro_batches, chain, self._precision, self._device)
+        if self._train.compile:
+            part.chain.compile()
+        return part
+
+    def _hand_out(self, whole: Mapping[str, Tensor], plan: layers.Plan) -> None:
+        """Rank 0 sends each other rank the tensors of its layers, one at a time."""
+        if dist.get_rank():
+            for tensor in layers.tensors(self._model, plan.kept(self._stages)).values():
+                arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                dist.recv(arrived, 0)
+                tensor.copy_(arrived)
+            return
+        for rank in range(1, self._world_size):
+            stages = range(rank // self._replicas, self._count, self._ranks)
+            for name, tensor in whole.items():
+                if layers.owner(name, plan.kept(stages)) is not None:
+                    dist.send(tensor.to(self._device).contiguous(), rank)
+
+    def _make_schedule(self) -> Any:
+        stages = [
+            PipelineStage(part, stage, self._count, self._device, group=self._line)
+            for part, stage in zip(self._parts, self._stages, strict=True)
+        ]
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        if self._is_interleaved:
+            return ScheduleInterleaved1F1B(stages, self._micro_batches, **options)  # type: ignore[arg-type]
+        kind = ScheduleGPipe if self._config.pipeline.schedule == "gpipe" else Schedule1F1B
+        return kind(stages[0], self._micro_batches, **options)
+
+    def _prime(self, batch: Batch) -> None:
+        """One pass that leaves its mark on torch's pipeline (and the compiler's cache) only."""
+        self._activity.phase = PRIMING
+        self._weighs = False
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        devices = [self._device] if self._device.type != "cpu" else []
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            self.own_time.start()
+            self._forward_backward(batch)
+        self.own_time.take()  # it may have compiled the model
+        self._learn()
+        self._update.drop()
+        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def _learn(self) -> None:
+        """What priming showed; every rank hears of every stage. Raises ConfigError, on all ranks alike."""
+        named = self._model.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        weighs = any(weight is not None for _, weight in self._found.values())
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, (unused, self._parts[-1].gives, weighs))
+        if unused := [name for found in told for name in found[0]]:
+            raise ConfigError(layers.unused_message(sorted(set(unused), key=unused.index)))
+        self._outputs = told[-1][1]  # of the last rank, which has the last stage
+        self._weighs = told[-1][2]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of a tensor, but for the number of samples in its first dimension."""
+
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, samples: int, device: torch.device) -> Tensor:
+        return torch.empty((samples, *self.row), dtype=self.dtype, device=device)
+
+
+class _Part(nn.Module):
+    """One stage: its layers in a row, as torch's pipelining wants them."""
+
+    takes: _Shape
+    gives: _Shape
+
+    def __init__(
+        self,
+        number: int,
+        chain: Sequence[nn.Module],
+        precision: Callable[[], AbstractContextManager[object]],
+        device: torch.device,
+    ) -> None:
+        """``number`` sets its random numbers apart from those of other stages: as many as there are micro-batches."""
+        super().__init__()
+        self.chain = nn.Sequential(*chain)
+        self._number, self._precision, self._device = number, precision, device
+        self._seed = 0
+
+    def begin(self, seed: int) -> None:
+        """The micro-batches of a step follow, the first one first, in the order of their numbers."""
+        self._seed = seed + self._number
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            _seed(self._seed, self._device)
+            self._seed += 1
+        with self._precision():
+            outputs: Tensor = self.chain(inputs)
+        self.takes, self.gives = (_Shape(tuple(each.shape[1:]), each.dtype) for each in (inputs, outputs))
+        return outputs
+
+
+def _seed(number: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
+def _filled(inputs: Tensor, size: int) -> Tensor:
+    """``inputs`` with copies of its last sample at the end, so that there are ``size``."""
+    return torch.cat([inputs, inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])])
+
+
+def _agreed(make: Callable[[], layers.Plan]) -> layers.Plan:
+    """What rank 0 makes, on every rank. Raises its ConfigError on every rank."""
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = make()
+        except ConfigError as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, 0)
+    if told[1] is not None:
+        raise ConfigError(told[1])
+    return cast(layers.Plan, told[0])
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """The error of a layer itself, which torch's pipelining hides behind one of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed to run forward" in str(error) and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise

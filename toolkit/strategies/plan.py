@@ -1,0 +1,246 @@
+"""Which layers a group of ranks computes together, and how each is cut: `strategy.tensor_plan`, or the model's own.
+
+A plan maps names of layers, in which ``*`` stands for anything between two dots (``blocks.*.attend``), to a style. They
+are those of Megatron-LM (https://arxiv.org/abs/1909.08053) by torch's ``parallelize_module``:
+
+* ``colwise``: a rank computes some of a Linear's outputs, and what follows works on these: whole heads, hidden units.
+* ``rowwise``: a rank's Linear takes these as its inputs, and the sums of all ranks are added up; an Embedding has some
+  of the rows. A ``colwise`` and a ``rowwise`` layer in a row cost one sum over the ranks each way.
+* ``gathered``: like ``colwise``, but every rank gets all outputs: a model's last layer.
+* ``sequence``: not cut. With `strategy.sequence_parallel` such a layer (a norm, dropout) works on a part of each
+  sequence (https://arxiv.org/abs/2205.05198): inputs are (n, length, width), and between ``rowwise`` and ``colwise``
+  each rank has its part of the length. Without it, such a layer works on the whole, on every rank alike.
+
+A model carries its own plan as an attribute ``tensor_plan``; a plan in the config takes its place. Without any, every
+plain Linear is ``gathered``: right whatever the model does with it, but slower than a plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from toolkit import logs
+from toolkit.config import TENSOR_STYLES
+from toolkit.errors import ConfigError, listing, nearest
+from toolkit.strategies.layout import local
+
+#: What models call their number of heads, by which no part of a layer may be cut in two.
+HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")
+#: The length of a sequence is the last dimension but one of what layers get: of (n, length, width) and (length, width).
+_LENGTH = -2
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``layers`` is `strategy.tensor_plan`, empty for the model's own; ``sequence`` is `strategy.sequence_parallel`."""
+
+    layers: Mapping[str, str]
+    sequence: bool = False
+
+    def cut(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        """Let the ranks of the one-dimensional ``mesh`` compute the layers together; parameters keep their names.
+
+        What lies in ``model`` before (nothing, on ``meta``) is not sent to anyone. Raises ConfigError for a plan that
+        does not fit the model, or the number of ranks.
+        """
+        assert mesh is not None, "the mesh of strategy.name tensor has this dimension, be it of one rank"
+        styles = self._styles(model, mesh.size())
+        for name, style in styles.items():
+            _refuse(model, name, style, mesh.size())
+        ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
+        for name, style in styles.items():
+            layer = model.get_submodule(name)
+            how = _torch_style(style, self.sequence, isinstance(layer, nn.Embedding))
+            if how is not None:
+                parallelize_module(layer, mesh, how, src_data_rank=None)
+        tie(model, ties)
+        for name in frozen:  # torch makes new parameters, some of which would be trained
+            model.get_parameter(name).requires_grad_(False)
+        if self.sequence:
+            _refuse_whole(model)
+            model.register_forward_pre_hook(partial(_refuse_length, mesh.size()))
+        count = Counter(styles.values())
+        shown = ", ".join(f"{count[style]} {style}" for style in TENSOR_STYLES if count[style])
+        log.info("%d ranks compute layers together: %s", mesh.size(), shown)
+
+    def _styles(self, model: nn.Module, ranks: int) -> dict[str, str]:
+        """The style of each layer that is cut, in the model's order; of two patterns the later one wins."""
+        layers = self.layers or getattr(model, "tensor_plan", {})
+        if not layers:
+            return self._without_plan(model, ranks)
+        found: dict[str, str] = {}
+        for pattern, style in layers.items():
+            if style not in TENSOR_STYLES:  # of the model's own plan, which nobody has checked
+                raise ConfigError(f"strategy.tensor_plan: {pattern}: no {style!r}; valid: {', '.join(TENSOR_STYLES)}")
+            names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
+            if not names:
+                there = _layers(model)
+                raise ConfigError(
+                    f"strategy.tensor_plan: no layer of this model is called {pattern}; {nearest(pattern, there)}"
+                    f"there are: {listing(there, 30)}"
+                )
+            found |= dict.fromkeys(names, style)
+        return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+    def _without_plan(self, model: nn.Module, ranks: int) -> dict[str, str]:
+        # no subclass of Linear: torch's attention takes the weights of one without calling it
+        found = {name: "gathered" for name, m in model.named_modules() if type(m) is nn.Linear}
+        found = {name: style for name, style in found.items() if _outputs(model.get_submodule(name)) >= ranks}
+        if self.sequence or not found:
+            why = "strategy.sequence_parallel" if self.sequence else "a model without a Linear layer that can be cut"
+            raise ConfigError(f"strategy.tensor_plan: {why} needs a plan, and neither the config nor the model has one")
+        log.warning("without a strategy.tensor_plan the outputs of every Linear layer are gathered, which is slow")
+        return found
+
+
+def _torch_style(style: str, sequence: bool, embeds: bool) -> ParallelStyle | None:
+    outside = Shard(_LENGTH) if sequence else Replicate()  # what a rank has between the layers that are cut
+    into = Replicate() if embeds else outside
+    if style == "colwise":
+        return ColwiseParallel(input_layouts=into)
+    if style == "gathered":
+        return ColwiseParallel(input_layouts=into, output_layouts=Replicate())
+    if style == "rowwise":
+        return RowwiseParallel(input_layouts=Replicate() if embeds else Shard(-1), output_layouts=outside)
+    return SequenceParallel(sequence_dim=_LENGTH, use_local_output=True) if sequence else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The names of what holds parameters, numbers as ``*``."""
+    found = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in found))
+
+
+def _outputs(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else 0
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
+    """Raises ConfigError where so many ranks cannot cut the layer ``name`` so."""
+    layer = model.get_submodule(name)
+    if style == "sequence":
+        return
+    if not isinstance(layer, (nn.Linear, nn.Embedding)):
+        raise ConfigError(
+            f"strategy.tensor_plan: {name} is a {type(layer).__name__}, and {style} is for Linear and Embedding; "
+            "of other layers only sequence is known"
+        )
+    if isinstance(layer, nn.Linear):
+        width = layer.in_features if style == "rowwise" else layer.out_features
+    else:
+        width = layer.num_embeddings if style == "rowwise" else layer.embedding_dim
+    may_be_uneven = style == "gathered" or (style == "rowwise" and isinstance(layer, nn.Embedding))
+    if width < ranks or (width % ranks and not may_be_uneven):
+        raise ConfigError(
+            f"strategy.mesh.tensor: {ranks} ranks cannot share the {width} {_what(layer, style)} of {name} evenly; use "
+            "a number of ranks that divides it"
+        )
+    _refuse_heads(model, name, style, ranks)
+
+
+def _what(layer: nn.Module, style: str) -> str:
+    if style == "rowwise":
+        return "inputs" if isinstance(layer, nn.Linear) else "rows"
+    return "outputs"
+
+
+def _refuse_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
+    parent = name.rpartition(".")[0]
+    for attribute in HEADS if style in ("colwise", "rowwise") else ():
+        heads = getattr(model.get_submodule(parent), attribute, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ConfigError(
+                f"strategy.mesh.tensor: {ranks} ranks cannot share the {heads} heads of {parent or 'the model'} "
+                f"({attribute}); use a number of ranks that divides it"
+            )
+
+
+def _refuse_whole(model: nn.Module) -> None:
+    """A layer that is not in the plan would get a part of each sequence and a part of its gradient, and nobody knew."""
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        raise ConfigError(
+            f"strategy.sequence_parallel: {listing(whole, 5)} in no pattern of strategy.tensor_plan; add their layers, "
+            "norms as sequence, or set it to false"
+        )
+
+
+def _refuse_length(ranks: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    length = inputs[0].shape[1]
+    if length % ranks:
+        raise ConfigError(
+            f"strategy.sequence_parallel: {ranks} ranks cannot share sequences of {length} evenly; use a length that "
+            "their number divides, or set it to false"
+        )
+
+
+@torch.no_grad()
+def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises ConfigError for a parameter that is whole on each rank of a tensor group, with different gradients.
+
+    It stands between a colwise and a rowwise layer and sees some of the hidden units: the copies would drift apart.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or _is_cut(parameter):
+            continue
+        mine = local(parameter.grad).to(mesh.device_type)
+        both = torch.stack([mine, -mine])
+        dist.all_reduce(both, dist.ReduceOp.MAX, mesh.get_group())
+        apart, size = both.sum(0).abs().max() if mine.numel() else 0.0, mine.abs().max() if mine.numel() else 0.0
+        if apart > 1e-3 * size:
+            raise ConfigError(
+                f"strategy.tensor_plan: {name} is whole on each rank but sees a part of what it works on, for it "
+                "stands between layers that are cut; leave these layers out of the plan, or gather before it"
+            )
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Whether it belongs to a layer in the plan, by its mesh; others have none, or the data's."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+# ------------------------------------------------------------------------------------------------- shared weights
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[Tensor, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def tie(model: nn.Module, ties: list[list[str]]) -> None:
+    """Make one parameter of each group of names again. Raises ConfigError where the layers are cut in two ways."""
+    for names in ties:
+        first, *others = (model.get_parameter(name) for name in names)
+        if any(getattr(other, "placements", None) != getattr(first, "placements", None) for other in others):
+            raise ConfigError(
+                f"strategy.tensor_plan: {listing(names)} are one parameter and would be cut in two ways; cut both by "
+                "rows (an Embedding rowwise, a Linear colwise or gathered), or neither"
+            )
+        for name in names[1:]:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent).register_parameter(leaf, first)

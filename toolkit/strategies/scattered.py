@@ -1,0 +1,57 @@
+"""The state of a model whose tensors lie whole on some ranks and not at all on others, for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.dist.state import Entry, Replicated, Sharded
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank says of a value that it has: all of it where that is little, else what it looks like."""
+
+    value: Any
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+
+def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries that every rank declares, of values that only some have; a collective over all ranks.
+
+    What all ranks have is `Replicated` as before. A tensor that some have is `Sharded` and whole on the first of them,
+    which writes it; the others declare an empty part, also those that have the same tensor: after a load the first one
+    must send it to these. What has no dimension to be cut, and what is no tensor, all ranks hold a copy of.
+    """
+    whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
+    told: list[Mapping[str, _Told]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(told, {name: _describe(entry.value) for name, entry in whole.items()})
+    names = {name: None for of_rank in told for name in of_rank}
+    found = {name: _entry(whole.get(name), [of_rank.get(name) for of_rank in told]) for name in names}
+    return {name: entry for name, entry in own.items() if name not in whole} | found
+
+
+def _describe(value: Any) -> _Told:
+    if not isinstance(value, Tensor):
+        return _Told(value, None, None)
+    return _Told(None if value.ndim else value.detach().cpu(), tuple(value.shape), value.dtype)
+
+
+def _entry(own: Replicated | None, told: list[_Told | None]) -> Entry:
+    first = next(rank for rank, found in enumerate(told) if found is not None)
+    known = told[first]
+    assert known is not None
+    if own is not None and (None not in told or not known.shape):
+        return own
+    if not known.shape:
+        return Replicated(known.value)
+    if own is not None and first == dist.get_rank():
+        assert isinstance(own.value, Tensor)
+        return Sharded(own.value.detach(), known.shape, (0,) * len(known.shape))
+    return Sharded(torch.empty((0, *known.shape[1:]), dtype=known.dtype), known.shape, (0,) * len(known.shape))

@@ -1,0 +1,294 @@
+"""A model as a chain of layers, and which of them make up each stage of a pipeline.
+
+A model that can be cut hands one tensor from layer to layer and does nothing else between them. What it does is watched
+in one pass, so such a model needs no code for it: a layer's only argument must be the very tensor that the layer before
+it returned. Layers are the model's children; ``Sequential``, ``ModuleList`` and whatever holds blocks (see
+:mod:`.blocks`) are looked into, a block is not. A stage then calls its layers one after the other, and the other
+layers are deleted from its model: every name stays that of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.errors import ConfigError, listing, nearest
+from toolkit.strategies.blocks import blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The names of the layers of each stage in the order of their calls, and of those that no pass calls."""
+
+    stages: tuple[tuple[str, ...], ...]
+    idle: tuple[str, ...]  # they have no parameter to train, and stay with the first stage
+
+    def kept(self, stages: Sequence[int]) -> list[str]:
+        """The layers that a rank with these stages has."""
+        return [name for stage in stages for name in self.stages[stage]] + list(self.idle if 0 in stages else ())
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    layer: nn.Module
+    cost: int
+    rows: tuple[int, ...]  # the first dimension of its output
+
+
+def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> Plan:
+    """Cut ``model`` into ``stages`` by its pass over ``inputs``, two samples or more.
+
+    ``split`` names the layers that begin a stage, the first one aside. Without it the largest stage costs as little as
+    can be, counted in floating-point operations of its forward pass and one for each parameter; each has a parameter
+    to train, and a layer without parameters stays with the one before it. Depends on the model and the shape of
+    ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than stages, or shares parameters
+    between them.
+    """
+    calls = _watch(model, inputs)
+    idle = [name for name in _layers(model) if name not in {call.name for call in calls}]
+    _refuse_what_no_layer_has(model, [*(call.name for call in calls), *idle])
+    _refuse_unused(model, idle)
+    groups = _groups(calls)
+    starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
+    ends = [*starts[1:], len(calls)]
+    cut = tuple(tuple(call.name for call in calls[a:b]) for a, b in zip(starts, ends, strict=True))
+    found = Plan(cut, tuple(idle))
+    _refuse_shared(model, found)
+    _refuse_empty(model, found)
+    _refuse_other_rows([calls[end - 1] for end in ends], len(inputs))
+    return found
+
+
+def keep(model: nn.Module, names: Sequence[str]) -> None:
+    """Delete from ``model`` all layers but these."""
+    for name in set(_layers(model)) - set(names):
+        parent, _, leaf = name.rpartition(".")
+        del model.get_submodule(parent)._modules[leaf]
+
+
+def tensors(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
+    """The parameters and buffers of these layers, in the order of the model."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if owner(name, layers) is not None}
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    whole = set(blocks(model))
+
+    def inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            if child not in whole and (_only_holds(child) or not whole.isdisjoint(child.modules())):
+                yield from inside(child, f"{prefix}{name}.")
+            else:
+                yield prefix + name, child
+
+    return dict(inside(model, ""))
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is a container whose own pass, if it has one, is that of its children."""
+    kind = type(module)
+    if isinstance(module, nn.Sequential):
+        return kind.forward is nn.Sequential.forward
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and kind.forward is nn.Module.forward
+
+
+# -------------------------------------------------------------------------------------------- watching one pass
+
+
+class _Watch:
+    """What is handed from layer to layer in one pass. Raises ConfigError where more than that happens."""
+
+    def __init__(self, inputs: Tensor, counter: FlopCounterMode) -> None:
+        self.calls: list[_Call] = []
+        self._counter = counter
+        self._began = 0
+        self._hand("the model's input", inputs)
+
+    def before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(call.layer is layer for call in self.calls):
+            raise ConfigError(
+                f"strategy.name: {name} is called twice in a pass, and a pipeline gives each layer one place; let the "
+                "model make a layer for each of its calls, or use fsdp"
+            )
+        if len(args) != 1 or kwargs:
+            count = len(args) + len(kwargs)
+            raise ConfigError(f"strategy.name: {name} is called with {count} arguments; {_HINT}")
+        self._check(args[0], name)
+        self._began = self._counter.get_total_flops()
+
+    def after(self, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor):
+            raise ConfigError(f"strategy.name: {name} returns a {type(output).__name__} and no tensor; {_HINT}")
+        size = sum(parameter.numel() for parameter in layer.parameters())
+        cost = self._counter.get_total_flops() - self._began + size
+        self.calls.append(_Call(name, layer, cost, output.shape[:1]))
+        self._hand(name, output)
+
+    def end(self, output: Any) -> None:
+        self._check(output, "the model's output")
+
+    def _hand(self, name: str, tensor: Tensor) -> None:
+        self._name, self._tensor, self._version = name, tensor, tensor._version
+
+    def _check(self, found: Any, name: str) -> None:
+        if found is not self._tensor or found._version != self._version:
+            raise ConfigError(
+                f"strategy.name: between {self._name} and {name} the model computes something outside of its layers; "
+                f"{_HINT}"
+            )
+
+
+_HINT = (
+    "a pipeline needs a model that hands one tensor from layer to layer and does nothing between them: move it into a "
+    "layer (see Places in jobs/language_model.py), or use fsdp"
+)
+
+
+def _watch(model: nn.Module, inputs: Tensor) -> list[_Call]:
+    was_training, handles = model.training, []
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        watch = _Watch(inputs, counter)
+        for name, layer in _layers(model).items():
+            handles.append(layer.register_forward_pre_hook(partial(_before, watch, name), with_kwargs=True))
+            handles.append(layer.register_forward_hook(partial(watch.after, name)))
+        try:
+            watch.end(model.eval()(inputs))  # a batch norm could not do with a single sample otherwise
+        finally:
+            model.train(was_training)
+            for handle in handles:
+                handle.remove()
+    return watch.calls
+
+
+def _before(watch: _Watch, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    watch.before(name, layer, args, kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------ cutting
+
+
+def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
+    """``(first call, cost)`` of each layer with parameters to train and the ones without that follow it."""
+    firsts = [number for number, call in enumerate(calls) if _trains(call.layer)]
+    firsts[:1] = [0]
+    ends = [*firsts[1:], len(calls)]
+    return [(a, sum(call.cost for call in calls[a:b])) for a, b in zip(firsts, ends, strict=True)]
+
+
+def _even_starts(groups: Sequence[tuple[int, int]], stages: int) -> list[int]:
+    """The first call of each stage, so that the largest stage is as small as can be; of such cuts the most even."""
+    if len(groups) < stages:
+        raise ConfigError(
+            f"strategy.mesh.stages: this model has {len(groups)} layers with parameters to train, too few for {stages} "
+            "stages; use fewer stages, or a deeper model"
+        )
+    costs = [cost for _, cost in groups]
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by the groups that the stages so far hold
+    for stage in range(stages):
+        longer: dict[int, tuple[int, int, list[int]]] = {}
+        for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
+            longer[end] = min(_joined(best[start], start, sum(costs[start:end])) for start in best if start < end)
+        best = longer
+    return [groups[start][0] for start in best[len(costs)][2]]
+
+
+def _joined(before: tuple[int, int, list[int]], start: int, cost: int) -> tuple[int, int, list[int]]:
+    largest, squares, starts = before
+    return max(largest, cost), squares + cost * cost, [*starts, start]
+
+
+def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
+    names = [call.name for call in calls]
+    starts = [0]
+    for wanted in split:
+        found = next((n for n, name in enumerate(names) if owner(name, [wanted]) is not None), None)
+        if found is None:
+            raise ConfigError(
+                f"strategy.pipeline.split: no layer {wanted!r}; {nearest(wanted, names)}there are, in this order: "
+                f"{', '.join(names)}"
+            )
+        starts.append(found)
+    if sorted(set(starts)) != starts:
+        raise ConfigError(
+            f"strategy.pipeline.split: {', '.join(split)} do not follow each other; the order of the layers is "
+            f"{', '.join(names)}"
+        )
+    return starts
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+def owner(name: str, layers: Sequence[str]) -> str | None:
+    """The one of ``layers`` that ``name`` is, or stands in."""
+    return next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
+
+
+def _trains(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _refuse_what_no_layer_has(model: nn.Module, layers: Sequence[str]) -> None:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    loose = [name for name, _ in named if owner(name, layers) is None]
+    if loose:
+        raise ConfigError(
+            f"strategy.name: {listing(loose, 5)} belongs to the model and to none of its layers, so that no stage of a "
+            "pipeline would have it; move it into a layer, or use fsdp"
+        )
+
+
+def _refuse_unused(model: nn.Module, idle: Sequence[str]) -> None:
+    named = model.named_parameters()
+    unused = [name for name, parameter in named if parameter.requires_grad and owner(name, idle) is not None]
+    if unused:
+        raise ConfigError(unused_message(unused))
+
+
+def unused_message(names: Sequence[str]) -> str:
+    """Of parameters that get no gradient."""
+    return (
+        f"model: the loss does not depend on {listing(list(names), 5)}; freeze such parameters "
+        "(requires_grad_(False)) or use them in forward()"
+    )
+
+
+def _refuse_shared(model: nn.Module, found: Plan) -> None:
+    users: dict[Tensor, set[int]] = defaultdict(set)
+    names: dict[Tensor, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+        users[parameter] |= {n for n in range(len(found.stages)) if owner(name, found.kept([n])) is not None}
+    for tensor, stages in users.items():
+        if len(stages) > 1:
+            raise ConfigError(
+                f"strategy.name: {' and '.join(names[tensor])} are one parameter, and belong to different stages of "
+                "the pipeline; give each layer its own, keep them in one stage (strategy.pipeline.split), or use fsdp"
+            )
+
+
+def _refuse_empty(model: nn.Module, found: Plan) -> None:
+    for number, names in enumerate(found.stages):
+        if not any(_trains(model.get_submodule(name)) for name in names):
+            raise ConfigError(
+                f"strategy.pipeline.split: stage {number} ({listing(list(names), 5)}) has no parameter to train; "
+                "move the boundary"
+            )
+
+
+def _refuse_other_rows(lasts: Sequence[_Call], samples: int) -> None:
+    bent = [call.name for call in lasts if call.rows != (samples,)]
+    if bent:
+        raise ConfigError(
+            f"strategy.pipeline.split: {listing(bent, 5)} ends a stage and does not return one row for each sample; "
+            "let stages end where samples are the first dimension"
+        )

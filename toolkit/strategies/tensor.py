@@ -1,0 +1,124 @@
+"""tensor: ranks of a group compute each layer together; with more ranks, copies of such groups (see plan.py, mesh.py).
+
+What makes it right: the ranks of a group get the same samples and the same random numbers, so all that is not cut is
+equal on them, bit for bit, and stays so. Where each sees a part of a sequence only, the gradients of what is not cut
+are parts of a sum, which is taken once a step. Between the copies gradients are averaged after the backward pass, in a
+fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as well: that is shards.py with a plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from toolkit import logs
+from toolkit.config import MeshConfig
+from toolkit.dist.collectives import sum_tensors
+from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
+from toolkit.strategies.blocks import blocks, checkpoint_activations
+from toolkit.strategies.first_values import hand_out, made
+from toolkit.strategies.layout import local
+from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.plan import Plan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.protocol import ModelFactory
+
+log = logs.get(__name__)
+
+
+class TensorParallel:
+    """See :class:`~.layout.Layout`."""
+
+    passes_are_joint = True
+
+    _model: nn.Module
+    _mesh: DeviceMesh  #: of the group
+    _replicas: DeviceMesh | None
+
+    def __init__(
+        self, session: Session, sizes: MeshConfig, plan: Plan, *, bf16: bool, compile: bool, recompute: bool
+    ) -> None:
+        self.share = share_of(session, sizes)
+        self.counts = is_first(session, sizes)
+        self._session = session
+        self._sizes = sizes
+        self._plan = plan
+        self._device = session.device
+        self._bf16 = bf16
+        self._compile = compile
+        self._recompute = recompute
+        self._is_checked = False
+
+    def place(self, make: ModelFactory) -> nn.Module:
+        """Raises ConfigError for a plan that does not fit the model."""
+        mesh = device_mesh(self._session, self._sizes, ("tensor",))
+        self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
+        self._model = model = made(make)
+        whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        ties = tied(model)
+        self._plan.cut(model, self._mesh)
+        if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
+            model.to_empty(device=self._device)
+            tie(model, ties)  # which are two parameters now
+        hand_out(whole, model.to(self._device), self._device)
+        if self._recompute:
+            checkpoint_activations(model)
+        for part in blocks(model) or [model] if self._compile else ():
+            part.compile()
+        log.info("a mesh of %s", describe(self._sizes))
+        return model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._model(inputs)
+        return outputs
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        """Nothing is sent between the copies before :meth:`average`."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        self._complete(parameters)
+        if not self._is_checked:
+            refuse_partial_gradients(self._model, self._mesh)
+            self._is_checked = True
+        if self._replicas is not None:
+            group, count = self._replicas.get_group(), self._replicas.size()
+            cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+            # apart: where parts differ in size, the sums of what is whole would be made in another order on each rank
+            for same in (cut, [parameter for parameter in parameters if not isinstance(parameter, DTensor)]):
+                sum_tensors([local(parameter.grad) for parameter in same if parameter.grad is not None], group, count)
+
+    def _complete(self, parameters: list[nn.Parameter]) -> None:
+        """Gradients that are parts of a sum, of layers that see a part of each sequence, become that sum."""
+        sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                continue
+            if gradient.placements == parameter.placements:
+                continue
+            if parameter.placements[0].is_replicate():
+                sums[parameter] = local(gradient)
+            else:  # an Embedding's: torch makes it whole
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        sum_tensors([*sums.values()], self._mesh.get_group())
+        for parameter, total in sums.items():
+            parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
+
+    def state(self) -> dict[str, Entry]:
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+
+    def rest(self) -> None:
+        """Passes leave the parameters as they are."""

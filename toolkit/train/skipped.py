@@ -1,0 +1,184 @@
+"""The steps that were left out: read from the device now and then, listed in ``skipped_steps.jsonl``, and counted.
+
+The strategy decides on the device, see ``strategies/verdict.py``. The host asks where it waits for the device anyway,
+at a logging step and before a save, so a checkpoint never stands behind a step that is not listed yet. What a crash
+keeps from being listed, the resumed run leaves out again.
+
+The verdicts are equal on all ranks, and whether to go back to a checkpoint is decided in logging steps only. So all
+ranks decide it alike without a word, and a run that was killed and resumed decides it in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit import fsio, logs
+from toolkit.config import TrainConfig
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError, listing
+from toolkit.rundir import RunDir
+from toolkit.strategies.verdict import MADE, OVERFLOW, WHY
+
+#: So many are named in the log; after that only their number is.
+NAMED = 10
+#: Without ``train.rollback_after``: so many in a row, and the run ends instead of wasting its time for ever.
+ENDLESS = 1000
+
+log = logs.get(__name__)
+
+
+class Samples(Protocol):
+    """What is needed of the loader."""
+
+    global_batch_size: int
+
+    def global_samples(self, step: int) -> list[int]: ...
+
+
+class SkippedSteps:
+    """One rank's; all have the same, and rank 0 writes."""
+
+    def __init__(self, config: TrainConfig, session: Session, loader: Samples) -> None:
+        self._is_on = config.skip_bad_steps or config.precision == "fp16"
+        self._after = config.rollback_after
+        self._loader = loader
+        self._writes = session.is_main
+        self._path = RunDir(session.run_dir).skipped_steps
+        self._listed: set[int] = set()
+        self._unwritten: list[dict[str, Any]] = []
+        self._unread: list[tuple[int, Tensor]] = []
+        self._count = self._rollbacks = 0
+        self._streak: list[int] = []  #: the steps left out since the last one that was made
+        self._rolled_back_at: int | None = None
+        self._waits = False
+        if self._is_on and self._writes:
+            self._listed = {line["step"] for line in fsio.read_json_lines(self._path)}
+
+    def note(self, step: int, skipped: Tensor | None) -> None:
+        """The verdict on step number ``step``; it stays on the device."""
+        if skipped is not None:
+            self._unread.append((step, skipped))
+
+    def read(self) -> int:
+        """Read what was noted; returns how many of these steps were left out. One host sync, or none."""
+        if not self._unread:
+            return 0
+        verdicts = torch.stack([verdict for _, verdict in self._unread]).tolist()
+        found = [(step, why) for (step, _), why in zip(self._unread, verdicts, strict=True)]
+        self._unread.clear()
+        for step, why in found:
+            self._take(step, why)
+        left_out = [(step, why) for step, why in found if why != MADE]
+        self._count += len(left_out)
+        self._list([each for each in left_out if each[0] not in self._listed])
+        self._refuse_an_endless_row()
+        return len(left_out)
+
+    @property
+    def rollback_due(self) -> bool:
+        """Whether to go back to a checkpoint, after :meth:`read`."""
+        return self._after is not None and len(self._streak) >= self._after
+
+    @property
+    def first_in_row(self) -> int:
+        """The first of the steps that were left out one after the other: no later checkpoint is worth going back to."""
+        return self._streak[0]
+
+    @property
+    def saves_wait(self) -> bool:
+        """The weights may be about to be given up, and would push better checkpoints out."""
+        return self._after is not None and self._waits
+
+    def rolled_back(self, step: int, to: int | None) -> None:
+        """After ``step`` steps the weights are those of the checkpoint ``to`` again. Raises ConfigError if that is
+        none, or no newer one than the last time: it would happen again and again."""
+        again = to is not None and self._rolled_back_at is not None and to <= self._rolled_back_at
+        if to is None or again:
+            raise ConfigError(f"train.rollback_after: {self._told(step)}; {_TWICE if again else _NONE}")
+        log.warning("%s: back to the weights of step %d; the data go on", self._told(step), to)
+        self._rollbacks, self._rolled_back_at = self._rollbacks + 1, step
+        self._streak, self._waits = [], True
+
+    def figures(self) -> dict[str, int]:
+        """For TensorBoard and the run's result."""
+        if not self._is_on:
+            return {}
+        found = {"train/skipped_steps": self._count}
+        return found if self._after is None else {**found, "train/rollbacks": self._rollbacks}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, after :meth:`read`."""
+        assert not self._unread
+        return {
+            "count": self._count,
+            "rollbacks": self._rollbacks,
+            "row": self._streak,
+            "rolled_back_at": self._rolled_back_at,
+            "waits": self._waits,
+        }
+
+    def restore(self, saved: Any) -> None:
+        """Go on from a :meth:`state`; of a checkpoint without one, from none."""
+        if isinstance(saved, Mapping):
+            self._count, self._rollbacks = saved["count"], saved["rollbacks"]
+            self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
+            self._waits = saved["waits"]
+
+    def _take(self, step: int, why: int) -> None:
+        if why == OVERFLOW:  # says something of the loss scale, and nothing of the weights or the samples
+            return
+        self._streak = [] if why == MADE else [*self._streak, step]
+        self._waits = why != MADE
+
+    def _list(self, new: list[tuple[int, int]]) -> None:
+        for step, why in new if self._writes else ():
+            first = step * self._loader.global_batch_size
+            last = first + self._loader.global_batch_size - 1
+            line = {"step": step, "why": WHY[why], "positions": [first, last]}
+            samples = self._loader.global_samples(step)
+            self._unwritten.append({**line, "samples": samples})
+            self._listed.add(step)
+            if len(self._listed) <= NAMED:
+                log.warning("step %d is left out: %s; samples %s", step, WHY[why], listing(list(map(str, samples)), 8))
+        if new and self._writes and len(self._listed) > NAMED:
+            log.warning("%d steps were left out; they are listed in %s", len(self._listed), self._path)
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            try:
+                fsio.append_json_line(self._path, self._unwritten[0])
+            except OSError as error:  # a full disk must not end a training
+                log.warning("%s: %d steps are not listed yet: %s", self._path, len(self._unwritten), error)
+                return
+            del self._unwritten[0]
+
+    def _refuse_an_endless_row(self) -> None:
+        if self._after is None and len(self._streak) >= ENDLESS:
+            raise ConfigError(f"train.skip_bad_steps: {self._told(self._streak[-1] + 1)}; {_ENDLESS}")
+
+    def _told(self, step: int) -> str:
+        row = self._streak
+        samples = [str(sample) for each in row[:NAMED] for sample in self._loader.global_samples(each)]
+        return (
+            f"{len(row)} steps in a row, {row[0]} to {row[-1]} of the {step} so far, were left out "
+            f"(samples {listing(samples, 12)}; all are in {self._path})"
+        )
+
+
+_NONE = (
+    "there is no checkpoint yet to go back to. Look at these samples and at optim.lr and warmup_steps, or set "
+    "checkpoint.every_steps lower"
+)
+_TWICE = (
+    "and there is no newer checkpoint than at the last rollback, so it would happen again. Look at these samples, or "
+    "set optim.lr lower, then resume"
+)
+_ENDLESS = (
+    "the weights do not get on any more. Set train.rollback_after, or optim.lr lower, and start from an earlier "
+    "checkpoint (model.init_from)"
+)
