@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from toolkit.dist.session import open_session
 from toolkit.strategies import Strategy, build_strategy
 from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
+from toolkit.train.inference import Inference
 from toolkit.train.initial import initialised
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -54,18 +56,25 @@ def main(config: JobConfig) -> Result:
     train, size = config.train, SIZES[config.model.name]
     with open_session(config.dist) as session:
         prepare(train.seed, deterministic=train.deterministic)
-        path = text.of_run(config.data.root, session)
-        train_set, eval_set = (text.Windows(path, size[-1], held_out=held_out) for held_out in (False, True))
+        train_set = text.Windows(text.of_run(config.data.root, session), size[-1], held_out=False)
+        job = inference(config, session.run_dir)
         strategy = build_strategy(config.strategy, session, train)
         loader = build_loader(train_set, config.data, strategy.share, seed=train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)
-            model = partial(initialised, partial(GPT, *size), config.model.init_from, session)
+            model = partial(initialised, job.model, config.model.init_from, session)
             strategy.build(model, partial(build_optimizer, config.optim), next_byte, sample)
             schedule = partial(build_schedule, config.optim)
             checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
             trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-            return trainer.fit(partial(perplexity, eval_set), partial(describe_run, config, sample))
+            return trainer.fit(job.evaluate, partial(describe_run, config, sample))
+
+
+def inference(config: JobConfig, folder: Path) -> Inference:
+    """For `toolkit evaluate` and `toolkit export`: the same job without its training."""
+    size = SIZES[config.model.name]
+    eval_set = text.Windows(text.of_folder(config.data.root, folder), size[-1], held_out=True)
+    return Inference(partial(GPT, *size), partial(perplexity, eval_set), eval_set)
 
 
 def perplexity(eval_set: text.Windows, strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
@@ -120,9 +129,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.head_width = heads, width // heads
         self.norm, self.attend, self.gather = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.think = nn.Sequential(nn.LayerNorm(width), *wide)
 
     def forward(self, hidden: Tensor) -> Tensor:
         # (n, length, heads, 3, head width); heads first, and as many as there are: of a cut layer whole ones come out

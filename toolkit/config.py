@@ -43,6 +43,10 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
+SHARES = ("even", "auto")
+SPLITS = ("global", "blocks", "hash")
+#: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
+OWN_TIME = ("ddp",)
 #: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
 FOREIGN_JOB = "toolkit.launch.foreign"
 
@@ -162,6 +166,8 @@ class DataConfig:
     image_size: int | None = None
     bad_samples: str = "fail"  #: skip: a training sample that cannot be loaded is replaced by another one, and listed
     max_bad_samples: int = 100  #: with skip; more of them in the whole run end it
+    share: str = "even"  #: auto: slower ranks get fewer samples of each global batch
+    split: str = "global"  #: blocks or hash: each rank reads the same part of the data set for the whole run
 
 
 @dataclass
@@ -434,6 +440,8 @@ def _check_values(config: JobConfig) -> None:
     _one_of("dist.backend", config.dist.backend, BACKENDS)
     _one_of("data.name", config.data.name, DATASETS)
     _one_of("data.bad_samples", config.data.bad_samples, BAD_SAMPLES)
+    _one_of("data.share", config.data.share, SHARES)
+    _one_of("data.split", config.data.split, SPLITS)
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     _one_of("train.precision", config.train.precision, PRECISIONS)
@@ -463,6 +471,7 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )
+    _check_parts(config)
     check_step(config.train, config.strategy)
     if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
         raise ConfigError(
@@ -637,6 +646,25 @@ _LEAST: Mapping[str, float] = {
     "checkpoint.every_min": 0.01,
     "checkpoint.keep_every": 1,
 }
+
+
+def _check_parts(config: JobConfig) -> None:
+    """Who may be given which samples: what goes with shares that move, and with parts that never do."""
+    data, name = config.data, config.strategy.name
+    if data.share == "auto" and name not in OWN_TIME:
+        raise ConfigError(
+            f"data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name {name} "
+            f"ranks wait for each other all through a step, or shapes are fixed: use {', '.join(OWN_TIME)}, or even"
+        )
+    if data.split == "global":
+        return
+    for key, value, why in (
+        ("data.share", data.share == "auto", "auto would change how far each rank is in its part; use even"),
+        ("data.bad_samples", data.bad_samples == "skip", "skip takes another sample, of any part; use fail"),
+        ("retry.allow_fewer_nodes", config.retry.allow_fewer_nodes, "fewer ranks would have other parts; use false"),
+    ):
+        if value:
+            raise ConfigError(f"{key}: does not go with data.split: {data.split}: {why}, or data.split: global")
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:
@@ -909,6 +937,7 @@ FIXED_ON_RESUME = (
     "strategy.compression",
     "data.name",
     "data.global_batch_size",
+    "data.split",
     "model.name",
     "optim.name",
     "train.seed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,12 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("data.name=mnist", ["toolkit data fetch mnist"]),
         ("data.global_batch_size=1", ["data.global_batch_size", "2 ranks"]),
         ("train.accumulate=33", ["train.accumulate", "32"]),
+        ("data.share=atuo", ["data.share", "did you mean 'auto'?"]),
+        ("data.share=auto strategy.name=fsdp", ["data.share", "fsdp", "use ddp, or even"]),
+        ("data.split=hsah", ["data.split", "did you mean 'hash'?"]),
+        ("data.split=hash data.share=auto", ["data.share", "data.split: hash"]),
+        ("data.split=blocks data.bad_samples=skip", ["data.bad_samples", "data.split: blocks"]),
+        ("data.split=blocks retry.allow_fewer_nodes=true", ["retry.allow_fewer_nodes", "data.split: blocks"]),
         ("checkpoint.keep=1", ["checkpoint.keep", "2 or more"]),
         ("checkpoint.keep_every=0", ["checkpoint.keep_every", "1 or more"]),
         ("checkpoint.keep_best=--loss", ["checkpoint.keep_best", "-eval/loss"]),
@@ -143,12 +150,17 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
     override: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLKIT_DATA", str(tmp_path / "nothing"))
-    config = load_config(ROOT / "configs/digits_ddp.yaml", [override.strip("'")])
+    config = load_config(ROOT / "configs/digits_ddp.yaml", _words(override))
     with pytest.raises(RequestError) as caught:
         validate(config)
     for word in words:
         assert word in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def _words(overrides: str) -> list[str]:
+    """Overrides as a shell would cut them; a space within a value stays."""
+    return re.split(r" (?=[a-z_.]+=)", overrides.strip("'"))
 
 
 @pytest.mark.parametrize(

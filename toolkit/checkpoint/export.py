@@ -32,15 +32,25 @@ _TYPES = {
 }  # fmt: skip
 
 
-def export(folder: Path, manifest: Manifest, target: Path, form: str, *, run: str, everything: bool = False) -> int:
+def export(
+    folder: Path,
+    manifest: Manifest,
+    target: Path,
+    form: str,
+    *,
+    run: str,
+    everything: bool = False,
+    ema: bool = False,
+) -> int:
     """Write the checkpoint in ``folder`` as the new ``target``, all or nothing; returns how many tensors it holds.
 
-    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them. ``everything``: all
+    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them; with ``ema`` their
+    moving averages. ``everything``: all
     tensors under the checkpoint's names (``model/...``, ``optim/...``), and the values that are no tensors where
     ``form`` can hold them unpickled: not in a DCP folder. CorruptCheckpointError for damage; CheckpointError where
     there is nothing to write, or it cannot be written.
     """
-    records = dict(manifest.tensors) if everything else whole.model_tensors(manifest)
+    records = dict(manifest.tensors) if everything else whole.model_tensors(manifest, ema=ema)
     if not records:
         there = listing(sorted(manifest.tensors)) or "none"
         raise CheckpointError(f"{folder} has no tensors named {whole.MODEL}..., see --all; there are: {there}")

@@ -20,12 +20,27 @@ T = TypeVar("T")
 
 #: Under this prefix a strategy's state has the model's tensors, by their names in the unparallelised model.
 MODEL = "model/"
+#: Under this one the moving averages of those that have one.
+EMA = "ema/"
 
 
-def model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
-    """The records of the model alone, by the model's own names."""
+def model_tensors(manifest: Manifest, *, ema: bool = False) -> dict[str, TensorRecord]:
+    """The records of the model alone, by the model's own names; with ``ema`` moving averages where there are some.
+
+    (There are averages of buffers, too, that a model makes for itself and does not save.)
+    """
+    found, averages = _below(MODEL, manifest), _below(EMA, manifest)
+    return {name: averages.get(name, record) if ema else record for name, record in found.items()}
+
+
+def has_ema(manifest: Manifest) -> bool:
+    """Whether the checkpoint holds a moving average of the weights."""
+    return bool(_below(EMA, manifest))
+
+
+def _below(prefix: str, manifest: Manifest) -> dict[str, TensorRecord]:
     found = manifest.tensors.items()
-    return {name.removeprefix(MODEL): record for name, record in found if name.startswith(MODEL)}
+    return {name.removeprefix(prefix): record for name, record in found if name.startswith(prefix)}
 
 
 def read(folder: Path, name: str, record: TensorRecord) -> torch.Tensor:

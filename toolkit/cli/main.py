@@ -157,6 +157,24 @@ def _parser() -> argparse.ArgumentParser:
     saved.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
     saved.add_argument("--json", action="store_true", help="list: one JSON document")
 
+    evaluate = _add(commands, "evaluate", _evaluate, "judge a trained model on one device, or have it classify images")
+    evaluate.add_argument("run", metavar="RUN")
+    _takes_checkpoint(evaluate)
+    evaluate.add_argument(
+        "--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR"
+    )
+    evaluate.add_argument("--images", metavar="FOLDER", help="classify the images in it, instead of the eval set")
+    evaluate.add_argument("--output", metavar="FILE", help="figures: .json; with --images: .csv or .jsonl")
+    evaluate.add_argument("--json", action="store_true", help="one JSON document")
+
+    export = _add(commands, "export", _export_model, "a trained model as files that need no toolkit")
+    export.add_argument("run", metavar="RUN")
+    export.add_argument("out", metavar="OUT", help="a new folder")
+    _takes_checkpoint(export)
+    forms = ["safetensors", "program", "both"]
+    export.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")
+    export.add_argument("--json", action="store_true", help="one JSON document")
+
     env = _add(commands, "env", _env, "the placement that this process derives, and from what")
     env.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -186,6 +204,11 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
+
+
+def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", default="newest", metavar="STEP|best|newest", help="default: newest")
+    parser.add_argument("--weights", choices=["ema", "model"], help="default: ema, the moving average, if there is one")
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -321,6 +344,76 @@ def _export(run: Any, args: argparse.Namespace) -> int:
     logs.setup()
     step = args.steps[0] if args.steps else None
     print(checkpoints.export(run, step, args.to, args.form, everything=args.all))
+    return EXIT_DONE
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from toolkit import fsio, logs, rundir
+    from toolkit.cli import show
+    from toolkit.cli import trained as told
+
+    run, output = rundir.find(args.run), told.refuse_output(args.output, _OUTPUTS[args.images is not None])
+    paths = told.choose(run, args.checkpoint)
+    logs.setup()
+    from toolkit.train import inference
+
+    with inference.trained(run, paths, data=args.data, weights=args.weights) as trained:
+        if args.images is not None:
+            return _classify(trained, args, output)
+        recorded = {} if args.data else trained.recorded()
+        found = {**trained.as_json(), "metrics": inference.figures(trained), "recorded": recorded}
+    if output is not None:
+        fsio.write_json(output, found)
+    print(show.as_json(found) if args.json else told.page(found))
+    return EXIT_DONE
+
+
+#: What the name of ``--output`` may end in, of an evaluation and of predictions.
+_OUTPUTS = ((".json",), (".csv", ".jsonl"))
+
+
+def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
+    """The exit code is 1 where an image could not be read."""
+    from pathlib import Path
+
+    from toolkit import fsio
+    from toolkit.cli import show
+    from toolkit.cli import trained as told
+    from toolkit.data.pictures import image_files
+    from toolkit.train import inference
+
+    folder = Path(args.images).expanduser()
+    rows = list(inference.predictions(trained, folder, image_files(folder)))
+    if output is not None:
+        fsio.write_atomic(output, told.as_csv(rows) if output.suffix == ".csv" else told.as_json_lines(rows))
+    if args.json:
+        print(show.as_json({**trained.as_json(), "predictions": rows}))
+    elif output is None:
+        print(told.as_csv(rows), end="")
+    else:
+        print(f"{output}: {len(rows)} images")
+    return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_DONE
+
+
+def _export_model(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from toolkit import logs, rundir
+    from toolkit.cli import show
+    from toolkit.cli import trained as told
+
+    target = Path(args.out).expanduser().absolute()
+    if target.exists() or not target.parent.is_dir():
+        reason = "is there already; choose another name" if target.exists() else "is in a folder that does not exist"
+        raise RequestError(f"toolkit export: {target} {reason}")
+    run = rundir.find(args.run)
+    paths = told.choose(run, args.checkpoint)
+    logs.setup()
+    from toolkit.train import inference, program
+
+    with inference.trained(run, paths, weights=args.weights) as trained:
+        found = program.export(trained, target, args.form)
+    print(show.as_json(found) if args.json else told.exported(found, target))
     return EXIT_DONE
 
 

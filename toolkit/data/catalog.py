@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 _CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
+_FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SPLITS = ("train", "val")
 #: Folders of the standard library's that hold others' code, or tests of it.
 _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
@@ -30,20 +32,23 @@ class Entry:
     """One data set: ``folder`` (below the root) and ``files`` (below that) must exist; neither for one without files.
 
     ``shape`` is (channels, height, width) of a sample where ``data.image_size`` is null; ``classes`` is None where the
-    files say how many.
+    files say how many; ``names`` are theirs where they are not just numbers.
     """
 
     shape: tuple[int, int, int]
     classes: int | None = 10
     folder: str = ""
     files: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 CATALOG = {
     "digits": Entry((1, 8, 8)),
     "mnist": Entry((1, 28, 28), folder="MNIST", files=tuple(f"raw/{name}" for name in _IDX_FILES)),
-    "fashion_mnist": Entry((1, 28, 28), folder="FashionMNIST", files=tuple(f"raw/{name}" for name in _IDX_FILES)),
-    "cifar10": Entry((3, 32, 32), folder="cifar-10-batches-py", files=_CIFAR10_FILES),
+    "fashion_mnist": Entry(
+        (1, 28, 28), folder="FashionMNIST", files=tuple(f"raw/{name}" for name in _IDX_FILES), names=_FASHION
+    ),
+    "cifar10": Entry((3, 32, 32), folder="cifar-10-batches-py", files=_CIFAR10_FILES, names=_CIFAR10),
     "image_folder": Entry((3, 224, 224), classes=None),
     "synthetic": Entry((3, 32, 32)),
     "text": Entry((1, 1, 1), classes=256),  # bytes; see text_files

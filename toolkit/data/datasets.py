@@ -26,6 +26,7 @@ from toolkit.data import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order
+from toolkit.data.pictures import Pictures
 from toolkit.errors import ConfigError, DataMissingError, RequestError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Datasets:
     eval: Dataset
     classes: int
     sample_shape: tuple[int, int, int]
+    class_names: tuple[str, ...]  #: one for each class
+    pictures: Pictures | None = None  #: how an image file is made like these; None where they are none
 
 
 def build_datasets(config: DataConfig) -> Datasets:
@@ -92,7 +95,11 @@ def _synthetic(config: DataConfig) -> Datasets:
     shape = catalog.sample_shape(config)
     train: Any = Synthetic(SYNTHETIC_TRAIN, shape)
     test = Synthetic(SYNTHETIC_EVAL, shape, first=SYNTHETIC_TRAIN)
-    return Datasets(_augmented(config, train), test, Synthetic.CLASSES, shape)
+    return Datasets(_augmented(config, train), test, Synthetic.CLASSES, shape, _numbers(Synthetic.CLASSES))
+
+
+def _numbers(classes: int) -> tuple[str, ...]:
+    return tuple(map(str, range(classes)))
 
 
 def _from_torchvision(config: DataConfig) -> Datasets:
@@ -129,9 +136,10 @@ def _in_memory(config: DataConfig, train: tuple[Tensor, Tensor], test: tuple[Ten
     train_set, eval_set = (
         InMemory(*tensors, mean=mean, std=std, image_size=config.image_size) for tensors in (train, test)
     )
-    classes = catalog.entry_of(config.name).classes
-    assert classes is not None
-    return Datasets(_augmented(config, train_set), eval_set, classes, catalog.sample_shape(config))
+    entry, shape = catalog.entry_of(config.name), catalog.sample_shape(config)
+    assert entry.classes is not None
+    names = entry.names or _numbers(entry.classes)
+    return Datasets(_augmented(config, train_set), eval_set, entry.classes, shape, names, Pictures(shape, mean, std))
 
 
 def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
@@ -157,16 +165,21 @@ def _image_folder(config: DataConfig) -> Datasets:
         sets = ImageFolder(root / "train", train), ImageFolder(root / "val", test)
     except FileNotFoundError as error:
         raise DataMissingError(f"data.root: {root}: {error}") from error
-    return Datasets(*sets, len(sets[0].classes), shape)
+    pictures = Pictures(shape, *_STATISTICS["image_folder"], shorter_side=_shorter_side(shape[1]))
+    return Datasets(*sets, len(sets[0].classes), shape, tuple(sets[0].classes), pictures)
 
 
 def _image_transforms(size: int, *, augment: bool) -> tuple[Any, Any]:
     """Transforms of a PIL image for training and evaluation: crops of ``size`` pixels, as in ImageNet recipes."""
     v2 = _transforms()
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*_STATISTICS["image_folder"])]
-    centre = v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+    centre = v2.Compose([v2.Resize(_shorter_side(size)), v2.CenterCrop(size), *finish])
     random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *finish])
     return (random if augment else centre), centre
+
+
+def _shorter_side(size: int) -> int:
+    return round(size * 256 / 224)
 
 
 def _transforms() -> Any:

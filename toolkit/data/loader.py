@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
-from toolkit.data.workers import InlineSource, Reader, Samples, WorkerSource
+from toolkit.data.workers import PREFETCH, InlineSource, Reader, Samples, WorkerSource
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json
 
@@ -57,9 +57,12 @@ class Loader:
         share: Share,
         workers: int = 0,
         max_bad_samples: int | None = None,
+        split: str = "global",
+        balances: bool = False,
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``split`` is global, or what split.py knows; ``balances``: the loop may :meth:`cut` the batches anew."""
         self.dataset_size = len(dataset)
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
@@ -67,12 +70,19 @@ class Loader:
         self.data_wait_s = 0.0
         #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
         self.max_bad_samples = max_bad_samples
+        self.balances = balances
+        #: Steps that may have been handed to workers beyond the last one given; equal on all ranks.
+        self.ahead = 0 if isinstance(dataset, BatchedSamples) else PREFETCH * workers
+        self._parts = None if split == "global" else share.count
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
         self._of_share = partial(self._source_of, dataset, seed, max_bad_samples is not None)
         self._others: dict[Share, Source] = {}
-        self._sampler = TrainSampler(self.dataset_size, global_batch_size=global_batch_size, seed=seed, share=share)
+        self._samplers = partial(
+            TrainSampler, self.dataset_size, global_batch_size=global_batch_size, seed=seed, split=split
+        )
+        self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
         self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device, skips=skips)
 
@@ -94,24 +104,35 @@ class Loader:
         return self._others[share].fetch(step).to(self._device)
 
     def _source_of(self, dataset: Any, seed: int, skips: bool, share: Share) -> Source:
-        sampler = TrainSampler(self.dataset_size, global_batch_size=self.global_batch_size, seed=seed, share=share)
-        return _source(dataset, sampler, seed=seed, workers=0, device=self._device, skips=skips)
+        return _source(dataset, self._samplers(share=share), seed=seed, workers=0, device=self._device, skips=skips)
 
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""
         return self._sampler.at(step).indices.tolist() if self._has_data else []
 
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        """From ``step`` on each share i is given ``counts[i]`` samples of the global batch. Every rank calls it alike.
+
+        ``step`` is ``ahead`` or more after the next one that is asked for: earlier ones workers may have in hand.
+        """
+        self._sampler.cut(step, counts)
+
+    def state(self) -> Json:
+        """A checkpoint needs nothing of it, for the step says all; with a split, by how many parts the data are split:
+        on another number of ranks they would be other parts."""
+        return None if self._parts is None else {"parts": self._parts}
+
     def global_samples(self, step: int) -> list[int]:
         """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""
+        if self._parts is not None:
+            shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
+            return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]
         start = step * self.global_batch_size
         found: list[int] = self._sampler.order.at(np.arange(start, start + self.global_batch_size)).tolist()
         return found
 
-    def state(self) -> None:
-        """A checkpoint needs nothing of it: the step says all."""
-
     def restore(self, state: Json) -> None:
-        raise AssertionError("a loader whose state() is None has nothing to restore")
+        """Nothing is to be restored: see :meth:`state`."""
 
     def close(self) -> None:
         """End the workers, if any."""
@@ -134,6 +155,8 @@ def build_loader(
         share=share,
         workers=config.workers,
         max_bad_samples=config.max_bad_samples if config.bad_samples == "skip" else None,
+        split=config.split,
+        balances=config.share == "auto",
         device=device,
     )
 

@@ -4,17 +4,27 @@ The order of a run is one endless sequence of positions. Step ``s`` with a globa
 ``s * B`` to ``(s + 1) * B``, across the end of an epoch where it falls inside; position ``p`` belongs to epoch
 ``p // N``. So the whole state of the data is the step number, each sample comes once per epoch, and the global batch is
 the same for any number of ranks.
+
+How many of a batch's positions each share takes may change from one step to a later one; which they are together does
+not. With a ``split`` the positions stay, but each share fills its own from its own part of the data set (see split.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
 from toolkit.data.permutation import BLOCK, Indices, Order
+from toolkit.data.split import PartOrder
 from toolkit.dist.batch import Share
+
+#: As far back steps may be asked for again: those that workers have in hand lie behind one cut at the most.
+KEPT_CUTS = 4
 
 
 @dataclass(frozen=True)
@@ -44,14 +54,15 @@ class TrainSampler:
     grow with the number of shares. A block reaches no further than an epoch, so it touches two at most.
     """
 
-    def __init__(self, size: int, *, global_batch_size: int, seed: int, share: Share) -> None:
+    def __init__(self, size: int, *, global_batch_size: int, seed: int, share: Share, split: str = "global") -> None:
         if global_batch_size < 1:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
         self.order = Order(size, seed)
         self.global_batch_size = global_batch_size
-        self.bounds = share.bounds(global_batch_size)
-        longest = BLOCK // max(self.bounds[1] - self.bounds[0], 1)
-        self._block_steps = max(min(longest, size // global_batch_size), 1)
+        self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
+        self._share = share
+        #: From which step on this share has which bounds in the global batch.
+        self._cuts = [(0, share.bounds(global_batch_size))]
         self._first, self._block = 0, np.empty((0, 0), np.int64)
 
     def at(self, step: int) -> Part:
@@ -59,10 +70,34 @@ class TrainSampler:
         if step < 0:
             raise IndexError(f"step {step} is before the beginning of the run")
         if not self._first <= step < self._first + len(self._block):
-            starts = np.arange(step, step + self._block_steps, dtype=np.int64) * self.global_batch_size
-            self._first, self._block = step, self.order.at(starts[:, np.newaxis] + np.arange(*self.bounds))
-        start = step * self.global_batch_size + self.bounds[0]
+            self._first, self._block = step, self._generated(step)
+        start = step * self.global_batch_size + self._cut_of(step)[0][0]
         return Part(self._block[step - self._first], start, self.global_batch_size)
+
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        """From ``step`` on each share i takes ``counts[i]`` samples of the global batch; steps before it stay."""
+        assert self._part is None, "where a share stands in its own part follows from the step only if it never changes"
+        assert len(counts) == self._share.count
+        assert sum(counts) == self.global_batch_size
+        ends = [0, *accumulate(counts)]
+        bounds = ends[self._share.index], ends[self._share.index + 1]
+        self._cuts = [*(cut for cut in self._cuts[-KEPT_CUTS:] if cut[0] < step), (step, bounds)]
+        self._block = self._block[: max(step - self._first, 0)]
+
+    def _cut_of(self, step: int) -> tuple[tuple[int, int], float]:
+        """This share's bounds in ``step``, and the first step of the next ones."""
+        until = [first for first, _ in self._cuts[1:]] + [math.inf]
+        return next((bounds, end) for (_, bounds), end in zip(self._cuts, until, strict=True) if step < end)
+
+    def _generated(self, step: int) -> Indices:
+        """The samples (steps, n) of this share in ``step`` and some that follow it."""
+        (start, stop), until = self._cut_of(step)
+        count = stop - start
+        most = max(min(BLOCK // max(count, 1), self.order.n // self.global_batch_size), 1)
+        steps = np.arange(step, int(min(step + most, until)), dtype=np.int64)[:, np.newaxis]
+        if self._part is not None:
+            return self._part.at(steps * count + np.arange(count))
+        return self.order.at(steps * self.global_batch_size + np.arange(start, stop))
 
 
 class EvalSampler:

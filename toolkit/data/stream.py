@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -69,6 +69,8 @@ class StreamLoader:
     """
 
     max_bad_samples = None
+    balances = False  # how far each stream has got would depend on the clock
+    ahead = 0
 
     def __init__(
         self,
@@ -139,6 +141,9 @@ class StreamLoader:
         start, stop = self._parts.bounds_of(step)
         return list(range(start, stop))
 
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        raise AssertionError("streams keep their shares")
+
     def global_samples(self, step: int) -> list[int]:
         """Which samples all streams together give in ``step``: their positions."""
         return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
@@ -176,6 +181,11 @@ def build_stream_loader(
         raise ConfigError(
             "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
             "stream leave out what it cannot read, and set it to fail"
+        )
+    if config.share != "even" or config.split != "global":
+        raise ConfigError(
+            "data.share, data.split: each rank reads a stream of its own, and as much of it as the others of theirs; "
+            "leave them at even and global"
         )
     return StreamLoader(
         make,

@@ -23,14 +23,22 @@ from toolkit.errors import ConfigError
 #: A window in so many is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
 HELD_OUT_EVERY = 20
 MOST_HELD_OUT = 256
+_NAME = "text.bin"
 
 
 def of_run(root: str | None, session: Session) -> Path:
     """The run's copy of the text that ``data.root`` names; rank 0 makes it where there is none. Every rank calls."""
-    path = session.run_dir / "text.bin"
-    if session.is_main and not path.exists():
-        pack(catalog.text_files(root), path, session.activity.move)
+    if session.is_main:
+        of_folder(root, session.run_dir, session.activity.move)
     dist.barrier()
+    return session.run_dir / _NAME
+
+
+def of_folder(root: str | None, folder: Path, moved: Callable[[], None] = lambda: None) -> Path:
+    """The copy in ``folder`` of the text that ``root`` names, made where there is none."""
+    path = folder / _NAME
+    if not path.exists():
+        pack(catalog.text_files(root), path, moved)
     return path
 
 

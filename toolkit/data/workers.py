@@ -35,6 +35,8 @@ from toolkit.errors import JobFailedError
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NO_SAMPLE = -1
+#: Batches that each worker is ahead; the loader counts on it, see ``Loader.ahead``.
+PREFETCH = 2
 #: Samples tried at one position. Where half of a data set is bad, no run will ever come to the last of them.
 TRIES = 100
 #: Characters of an error that travel with each bad sample.
@@ -165,6 +167,7 @@ class WorkerSource:
             sampler=self._steps,
             batch_size=None,  # a part is a batch already
             num_workers=workers,
+            prefetch_factor=PREFETCH,
             pin_memory=pin,
             persistent_workers=True,
             multiprocessing_context="fork",  # milliseconds; a fresh interpreter pays seconds for importing torch

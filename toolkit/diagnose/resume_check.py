@@ -53,7 +53,8 @@ class Plan:
     step: int | None = None
     seed: int | None = None
     then_ranks: int | None = None  #: the run goes on with another number of ranks
-    tolerance: float = 1e-3  #: for the loss, relative, at another number of ranks
+    tolerance: float = 1e-3  #: for the loss, relative, where not every bit must be equal
+    moving_shares: bool = False  #: data.share: auto, which follows the clock: then that is so on as many ranks, too
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Report:
     different: Mapping[str, str]
     conditions: Mapping[str, tuple[Any, ...]]
     worst_loss: float | None  #: the largest relative difference, where not every bit must be equal
+    moving_shares: bool
     runs: tuple[Path, Path]
 
     @property
@@ -80,7 +82,7 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
     loaded = configs.load_config(config, overrides)
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
     strike = _strike(plan, _needed(loaded, ranks))
-    plan = replace(plan, step=strike["step"])
+    plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     common = [*overrides, f"train.max_steps={plan.steps}"]
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
         common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
@@ -209,14 +211,15 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
     ours, theirs = read(undisturbed), read(disturbed)
     ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))
     first, different, worst = None, dict[str, str](), None
-    if len(ranks) > 1:
+    exact = len(ranks) == 1 and not plan.moving_shares
+    if not exact:
         worst = _worst_loss(ours, theirs)
     for step in sorted(ours.steps.keys() | theirs.steps.keys()):
-        differs = _at(step, ours, theirs, plan, exact=len(ranks) == 1)
+        differs = _at(step, ours, theirs, plan, exact=exact)
         if differs:
             first, different = step, differs
             break
-    if first is None and len(ranks) == 1:
+    if first is None and exact:
         different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
     return Report(
         steps=len(ours.steps),
@@ -227,6 +230,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
         different=different,
         conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),
         worst_loss=worst,
+        moving_shares=plan.moving_shares,
         runs=(undisturbed.path, disturbed.path),
     )
 
@@ -363,12 +367,22 @@ def page(report: Report) -> str:
         )
         lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
     if report.worst_loss is not None:
-        lines.append(
-            f"loss: equal to {report.worst_loss:.1e} of its value; models with batch statistics or dropout draw"
-        )
-        lines.append("  them for each rank, so that another number of ranks is another training (--tolerance)")
+        lines += _what_of_the_loss(report, report.worst_loss)
     lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
     return "\n".join(lines)
+
+
+def _what_of_the_loss(report: Report, worst: float) -> list[str]:
+    equal = f"loss: equal to {worst:.1e} of its value;"
+    if report.moving_shares:
+        return [
+            f"{equal} more is not promised, for the shares follow the ranks' speed (data.share: auto),",
+            "  which is another one each time; batch statistics and dropout follow the shares (--tolerance)",
+        ]
+    return [
+        f"{equal} models with batch statistics or dropout draw",
+        "  them for each rank, so that another number of ranks is another training (--tolerance)",
+    ]
 
 
 def _what_is_identical(report: Report) -> str:

@@ -12,6 +12,8 @@ _LEFT_OUT = (
     "data.augment",
     "data.bad_samples",
     "data.max_bad_samples",
+    "data.share",
+    "data.split",
     "data.workers",
     "strategy.activation_checkpointing",
     "strategy.compression",

@@ -1,12 +1,13 @@
 """The training loop. The step number is the whole of its state: batches and learning rate are functions of it.
 
-Only a loader of streams has a place of its own to save, which the checkpoints ask it for.
+Only a loader of streams has a place of its own to save, which the checkpoints ask it for, and shares that follow the
+ranks' speeds are saved with the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
@@ -27,6 +28,7 @@ from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.strategies.protocol import StepOutput, Strategy
+from toolkit.train.balance import build_balance
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
@@ -52,8 +54,13 @@ class Batches(Protocol):
     global_batch_size: int
     data_wait_s: float
     max_bad_samples: int | None
+    balances: bool
+    ahead: int
 
     def at(self, step: int) -> Batch | None: ...
+
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        """See :class:`toolkit.data.loader.Loader`; called where it ``balances``."""
 
     def part(self, step: int, share: Share) -> Batch:
         """``at(step)`` of the rank that holds ``share``."""
@@ -114,6 +121,7 @@ class Trainer:
         self._sheet = Timesheet()
         self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
+        self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = Ledger(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._sink: Sink = NullSink()
@@ -138,6 +146,7 @@ class Trainer:
             self._metrics = _figures(loaded.meta.get("metrics"))
             self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
             self._loss.restore(loaded.meta.get("loss_window"))
+            self._balance.restore(loaded.meta.get("shares"))
             self._skipped.restore(loaded.meta.get("skipped_steps"))
         log.info("training from step %d to %d", self._step, self._total)
         self._strategy.begin(self._step, self._again)
@@ -257,6 +266,7 @@ class Trainer:
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
             **self._pace.compare(own_s),
+            **self._balance.update(self._step, own_s),
             **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
             **self._history.scalars(self._step),
@@ -324,11 +334,12 @@ class Trainer:
         self._doing.phase = activity.SAVING
         with self._sheet.on("checkpoint"):
             self._sink.flush()  # first: what was logged up to a committed step must survive with it
-            reached = {
+            reached: dict[str, Json] = {
                 "evaluated": self._evaluated,
                 "metrics": dict(self._metrics),
                 "loss_window": self._loss.state(),
                 "skipped_steps": self._skipped.state(),
+                "shares": self._balance.state(),
             }
             self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
             self._checkpoints.save(self._step, reached, must=must)

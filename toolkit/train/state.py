@@ -369,9 +369,9 @@ class Checkpoints:
         then, now = manifest.world_size, self._session.world_size
         if then != now and any(name.startswith("data/rank") for name in manifest.values):
             raise ConfigError(
-                f"{path} cannot be continued on {now} ranks: each of {then} ranks had read its own stream up to some "
-                f"point, and what is left of {then} streams cannot be shared out anew. Go on with {then} ranks "
-                "(cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
+                f"{path} cannot be continued on {now} ranks: each of {then} ranks had read its own stream, or its own "
+                "part of the data (data.split), up to some point, and what is left cannot be shared out anew. Go on "
+                f"with {then} ranks (cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
             )
 
     def _refuse_inside_a_round(self, manifest: Manifest, path: Path) -> None:

@@ -1,0 +1,185 @@
+"""How the shares follow the ranks' speeds, by the clock of a fake machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.data.samples import Noisy, Numbers
+from toolkit.config import DataConfig
+from toolkit.data.loader import Loader, build_loader
+from toolkit.dist.batch import Share
+from toolkit.errors import ConfigError
+from toolkit.train.balance import Balance, Even, build_balance, shares
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), st.integers(1, 500))
+def test_shares_tile_the_batch_within_the_bounds_and_the_faster_never_has_less(speeds: list[float], size: int) -> None:
+    ranks = len(speeds)
+    least, most = size // (2 * ranks), max(3 * size // (2 * ranks), -(-size // ranks))
+    found = shares(speeds, size, least, most)
+    assert sum(found) == size
+    assert all(least <= count <= most for count in found)
+    for i, j in np.ndindex(ranks, ranks):
+        if speeds[i] > speeds[j]:
+            assert found[i] >= found[j]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(8, 12), min_size=2, max_size=9), st.integers(20, 400))
+def test_within_the_bounds_shares_are_those_of_the_largest_remainder(speeds: list[int], size: int) -> None:
+    """Speeds that differ by little meet no bound; the oracle is Hamilton's method in whole numbers."""
+    total = sum(speeds)
+    quotas = [divmod(speed * size, total) for speed in speeds]
+    expected = [whole for whole, _ in quotas]
+    by_remainder = sorted(range(len(speeds)), key=lambda rank: (-quotas[rank][1], rank))
+    left = size - sum(expected)
+    for rank in by_remainder[:left]:
+        expected[rank] += 1
+    found = shares([float(speed) for speed in speeds], size, 0, size)
+    remainders = [quotas[rank][1] for rank in by_remainder]
+    if 0 < left < len(speeds) and remainders[left - 1] == remainders[left]:
+        assert sorted(found) == sorted(expected) or max(np.abs(np.subtract(found, expected))) == 1  # a tie in floats
+    else:
+        assert found == expected
+
+
+class Recording:
+    """A loader that notes the cuts."""
+
+    def __init__(self, size: int, ahead: int = 0) -> None:
+        self.global_batch_size, self.ahead, self.balances = size, ahead, True
+        self.cuts: list[tuple[int, list[int]]] = []
+
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        self.cuts.append((step, [*counts]))
+
+
+def simulate(balance: Balance, loader: Recording, per_sample_s: list[float], steps: int, every: int = 10) -> list[int]:
+    """Ranks that take so long for a sample, and a little for a step; the shares at the end."""
+    ranks = len(per_sample_s)
+    counts = [stop - start for start, stop in (Share(r, ranks).bounds(loader.global_batch_size) for r in range(ranks))]
+    for step in range(every, steps + 1, every):
+        counts = next((found for first, found in reversed(loader.cuts) if first <= step - every), counts)
+        balance.update(step, [0.001 + n * s for n, s in zip(counts, per_sample_s, strict=True)])
+    return loader.cuts[-1][1] if loader.cuts else counts
+
+
+def test_a_rank_of_two_thirds_of_the_speed_gets_two_thirds_of_the_others_samples() -> None:
+    loader = Recording(64)
+    found = simulate(Balance(loader, 4, 1), loader, [0.01, 0.015, 0.01, 0.01], 200)
+    assert sum(found) == 64
+    assert found[1] == pytest.approx(64 * (2 / 3) / (3 + 2 / 3), abs=1)
+    assert len(loader.cuts) < 6, "they settle"
+
+
+def test_no_share_falls_below_half_an_even_one_or_below_what_is_accumulated() -> None:
+    loader = Recording(64)
+    assert min(simulate(Balance(loader, 4, 1), loader, [0.01, 1.0, 0.01, 0.01], 200)) == 8
+    loader = Recording(64)
+    assert min(simulate(Balance(loader, 4, 12), loader, [0.01, 1.0, 0.01, 0.01], 200)) == 12
+
+
+def test_equal_ranks_keep_even_shares_though_their_times_jitter() -> None:
+    loader, draw = Recording(64), np.random.default_rng(0)
+    balance = Balance(loader, 4, 1)
+    for step in range(10, 400, 10):
+        balance.update(step, (0.01 * draw.uniform(0.99, 1.01, 4)).tolist())
+    assert loader.cuts == []
+
+
+def test_a_share_moves_only_when_no_worker_holds_a_batch_of_the_old_one_and_not_by_a_mixed_window() -> None:
+    loader = Recording(64, ahead=8)
+    balance = Balance(loader, 2, 1)
+    assert balance.update(5, [1.0, 9.0]) == {"world_share/rank_0": 32, "world_share/rank_1": 32}
+    assert loader.cuts == [], "caches are cold in the first window"
+    balance.update(10, [1.0, 2.0])
+    assert [first for first, _ in loader.cuts] == [18]
+    counts = loader.cuts[0][1]
+    balance.update(15, [1.0, 2.0])  # by the old shares still
+    balance.update(20, [1.0, 2.0])  # by both
+    assert len(loader.cuts) == 1
+    assert balance.update(25, [1.0, 1.0])["world_share/rank_1"] == counts[1]
+
+
+def test_a_resume_on_as_many_ranks_goes_on_with_the_shares_of_now_and_those_agreed_on() -> None:
+    loader = Recording(64, ahead=8)
+    balance = Balance(loader, 2, 1)
+    balance.update(5, [1.0, 1.0])
+    balance.update(10, [1.0, 2.0])
+    saved = json.loads(json.dumps(balance.state()))
+    again = Recording(64, ahead=8)
+    resumed = Balance(again, 2, 1)
+    resumed.restore(saved)
+    assert again.cuts == [(0, [32, 32]), *loader.cuts]
+    assert json.loads(json.dumps(resumed.state())) == saved
+    others = Recording(64)
+    Balance(others, 4, 1).restore(saved)
+    Balance(others, 2, 1).restore(None)
+    assert others.cuts == []
+
+
+def test_who_asks_for_even_shares_gets_them_and_ranks_that_share_samples_are_refused() -> None:
+    loader = build_loader(Numbers(9), DataConfig(global_batch_size=4), Share(0, 2), seed=0)
+    assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Even)
+    loader = build_loader(Numbers(9), DataConfig(global_batch_size=4, share="auto"), Share(0, 2), seed=0)
+    assert isinstance(build_balance(loader, Share(0, 2), 2, 1), Balance)
+    with pytest.raises(ConfigError, match="4 ranks have 2"):
+        build_balance(loader, Share(0, 2), 4, 1)
+
+
+# ------------------------------------------------------------------------------------------- what the loaders then give
+
+
+def positions(loaders: list[Loader], step: int) -> list[list[int]]:
+    batches = [loader.at(step) for loader in loaders]
+    return [batch.positions.tolist() for batch in batches if batch is not None]
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Numbers(50), 0), (Noisy(50), 0), (Noisy(50), 2)])
+def test_the_global_batch_is_the_same_however_it_is_cut(dataset: Any, workers: int) -> None:
+    """Cut anew after steps 3, 6 and 7, from as early on as may be."""
+    even = Loader(dataset, global_batch_size=12, seed=3, share=Share(0, 1))
+    loaders = [
+        Loader(dataset, global_batch_size=12, seed=3, share=Share(rank, 3), workers=workers) for rank in range(3)
+    ]
+    news = {3: [6, 3, 3], 6: [2, 2, 8], 7: [4, 5, 3]}
+    expected = {0: [4, 4, 4]}
+    try:
+        for step in range(22):
+            if step in news:
+                for loader in loaders:
+                    loader.cut(step + loader.ahead, news[step])
+                expected[step + loaders[0].ahead] = news[step]
+            batches = [batch for loader in loaders if (batch := loader.at(step)) is not None]
+            counts = expected[max(first for first in expected if first <= step)]
+            assert [len(batch) for batch in batches] == counts, step
+            whole = even.at(step)
+            assert whole is not None
+            for name in ("inputs", "targets", "positions"):
+                parts = [getattr(batch, name) for batch in batches]
+                assert np.array_equal(np.concatenate(parts), getattr(whole, name)), (step, name)
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_steps_that_were_given_are_cut_as_they_were() -> None:
+    loaders = [Loader(Numbers(50), global_batch_size=10, seed=3, share=Share(rank, 2)) for rank in range(2)]
+    for loader in loaders:
+        loader.cut(5, [8, 2])
+        loader.cut(9, [3, 7])
+    assert [[len(part) for part in positions(loaders, step)] for step in (9, 4, 8, 5, 30)] == [
+        [3, 7],
+        [5, 5],
+        [8, 2],
+        [8, 2],
+        [3, 7],
+    ]

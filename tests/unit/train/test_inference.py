@@ -1,0 +1,312 @@
+"""`toolkit evaluate` and `toolkit export` of runs whose weights are known, beside torch, PIL and numpy."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jobs.models import lenet
+from toolkit import config as configs
+from toolkit import rundir
+from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.cli import main as cli
+from toolkit.config import DataConfig
+from toolkit.data.datasets import build_datasets
+from toolkit.dist.state import Replicated, Sharded
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
+from toolkit.rundir import RunDir
+from toolkit.train import inference, program
+
+ROOT = Path(__file__).parents[3]
+STEPS = (10, 20, 30)
+ACCURACIES = {10: 0.5, 20: 0.9, 30: 0.7}
+
+
+def weights(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(step)
+    return lenet(10, (1, 8, 8)).state_dict()
+
+
+def entries(state: dict[str, Tensor]) -> dict[str, Replicated]:
+    return {f"model/{name}": Replicated(value) for name, value in state.items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Three checkpoints; the one of step 30 holds averages of all weights as well: those of step 31."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = rundir.create("digits")
+    settings = ["model.name=lenet", "checkpoint.keep_best=eval/accuracy"]
+    made.config.write_text(configs.dump_config(configs.load_config(None, settings, site=False)))
+    for step in STEPS:
+        state = entries(weights(step))
+        averages = {f"ema/{name}": Replicated(value) for name, value in weights(31).items()} if step == 30 else {}
+        meta = {"evaluated": step, "metrics": {"eval/accuracy": ACCURACIES[step], "train/loss": 1.0}}
+        save(store(made), step, state | averages, meta, rank=0, world_size=1, kv=None)
+    return made
+
+
+def store(run: RunDir) -> CheckpointStore:
+    return CheckpointStore(run.checkpoints, Keep(9))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert cli.main([*argv, "--json"]) == EXIT_DONE
+    return json.loads(capsys.readouterr().out)
+
+
+def expected(state: dict[str, Tensor]) -> tuple[float, float]:
+    """Loss and accuracy over the eval set, in one go."""
+    data = build_datasets(DataConfig()).eval
+    inputs, targets = data.batch(np.arange(len(data)))  # type: ignore[union-attr]
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(state)
+    logits = model(inputs)
+    return functional.cross_entropy(logits, targets).item(), (logits.argmax(1) == targets).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("argv", "step", "of"),
+    [
+        ([], 30, 31),
+        (["--weights", "model"], 30, 30),
+        (["--checkpoint", "best"], 20, 20),
+        (["--checkpoint", "10"], 10, 10),
+    ],
+    ids=["newest, averaged", "as trained", "best", "by its step"],
+)
+def test_the_figures_are_those_of_the_weights_that_were_asked_for(
+    run: RunDir, capsys: pytest.CaptureFixture[str], argv: list[str], step: int, of: int
+) -> None:
+    told = answer(capsys, "evaluate", run.id, *argv)
+    loss, accuracy = expected(weights(of))
+    assert (told["step"], told["weights"]) == (step, "ema" if of == 31 else "model")
+    assert told["metrics"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
+    assert told["metrics"]["eval/accuracy"] == pytest.approx(accuracy)
+    assert told["recorded"] == {"eval/accuracy": ACCURACIES[step]}
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.checkpoints / "step-00000030/rank-00000.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert answer(capsys, "evaluate", run.id)["step"] == 20
+    assert cli.main(["evaluate", run.id, "--checkpoint", "30"]) == EXIT_FAILED
+
+
+def test_weights_that_several_ranks_cut_up_are_whole_again(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    state: dict[str, Any] = {}
+    for name, value in weights(7).items():
+        state[f"model/{name}"] = Sharded(value, tuple(value.shape), (0,) * value.dim())
+    save(store(run), 40, state, {}, rank=0, world_size=1, kv=None)
+    told = answer(capsys, "evaluate", run.id)
+    assert (told["step"], told["recorded"]) == (40, {})
+    assert told["metrics"]["eval/loss"] == pytest.approx(expected(weights(7))[0], rel=1e-6)
+
+
+def by_hand(path: Path, state: dict[str, Tensor]) -> tuple[str, float]:
+    """Class and probability of an 8x8 grey image: PIL and numpy prepare it, the digits' mean and deviation by hand."""
+    pixels = np.asarray(Image.open(path).convert("L").resize((8, 8), Image.Resampling.BILINEAR), np.float32) / 255
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        found = model(torch.from_numpy((pixels - 0.3053) / 0.3760).view(1, 1, 8, 8)).softmax(1)[0]
+    return str(int(found.argmax())), found.max().item()
+
+
+def test_images_of_a_folder_are_classified_as_by_hand_and_a_torn_one_is_named(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "scans"
+    (folder / "more").mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 256, (8, 8), np.uint8)).save(folder / "b.png")
+    Image.fromarray(draw.integers(0, 256, (31, 20, 3), np.uint8)).save(folder / "more/a.PNG")
+    (folder / ".hidden.png").write_text("")
+    (folder / "notes.txt").write_text("")
+    out = tmp_path / "found.csv"
+    assert cli.main(["evaluate", run.id, "--images", str(folder), "--output", str(out)]) == EXIT_DONE
+    rows = list(csv.DictReader(out.open()))
+    assert [row["file"] for row in rows] == ["b.png", "more/a.PNG"]
+    for row in rows:
+        name, probability = by_hand(folder / row["file"], weights(31))
+        assert (row["class"], float(row["probability"])) == (name, pytest.approx(probability, rel=1e-4))
+    (folder / "c.png").write_bytes(b"\x89PNG torn")
+    capsys.readouterr()
+    assert cli.main(["evaluate", run.id, "--images", str(folder), "--json"]) == EXIT_FAILED
+    told = json.loads(capsys.readouterr().out)["predictions"]
+    assert [(row["file"], row["error"] is None) for row in told] == [
+        ("b.png", True),
+        ("c.png", False),
+        ("more/a.PNG", True),
+    ]
+    assert told[1]["class"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["evaluate", "digits", "--checkpoint", "7"], "no checkpoint of step 7; there are: 30, 20, 10"),
+        (["evaluate", "digits", "--checkpoint", "20", "--weights", "ema"], "holds no moving average"),
+        (["evaluate", "digits", "--data", "nmae=digits"], "did you mean 'data.name'?"),
+        (["evaluate", "digits", "--images", "nowhere"], "no such folder"),
+        (["evaluate", "digits", "--images", "sbatch"], "holds no images"),
+        (["evaluate", "digits", "--output", "x.csv"], "must end in .json"),
+        (["export", "digits", "docs"], "is there already"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_what_to_do(
+    run: RunDir, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == EXIT_REQUEST
+    told = capsys.readouterr()
+    assert words in told.err
+    assert not told.out
+
+
+def test_a_job_whose_data_are_no_images_classifies_none(run: RunDir, tmp_path: Path) -> None:
+    with inference.trained(run, store(run).list()) as trained:
+        blind = replace(trained, job=replace(trained.job, pictures=None))
+        with pytest.raises(RequestError, match="does not say how image files become its inputs"):
+            next(inference.predictions(blind, tmp_path, [tmp_path / "a.png"]))
+
+
+def test_a_job_that_does_not_say_how_it_is_judged_is_told_what_to_add(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.code / "mine").mkdir(parents=True)
+    (run.code / "mine/__init__.py").write_text("")
+    (run.code / "mine/train.py").write_text("def main(config):\n    pass\n")
+    run.config.write_text(run.config.read_text().replace("job: jobs.classify", "job: mine.train"))
+    assert cli.main(["evaluate", run.id]) == EXIT_REQUEST
+    assert "has no function inference(config, folder)" in capsys.readouterr().err
+
+
+def test_another_model_than_the_configs_is_refused_by_its_tensors(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.write_text(run.config.read_text().replace("name: lenet", "name: mlp"))
+    assert cli.main(["evaluate", run.id]) == EXIT_FAILED
+    assert "another model than the run's config makes; not in the file" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ export
+
+ALONE = """
+import json, sys, torch
+folder, inputs, outputs = sys.argv[1:]
+program = torch.export.load(f"{folder}/model.pt2").module()
+torch.save(program(torch.load(inputs)), outputs)
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] in ("toolkit", "jobs", "omegaconf")]))
+"""
+
+
+def test_an_exported_program_gives_the_models_outputs_with_torch_alone(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, inputs = tmp_path / "out", torch.randn(5, 1, 8, 8)
+    told = answer(capsys, "export", run.id, str(out))
+    torch.save(inputs, tmp_path / "inputs.pt")
+    argv = [sys.executable, "-S", "-P", "-c", ALONE, str(out), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": sysconfig.get_path("purelib")}  # no .pth file is read there
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    assert torch.equal(torch.load(tmp_path / "out.pt"), model(inputs))
+    assert all(torch.equal(value, weights(31)[name]) for name, value in model.state_dict().items())
+    assert json.loads((out / "model.json").read_text()) == told
+    assert told["sha256"]["model.pt2"] == hashlib.sha256((out / "model.pt2").read_bytes()).hexdigest()
+    assert (told["step"], told["weights"], told["classes"]) == (30, "ema", [str(n) for n in range(10)])
+    assert told["input"] == {"shape": ["batch", 1, 8, 8], "dtype": "float32"}
+    assert told["output"]["shape"] == ["batch", 10]
+    assert told["metrics"] == {"eval/accuracy": 0.7}
+    assert told["program"]["batch_sizes"] == [8, 7, 1]
+
+
+class Regularised(nn.Module):
+    """Other outputs in training than in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+class Asking(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs if inputs.sum() > 0 else -inputs
+
+
+class Random(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.rand_like(inputs)
+
+
+class OfEight(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.view(8, -1)
+
+
+def test_batch_statistics_and_dropout_are_those_of_the_evaluation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Regularised()
+    model(torch.randn(20, 4))  # so that the running statistics are others than a batch's
+    model.eval()
+    trial = program.write_program(model, torch.randn(8, 4), tmp_path / "model.pt2")
+    assert (trial.batch_sizes, trial.largest_difference) == ((8, 7, 1), 0.0)
+    assert (tmp_path / "model.pt2").stat().st_mode & 0o077 == 0
+    inputs = torch.randn(33, 4)
+    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Asking(), "torch.export cannot take this model"),
+        (OfEight(), "torch.export cannot take this model"),
+        (Random(), "the exported program is not the model: outputs differ by up to"),
+    ],
+    ids=["asks for a value", "fixes the batch", "draws numbers"],
+)
+def test_what_is_no_program_is_refused_and_leaves_no_file(model: nn.Module, words: str, tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError, match=words):
+        program.write_program(model.eval(), torch.randn(8, 4), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_weights_are_written_all_the_same(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise JobFailedError("torch.export cannot take this model")
+
+    monkeypatch.setattr(program, "write_program", refuse)
+    assert cli.main(["export", run.id, str(tmp_path / "both")]) == EXIT_FAILED
+    assert "has the weights, without a program" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["model.json", "model.safetensors"]
+    assert json.loads((tmp_path / "both/model.json").read_text())["program"] is None
+    assert cli.main(["export", run.id, str(tmp_path / "alone"), "--format", "program"]) == EXIT_FAILED
+    assert not (tmp_path / "alone").exists()

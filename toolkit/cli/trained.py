@@ -1,0 +1,100 @@
+"""`toolkit evaluate` and `toolkit export`: what they print and write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.cli import checkpoints
+from toolkit.config import load_config
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.rundir import RunDir
+
+COLUMNS = ("file", "class", "probability")
+
+
+def choose(run: RunDir, text: str) -> list[Path]:
+    """The checkpoints that ``text`` (a step, ``newest`` or ``best``) may mean, the first that is whole to be taken."""
+    if text != "best":
+        return checkpoints.pick(run, None if text == "newest" else text)
+    keep = load_config(run.config, site=False).checkpoint
+    if keep.keep_best is None:
+        raise RequestError(
+            f"--checkpoint best: the config of run {run.id} has no checkpoint.keep_best, which says by which metric; "
+            "name a step, see `toolkit checkpoint list`"
+        )
+    return [_best(run, Keep(best=keep.keep_best))]
+
+
+def _best(run: RunDir, keep: Keep) -> Path:
+    """Of those that were evaluated as they were saved; of equals the oldest, as `Keep` has it."""
+    store = CheckpointStore(run.checkpoints)
+    ranked = []
+    for path in store.list():
+        try:
+            manifest = store.manifest(path)
+        except CheckpointError:
+            continue
+        figure = keep.figure(manifest.meta.get("metrics", {}))
+        if figure is not None and manifest.meta.get("evaluated") == manifest.step:
+            ranked.append((-figure, manifest.step, path))
+    if not ranked:
+        raise RequestError(f"--checkpoint best: no checkpoint of run {run.id} was evaluated for {keep.best}")
+    return min(ranked)[-1]
+
+
+def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
+    """Where ``--output`` leads. RequestError before anything is computed for a file that could not be written."""
+    if text is None:
+        return None
+    path = Path(text).expanduser().absolute()
+    if path.suffix not in suffixes:
+        raise RequestError(f"--output {text}: its name must end in {' or '.join(suffixes)}")
+    if path.exists() or not path.parent.is_dir():
+        reason = "is there already; choose another name" if path.exists() else "is in a folder that does not exist"
+        raise RequestError(f"--output {text}: {path} {reason}")
+    return path
+
+
+def page(told: Mapping[str, Any]) -> str:
+    """The figures of an evaluation, beside those that the run itself recorded at this step."""
+    own = told["recorded"]
+    lines = [f"step {told['step']} of {told['name']}/{told['run']}, weights: {told['weights']}, on {told['device']}"]
+    width = max(map(len, told["metrics"]))
+    for name, value in told["metrics"].items():
+        beside = f"   (the run's own: {own[name]:.6g})" if name in own else ""
+        lines.append(f"{name:<{width}}  {value:.6g}{beside}")
+    return "\n".join(lines)
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """``file,class,probability``; of a file that could not be read the last two are empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Each row as a line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def exported(told: Mapping[str, Any], target: Path) -> str:
+    """What was written, a line for each file."""
+    lines = [f"{target}: step {told['step']} of {told['run']}, weights: {told['weights']}"]
+    lines += [f"  {name}  {(target / name).stat().st_size:,} bytes" for name in [*told["sha256"], "model.json"]]
+    trial = told["program"]
+    if trial is not None:
+        sizes = ", ".join(map(str, trial["batch_sizes"]))
+        how = f"equal to {trial['largest_difference']:.2g} ({trial['bound']:.2g} is allowed)"
+        how = "equal bit for bit" if trial["is_bit_for_bit"] else how
+        lines.append(f"  tried on batches of {sizes} real samples: outputs {how}")
+    return "\n".join(lines)

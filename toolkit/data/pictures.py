@@ -1,0 +1,61 @@
+"""Image files as a model's inputs, prepared as the images that it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import RequestError
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """From an image file to an input of ``shape`` (channels, height, width), channels being 1 (grey) or 3 (RGB).
+
+    The image is resized (bilinear) to that height and width; with ``shorter_side`` its shorter side gets that many
+    pixels instead, and the centre is cut out. Pixels count as 0 to 1, less ``mean``, by ``std``, for each channel.
+    """
+
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shorter_side: int | None = None
+
+    def read(self, path: Path) -> Tensor:
+        """The input, float32. OSError (Pillow's own included) for a file that is no image or is torn."""
+        from PIL import Image
+
+        with Image.open(path) as image:
+            prepared: Tensor = self._transform(image.convert("L" if self.shape[0] == 1 else "RGB"))
+        return prepared
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs that have to do the same."""
+        return {**asdict(self), "pixels": "0..1", "mode": "L" if self.shape[0] == 1 else "RGB", "resize": "bilinear"}
+
+    @cached_property
+    def _transform(self) -> Any:
+        v2: Any = import_module("torchvision.transforms.v2")  # seconds, which nobody pays who reads no files
+        size = list(self.shape[1:])
+        cut = [v2.Resize(size)] if self.shorter_side is None else [v2.Resize(self.shorter_side), v2.CenterCrop(size)]
+        finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
+        return v2.Compose([*cut, *finish])
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Every image below ``folder`` but hidden ones, in the order of their names. RequestError where there is none."""
+    if not folder.is_dir():
+        raise RequestError(f"--images {folder}: no such folder")
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES and path.is_file()]
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not found:
+        raise RequestError(f"--images {folder}: holds no images ({', '.join(sorted(SUFFIXES))})")
+    return found

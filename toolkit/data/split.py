@@ -1,0 +1,70 @@
+"""Data that stay where they are: each share reads the same part of the data set for the whole run.
+
+For data on the nodes' own disks, of which a node holds a part, and for parts that must not meet. ``blocks``: share i
+has the samples ``Share(i, count).bounds(size)``, end to end. ``hash``: a sample's part follows from its index alone
+(:func:`part_of`), so it stays where it is when the data set grows; parts then differ in size, of n samples by about
+the square root of n.
+
+In each step share i takes its samples of the global batch out of its own part, and walks through that in passes: in
+one pass each sample of the part comes once, in an order of its own. Parts of different sizes are passed through at
+different times: samples of a smaller part come more often.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toolkit.data.permutation import Indices, Order, hash64, mix_array
+from toolkit.dist.batch import Share
+from toolkit.errors import ConfigError
+
+#: Keeps these hashes apart from those that other parts of the package make.
+_PART = 0x50415254
+_CHUNK = 1 << 20
+
+
+def part_of(indices: Indices, count: int) -> Indices:
+    """With ``hash``: which of ``count`` shares has each of the samples ``indices`` (n,); for whoever puts them there.
+
+    It depends on neither the run's seed nor the size of the data set.
+    """
+    words = mix_array(indices.astype(np.uint64) + np.uint64(hash64(_PART)))
+    return (words % np.uint64(count)).astype(np.int64)
+
+
+def samples_of(size: int, share: Share, split: str) -> range | Indices:
+    """The samples of ``share`` in a data set of ``size``, ascending; with ``hash`` 8 bytes of memory for each.
+
+    Raises ConfigError where there are none.
+    """
+    if split == "blocks":
+        found: range | Indices = range(*share.bounds(size))
+    else:
+        found = np.concatenate([_of_chunk(start, size, share) for start in range(0, size, _CHUNK)])
+    if not len(found):
+        raise ConfigError(
+            f"data.split: {split} leaves share {share.index} of {share.count} none of {size} samples; use fewer ranks, "
+            "more data, or data.split: global"
+        )
+    return found
+
+
+def _of_chunk(start: int, size: int, share: Share) -> Indices:
+    indices: Indices = np.arange(start, min(start + _CHUNK, size), dtype=np.int64)
+    mine: Indices = indices[part_of(indices, share.count) == share.index]
+    return mine
+
+
+class PartOrder:
+    """The endless order of one share's part: pass after pass, each a permutation of its own."""
+
+    def __init__(self, size: int, seed: int, share: Share, split: str) -> None:
+        self._samples = samples_of(size, share, split)
+        self._order = Order(len(self._samples), hash64(_PART, seed, share.index))
+
+    def at(self, places: Indices) -> Indices:
+        """The samples at ``places``, of any shape, counted from the first that this share takes in the run."""
+        found = self._order.at(places)
+        if isinstance(self._samples, range):
+            return found + self._samples.start
+        return self._samples[found]

@@ -1,0 +1,206 @@
+"""After training: a run's model on one device, without ranks, as `toolkit evaluate` and `toolkit export` use it.
+
+What the model is and how it is judged, the job says: beside ``main`` it has ``inference(config, folder)``, which
+returns an :class:`Inference`. The job is imported from the run's own copy of the sources, as its ranks did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import logs
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint import whole
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.config import FOREIGN_JOB, JobConfig, load_config
+from toolkit.data.loader import BatchedSamples, Samples
+from toolkit.data.pictures import Pictures
+from toolkit.dist.batch import Batch, Share
+from toolkit.errors import CheckpointError, ConfigError, RequestError
+from toolkit.rundir import RunDir
+from toolkit.strategies.protocol import Measure, ModelFactory, Strategy, Sums
+from toolkit.train.initial import fill
+from toolkit.train.loop import Evaluate
+
+#: Images that `--images` has in memory at once.
+BATCH = 64
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A job without its training: what ``inference(config, folder)`` of a job returns.
+
+    ``folder`` is the run's, or an empty one where the data are others than the run's: what the job keeps there of its
+    data (a packed text) is found, or made anew.
+    """
+
+    model: ModelFactory  #: the model that is trained, with any weights
+    evaluate: Evaluate  #: as it is given to ``Trainer.fit``
+    eval_set: Samples | BatchedSamples  #: real inputs, to try an exported program on
+    classes: Sequence[str] = ()  #: of a classifier whose outputs are logits (n, classes)
+    pictures: Pictures | None = None  #: how an image file becomes an input
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model as a checkpoint has it, in evaluation mode on ``device``; ``weights`` is ``model`` or ``ema``."""
+
+    run: RunDir
+    config: JobConfig
+    checkpoint: Path
+    manifest: Manifest
+    weights: str
+    job: Inference
+    model: nn.Module
+    device: torch.device
+
+    def recorded(self) -> dict[str, float]:
+        """The figures of the run's own evaluation at this step; empty where there was none."""
+        meta = self.manifest.meta
+        metrics = meta.get("metrics", {}) if meta.get("evaluated") == self.manifest.step else {}
+        return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+    def as_json(self) -> dict[str, Any]:
+        """What was used."""
+        said = {"run": self.run.id, "name": self.run.name, "step": self.manifest.step}
+        return {**said, "checkpoint": str(self.checkpoint), "weights": self.weights, "device": self.device.type}
+
+
+@contextmanager
+def trained(
+    run: RunDir, paths: Sequence[Path], *, data: Sequence[str] = (), weights: str | None = None
+) -> Iterator[Trained]:
+    """The first of ``paths``, checkpoints of ``run``, that is whole; on the GPU if there is one.
+
+    ``data`` are ``key=value`` of the config's data section; ``weights`` is ``model`` or ``ema``, by default ``ema``
+    where the checkpoint has it. Raises RequestError for what cannot be asked of this run, and CheckpointError.
+    """
+    config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        job = _inference_of(run, config)(config, Path(scratch) if data else run.path)
+        model = job.model()
+        path, (manifest, chosen) = whole.from_newest(paths, lambda path, found: _load(model, path, found, weights))
+        log.info("%s: %s", run.id, path.name)
+        yield Trained(run, config, path, manifest, chosen, job, model.to(device).eval(), device)
+
+
+def _inference_of(run: RunDir, config: JobConfig) -> Any:
+    """The job's function, from the run's copy of the sources."""
+    if config.job == FOREIGN_JOB:
+        raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
+    package = config.job.partition(".")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]  # another copy's
+    sys.path.insert(0, str(run.code) if run.code.is_dir() else str(Path.cwd()))
+    try:
+        module = importlib.import_module(config.job)
+    except ImportError as error:
+        raise ConfigError(f"job: {config.job!r} cannot be imported from {sys.path[0]}: {error}") from None
+    if not hasattr(module, "inference"):
+        raise RequestError(
+            f"job: {config.job} of run {run.id} ({module.__file__}) has no function inference(config, folder) -> "
+            "Inference, which says how to make its model and how to judge it without training; add one, such as "
+            "jobs/classify.py has"
+        )
+    return module.inference
+
+
+def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | None) -> tuple[Manifest, str]:
+    """Fill ``model`` with all of its tensors, each byte verified; returns which ones they are."""
+    has_ema = whole.has_ema(manifest)
+    if weights == "ema" and not has_ema:
+        raise RequestError(f"--weights ema: {folder} holds no moving average of the weights; leave it at model")
+    manifests.check_sizes(folder, manifest)
+    chosen = weights or ("ema" if has_ema else "model")
+    records = whole.model_tensors(manifest, ema=chosen == "ema")
+    match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
+    if match.missing or match.extra or match.misshapen:
+        raise CheckpointError(f"{folder} holds another model than the run's config makes{match.told()}")
+    return manifest, chosen
+
+
+class Alone:
+    """One process with the whole model: of a strategy what an evaluation asks for."""
+
+    share = Share(0, 1)
+    evaluates_together = False
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        """See :class:`~toolkit.strategies.protocol.Strategy`."""
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        here = batch.to(self._trained.device)
+        with precision(self._trained):
+            return Sums(measure(self._trained.model(here.inputs), here.targets), len(here))
+
+
+def precision(trained: Trained) -> AbstractContextManager[object]:
+    """What the run computed in."""
+    half = _HALVES.get(trained.config.train.precision)
+    return nullcontext() if half is None else torch.autocast(trained.device.type, half)
+
+
+def figures(trained: Trained) -> dict[str, float]:
+    """``eval/<name>``: what the job's own evaluation finds over its whole eval set."""
+    found = trained.job.evaluate(cast(Strategy, Alone(trained)), lambda: False)
+    assert found is not None, "only a stop cuts an evaluation short, and nobody asks for one here"
+    return {f"eval/{name}": value for name, value in found.items()}
+
+
+def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """For each image of ``files`` below ``folder``: ``file``, ``class``, ``probability``, ``error``.
+
+    A file that cannot be read has an ``error`` and no class. RequestError where the job classifies no images.
+    """
+    pictures, classes = trained.job.pictures, trained.job.classes
+    if pictures is None or not classes:
+        raise RequestError(
+            f"--images: {trained.config.job} on data.name {trained.config.data.name} does not say how image files "
+            "become its inputs: Inference(classes=..., pictures=...) does"
+        )
+    for start in range(0, len(files), BATCH):
+        some = files[start : start + BATCH]
+        read = {path: _read(pictures, path) for path in some}
+        found = _classified(trained, {path: image for path, image in read.items() if isinstance(image, Tensor)})
+        for path in some:
+            number, probability = found.get(path, (None, None))
+            name = None if number is None else classes[number]
+            error = None if path in found else read[path]
+            yield {"file": str(path.relative_to(folder)), "class": name, "probability": probability, "error": error}
+
+
+def _read(pictures: Pictures, path: Path) -> Tensor | str:
+    """The input, or what is wrong with the file."""
+    try:
+        return pictures.read(path)
+    except Exception as error:  # Pillow has many, and one torn file must not cost the others their answer
+        log.warning("%s cannot be read: %s", path, error)
+        return f"{type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def _classified(trained: Trained, images: Mapping[Path, Tensor]) -> dict[Path, tuple[int, float]]:
+    if not images:
+        return {}
+    with precision(trained):
+        logits = trained.model(torch.stack([*images.values()]).to(trained.device))
+    probabilities, numbers = logits.float().softmax(1).max(1)
+    return dict(zip(images, zip(numbers.tolist(), probabilities.tolist(), strict=True), strict=True))

@@ -1,0 +1,154 @@
+"""`toolkit export`: what a run has learnt as files that need no toolkit, in a new folder.
+
+    model.safetensors    the weights, under the model's own names
+    model.pt2            the whole computation, by torch.export: torch alone loads and runs it
+    model.json           what goes in, what comes out, where it is from, the files' digests
+
+The program is the model in evaluation mode, in fp32, for the CPU and any number of samples
+(https://docs.pytorch.org/docs/stable/export.html). It is loaded back and compared with the model on real samples before
+it is handed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import __version__, fsio, logs
+from toolkit.checkpoint.export import export as export_weights
+from toolkit.data.loader import eval_batches
+from toolkit.dist.batch import Share
+from toolkit.errors import JobFailedError
+from toolkit.train.inference import Trained
+
+WEIGHTS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "model.json"
+FORMATS = {"safetensors": (WEIGHTS,), "program": (PROGRAM,), "both": (WEIGHTS, PROGRAM)}
+#: Real samples that a program is tried on: all of them, all but one, and one alone.
+SAMPLES = 8
+#: A loaded program may differ from the model by this, of the largest output: fp32 has seven digits.
+TOLERANCE = 1e-5
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A program beside its model: on batches of these sizes, the largest difference of an output, and the bound."""
+
+    batch_sizes: tuple[int, ...]
+    largest_difference: float
+    bound: float
+
+
+def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
+    """Write the new folder ``target``; ``form`` is one of ``FORMATS``. Returns what ``model.json`` says.
+
+    Raises FileExistsError where it is there, CheckpointError for damage, and JobFailedError where torch.export cannot
+    take the model, or makes something else of it; with ``both`` the weights are written all the same.
+    """
+    example = _example(trained)
+    model = trained.model.cpu()  # also where there is a GPU: a program holds the device that it was made on
+    trial: Trial | None = None
+    failure: JobFailedError | None = None
+    with fsio.new_path(target) as folder:
+        fsio.make_dir(folder)
+        if WEIGHTS in FORMATS[form]:
+            _write_weights(trained, folder / WEIGHTS)
+        if PROGRAM in FORMATS[form]:
+            try:
+                trial = write_program(model, example, folder / PROGRAM)
+            except JobFailedError as error:
+                if form == "program":
+                    raise
+                failure = error
+        about = _about(trained, model, example, trial, folder)
+        fsio.write_json(folder / ABOUT, about)
+    if failure is not None:
+        raise JobFailedError(f"{failure}\n{target} has the weights, without a program")
+    return about
+
+
+def _write_weights(trained: Trained, path: Path) -> None:
+    ema = trained.weights == "ema"
+    export_weights(trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, ema=ema)
+
+
+def _example(trained: Trained) -> Tensor:
+    """The first real inputs of the eval set, as the model gets them; two or more, for one would count as constant."""
+    first = next(eval_batches(trained.job.eval_set, Share(0, 1), SAMPLES))
+    assert first is not None
+    return first.inputs if len(first) > 1 else first.inputs.repeat_interleave(2, dim=0)
+
+
+def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
+    """Export ``model``, which is in evaluation mode, as ``path``, with any number of samples; ``example`` (n, ...) are
+    real inputs, two or more. JobFailedError where that cannot be done, or the result is not the model."""
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, path)
+        trial = _tried(model, torch.export.load(path).module(), example)
+    except Exception as error:  # whatever a model's own code, the tracer and the serialiser make of each other
+        path.unlink(missing_ok=True)
+        log.info("torch.export failed", exc_info=True)
+        reason = str(error).strip().split("\n")[0]
+        raise JobFailedError(
+            f"torch.export cannot take this model ({type(error).__name__}: {reason}). Mostly its forward() asks for "
+            "the value of a tensor, or fixes the number of samples: rewrite that line, or use --format safetensors"
+        ) from error
+    path.chmod(fsio.FILE_MODE)
+    if not trial.largest_difference <= trial.bound:  # a NaN is refused as well
+        path.unlink()
+        raise JobFailedError(
+            f"the exported program is not the model: outputs differ by up to {trial.largest_difference:.3g}, and "
+            f"{trial.bound:.3g} is allowed; does forward() draw random numbers in evaluation mode?"
+        )
+    return trial
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, program: nn.Module, example: Tensor) -> Trial:
+    sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
+    pairs = [(model(example[:size]), program(example[:size])) for size in sizes]
+    largest = max(float((one - other).abs().max()) for one, other in pairs)
+    return Trial(sizes, largest, TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)))
+
+
+@torch.no_grad()
+def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | None, folder: Path) -> dict[str, Any]:
+    config, job, manifest = trained.config, trained.job, trained.manifest
+    return {
+        "model": config.model.name,
+        "job": config.job,
+        "run": trained.run.id,
+        "step": manifest.step,
+        "weights": trained.weights,
+        "metrics": trained.recorded(),
+        "classes": list(job.classes),
+        "input": _tensor(example),
+        "output": _tensor(model(example)),
+        "preprocessing": None if job.pictures is None else job.pictures.as_json(),
+        "program": None if trial is None else _told(trial),
+        "versions": {"torch": torch.__version__, "toolkit": __version__},
+        "sha256": dict(_digests(folder)),
+    }
+
+
+def _tensor(example: Tensor) -> dict[str, Any]:
+    return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
+
+
+def _told(trial: Trial) -> dict[str, Any]:
+    return {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
+
+
+def _digests(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            yield path.name, hashlib.file_digest(file, "sha256").hexdigest()
