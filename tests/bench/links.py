@@ -41,7 +41,7 @@ from toolkit.train.objectives import cross_entropy
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
-BATCH, SAMPLES = 32, 1920
+BATCH, SAMPLES = 32, 1280
 #: Steps that are timed; a round of local_sgd fits in.
 TIMED = 8
 KINDS = {

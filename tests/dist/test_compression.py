@@ -348,7 +348,7 @@ def count_bytes(session: Session) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_the_figures_are_the_bytes_that_the_layers_make_and_the_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_figures_are_the_bytes_that_the_layers_make_and_the_error() -> None:
     shapes = {name: tuple(p.shape) for name, p in plain_model().named_parameters()}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     vectors = 4 * sum(shape[0] for shape in shapes.values() if len(shape) == 1)
