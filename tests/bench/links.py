@@ -1,11 +1,12 @@
 """A step of 25 million parameters over slow links: plain DDP and each kind of compression, side by side.
 
 Two ranks in two network namespaces, joined by a pair of virtual interfaces whose ends ``tc`` limits to the rate of the
-link, in each direction, as a cable does. Bytes are what an interface has sent, with TCP's own; the loss is that after
-``SAMPLES`` samples of real digits, from the same start. Needs root, and ``ip``, ``tc``, ``nsenter`` and ``unshare``;
-what it makes ends with it, also when it is killed.
+link, in each direction, as a cable does. Bytes are what an interface has sent, with TCP's own. `cpu` is the part of a
+step in which rank 0's processor worked, for passes, update and compression: on a busy machine the rest is not all the
+link's. The loss is that after so many samples of real digits, from the same start. Needs root, and ``ip``, ``tc``,
+``nsenter`` and ``unshare``; what it makes ends with it, also when it is killed.
 
-    python -m tests.bench.links [--rates 1000 100] [--kinds ddp topk ...]
+    python -m tests.bench.links [--rates 1000 100] [--kinds ddp bf16 ...] [--steps 8] [--samples 1280]
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from toolkit import config as configs
 from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader
+from toolkit.dist.batch import Share
 from toolkit.dist.report import NullReporter
 from toolkit.dist.session import Session
 from toolkit.dist.stop import Gate
@@ -41,9 +43,7 @@ from toolkit.train.objectives import cross_entropy
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
-BATCH, SAMPLES = 32, 1280
-#: Steps that are timed; a round of local_sgd fits in.
-TIMED = 8
+BATCH = 32
 KINDS = {
     "ddp": StrategyConfig("ddp"),
     "bf16": StrategyConfig("ddp", compression="bf16"),
@@ -60,11 +60,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1000.0, 100.0], help="of the link, in Mbit/s")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--steps", type=int, default=8, help="that are timed; 8 are a round of local_sgd")
+    parser.add_argument("--samples", type=int, default=1280, help="after which the loss is compared; 0: it is not")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        be_rank(given.rank, given.folder, given.rates, given.kinds)
+        be_rank(given)
         return
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid():
@@ -135,28 +137,30 @@ def sent_bytes() -> int:
 # ----------------------------------------------------------------------------------------------------- the ranks
 
 
-def be_rank(rank: int, folder: Path, rates: list[float], kinds: list[str]) -> None:
+def be_rank(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    rank, kinds = given.rank, given.kinds
     store = dist.TCPStore(ADDRESS.format(1), 29400, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
     gate = Gate(rank, RANKS, connector(store))
-    session = Session(rank, RANKS, 0, torch.device("cpu"), folder, 1, store, NullReporter(), gate)
+    session = Session(rank, RANKS, 0, torch.device("cpu"), given.folder, 1, store, NullReporter(), gate)
     say = print if rank == 0 else lambda *_, **__: None
     loader = digits(session)
     with closing(loader):
-        for mbit in rates:
+        for mbit in given.rates:
             limit(mbit)
             say(f"\n{mbit:g} Mbit/s: an all-reduce of 8 MB took {bare() * 1e3:.0f} ms")
-            say(f"{'':12}{'MB sent':>9}{'step':>11}{'plain':>8}", flush=True)
+            say(f"{'':12}{'MB sent':>9}{'step':>11}{'cpu':>8}{'ddp/it':>8}", flush=True)
             plain = 0.0
             for kind in kinds:
-                megabytes, seconds = time_steps(built(kind, session, loader), loader)
+                megabytes, seconds, cpu = time_steps(built(kind, session, loader), loader, given.steps)
                 plain = plain or seconds
-                say(f"{kind:12}{megabytes:9.2f}{seconds:9.2f} s{plain / seconds:7.1f}x", flush=True)
+                say(f"{kind:12}{megabytes:9.2f}{seconds:9.2f} s{cpu:6.2f} s{plain / seconds:7.1f}x", flush=True)
         limit(10000)
-        say(f"\nloss after {SAMPLES} samples, mean of the last 10 steps", flush=True)
-        for kind in kinds:
-            say(f"{kind:12}{final_loss(built(kind, session, loader), loader):9.4f}", flush=True)
+        if given.samples:
+            say(f"\nloss after {given.samples} samples, mean of the last 10 steps", flush=True)
+        for kind in kinds if given.samples else ():
+            say(f"{kind:12}{final_loss(built(kind, session, loader), loader, given.samples):9.4f}", flush=True)
     dist.barrier()
     gate.close()
     dist.destroy_process_group()
@@ -164,8 +168,6 @@ def be_rank(rank: int, folder: Path, rates: list[float], kinds: list[str]) -> No
 
 def digits(session: Session) -> Loader:
     data = DataConfig("digits", global_batch_size=BATCH)
-    from toolkit.dist.batch import Share
-
     return build_loader(build_datasets(data).train, data, Share(session.rank, RANKS), seed=0)
 
 
@@ -193,21 +195,22 @@ def bare() -> float:
     return min(laps)
 
 
-def time_steps(strategy: Strategy, loader: Loader) -> tuple[float, float]:
-    """MB sent and seconds taken by a step, as means: a step of local_sgd may send all or nothing."""
+def time_steps(strategy: Strategy, loader: Loader, steps: int) -> tuple[float, float, float]:
+    """MB sent, seconds taken by a step and of the processor, as means: one of local_sgd may send all or nothing."""
     with closing(strategy):
         strategy.step(loader.at(0), 0.05)
         dist.barrier()
-        before, began = sent_bytes(), time.perf_counter()
-        for step in range(TIMED):
+        before, began, worked = sent_bytes(), time.perf_counter(), time.process_time()
+        for step in range(steps):
             strategy.step(loader.at(step), 0.05)
         dist.barrier()
-        return (sent_bytes() - before) / TIMED / 1e6, (time.perf_counter() - began) / TIMED
+        took, cpu = time.perf_counter() - began, time.process_time() - worked
+        return (sent_bytes() - before) / steps / 1e6, took / steps, cpu / steps
 
 
-def final_loss(strategy: Strategy, loader: Loader) -> float:
+def final_loss(strategy: Strategy, loader: Loader, samples: int) -> float:
     with closing(strategy):
-        losses = torch.stack([strategy.step(loader.at(step), 0.05).loss for step in range(SAMPLES // BATCH)])
+        losses = torch.stack([strategy.step(loader.at(step), 0.05).loss for step in range(samples // BATCH)])
         dist.all_reduce(losses)
         return statistics.fmean(losses[-10:].tolist())
 
