@@ -169,6 +169,14 @@ def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: l
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("overrides", [["train.precision=fp16"], ["train.skip_bad_steps=true", "train.spike_factor=3"]])
+def test_residuals_are_refused_beside_what_would_spoil_them(overrides: list[str]) -> None:
+    config = load_config(ROOT / "configs/digits_ddp.yaml", ["strategy.compression=int8", *overrides])
+    key = overrides[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key}.*compression|compression.*{key}"):
+        validate(config)
+
+
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_VARIABLE, "runs/digits-ddp/20260102-030405-abcd")
     validate(load_config(ROOT / "configs/digits_ddp.yaml", ["model.init_from=gone.pt"]), login_node=False)

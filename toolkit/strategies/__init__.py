@@ -53,7 +53,7 @@ def _replicas(config: StrategyConfig, train: TrainConfig) -> Callable[..., Layou
         return partial(Replicas, fp16=train.precision == "fp16", channels_last=train.channels_last)
     from toolkit.strategies.compressed import Compressed
 
-    return partial(Compressed, config=config)
+    return partial(Compressed, config=config, channels_last=train.channels_last)
 
 
 def _spmd(make: Callable[..., Layout], config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:

@@ -40,8 +40,9 @@ class Compressed(Replicas):
 
     _model: nn.Module
 
-    def __init__(self, session: Session, *, bf16: bool, compile: bool, recompute: bool, config: StrategyConfig) -> None:
-        super().__init__(session, bf16=bf16, compile=compile, recompute=recompute)
+    def __init__(self, session: Session, *, config: StrategyConfig, **passes: bool) -> None:
+        """``passes``: how passes are made, see Replicas."""
+        super().__init__(session, **passes)
         self._config = config
         self._says = session.is_main
         self._watch = stopwatch(session.device)
