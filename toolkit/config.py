@@ -496,6 +496,11 @@ def _check_compression(config: JobConfig) -> None:
             f"strategy.compression: {kind} needs gradients whose scale stays the same; with train.precision: "
             f"{config.train.precision} set it to none, or train in bf16"
         )
+    if kind not in STATELESS and config.train.spike_factor is not None:
+        raise ConfigError(
+            f"train.spike_factor: with strategy.compression: {kind} a part of what a step left out is added to later "
+            "ones; leave it out, or use bf16"
+        )
     if kind == "none" and strategy.compression_layers:
         raise ConfigError(
             "strategy.compression_layers: nothing is compressed; set strategy.compression, or leave it {}"

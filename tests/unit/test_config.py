@@ -109,6 +109,20 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("strategy.local_sgd.round_steps=0", ["strategy.local_sgd.round_steps", "1 or more"]),
         ("strategy.local_sgd.outer=diloko", ["strategy.local_sgd.outer", "did you mean 'diloco'?"]),
         ("strategy.local_sgd.outer_momentum=1", ["strategy.local_sgd.outer_momentum", "less than 1"]),
+        ("strategy.compression=topc", ["strategy.compression", "did you mean 'topk'?"]),
+        (
+            "strategy={name: fsdp, compression: topk}",
+            ["strategy.compression", "topk goes with strategy.name: ddp only"],
+        ),
+        ("strategy={compression: topk, compression_ratio: 0}", ["strategy.compression_ratio", "above 0"]),
+        ("strategy={compression: powersgd, compression_rank: 0}", ["strategy.compression_rank", "1 or more"]),
+        ("'strategy={compression_layers: {\"*\": none}}'", ["strategy.compression_layers", "nothing is compressed"]),
+        ("'strategy={compression: topk, compression_layers: {\"0.*\": 2}}'", ["compression_layers: 0.*", "1 at most"]),
+        ("'strategy={compression: powersgd, compression_layers: {a: 0.5}}'", ["compression_layers: a", "a rank of 1"]),
+        (
+            "'strategy={compression: int8, compression_layers: {a: 4}}'",
+            ["compression_layers: a", "none, or not listed"],
+        ),
         ("job=jobs.clasify", ["job", "did you mean 'jobs.classify'?"]),
         ("model.init_from=nowhere.pt", ["model.init_from", "nowhere.pt is no file", "no run"]),
         ("model.name=resnet19", ["model.name", "did you mean 'resnet18'?"]),
@@ -177,6 +191,14 @@ def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: l
         validate(config)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", [["train.precision=fp16"], ["train.skip_bad_steps=true", "train.spike_factor=3"]])
+def test_residuals_are_refused_beside_what_would_spoil_them(overrides: list[str]) -> None:
+    config = load_config(ROOT / "configs/digits_ddp.yaml", ["strategy.compression=int8", *overrides])
+    key = overrides[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key}.*compression|compression.*{key}"):
+        validate(config)
 
 
 def test_a_run_that_goes_on_does_not_need_what_it_was_started_from(monkeypatch: pytest.MonkeyPatch) -> None:

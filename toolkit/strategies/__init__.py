@@ -63,7 +63,7 @@ def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how:
         return Replicas(session, fp16=train.precision == "fp16", channels_last=train.channels_last, **how)
     from toolkit.strategies.compressed import Compressed
 
-    return Compressed(session, config=config, **how)
+    return Compressed(session, config=config, channels_last=train.channels_last, **how)
 
 
 def _spmd(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:

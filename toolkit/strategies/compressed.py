@@ -30,7 +30,7 @@ from toolkit.strategies.replicas import Replicas
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Two all-reduces that tell a link's latency from its bandwidth, in bytes.
-PROBES = (1 << 18, 1 << 22)
+PROBES = (1 << 12, 1 << 22)
 
 log = logs.get(__name__)
 
@@ -40,8 +40,9 @@ class Compressed(Replicas):
 
     _model: nn.Module
 
-    def __init__(self, session: Session, *, bf16: bool, compile: bool, recompute: bool, config: StrategyConfig) -> None:
-        super().__init__(session, bf16=bf16, compile=compile, recompute=recompute)
+    def __init__(self, session: Session, *, config: StrategyConfig, **passes: bool) -> None:
+        """``passes``: how passes are made, see Replicas."""
+        super().__init__(session, **passes)
         self._config = config
         self._says = session.is_main
         self._watch = stopwatch(session.device)
@@ -57,8 +58,8 @@ class Compressed(Replicas):
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
         length = sum(piece.numel for piece in self._pieces)
         self._padding = torch.zeros(-length % self._scheme.multiple, device=self._device)
-        padded = length + len(self._padding) if self._scheme.feeds_back else 0
-        self._residual = torch.zeros(padded, device=self._device)
+        self._vector = torch.empty(length + len(self._padding), device=self._device)  # new memory would cost a third
+        self._residual = torch.zeros(len(self._vector) if self._scheme.feeds_back else 0, device=self._device)
         self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in [*self._packed, *self._plain])
         self._plain_s = _link(self._device).seconds(self._plain_bytes)
         return self._model
@@ -76,10 +77,10 @@ class Compressed(Replicas):
             return
         self._watch.start()
         self._wire.sent_bytes = 0.0
-        plain = _flat(self._plain)
+        plain = torch.cat(_flat_gradients(self._plain)) if self._plain else None
         summing = None if plain is None else self._wire.start_sum(plain)
-        packed = _flat(self._packed, self._padding)
-        if packed is not None:
+        if self._packed:
+            packed = torch.cat([*_flat_gradients(self._packed), self._padding], out=self._vector)
             _give_back(self._packed, self._exchange(packed))
         if plain is not None and summing is not None:
             summing.wait()
@@ -183,7 +184,7 @@ class Compressed(Replicas):
             figures["compression/plain_bytes"] / 1e6,
             took,
             plain,
-            "worth it" if took < plain else "not worth it, none is faster",
+            "worth it" if took < plain else "not worth it; set it to none",
         )
 
 
@@ -200,11 +201,9 @@ def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, 
     return found
 
 
-def _flat(parameters: Sequence[nn.Parameter], *more: Tensor) -> Tensor | None:
-    """Their gradients in fp32, one after the other."""
-    if not parameters:
-        return None
-    return torch.cat([*(p.grad.reshape(-1).float() for p in parameters if p.grad is not None), *more])
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Each one's in fp32."""
+    return [p.grad.reshape(-1).float() for p in parameters if p.grad is not None]
 
 
 def _give_back(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
@@ -227,12 +226,13 @@ class _Link:
         self._per_byte = max(0.0, large[1] - small[1]) / max(1.0, large[0] - small[0])
 
     def seconds(self, sent_bytes: float) -> float:
-        return self._seconds + (sent_bytes - self._bytes) * self._per_byte
+        return self._seconds + max(0.0, sent_bytes - self._bytes) * self._per_byte
 
 
 def _link(device: torch.device) -> _Link:
-    """Measured: the quicker of two of each size, for the first one opens connections. Every rank calls it."""
-    small, large = ((_sent(size), min(_lap(size, device) for _ in range(2))) for size in PROBES)
+    """Measured: of each size the mean of two, after one that opens connections. Every rank calls it."""
+    laps = {size: [_lap(size, device) for _ in range(3)][1:] for size in PROBES}
+    small, large = ((_sent(size), sum(found) / len(found)) for size, found in laps.items())
     return _Link(small, large)
 
 

@@ -20,7 +20,7 @@ all steps have sent, and what is left, add up to all gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,73 +112,65 @@ class Scheme(Protocol):
 
 
 class Codec(Protocol):
-    """Blocks of fp32 (n, BLOCK) as rows of bytes (n, so many as ``encode`` makes) and back."""
+    """Blocks of fp32 (n, BLOCK) as codes of that shape, and a scale for each (n, 1) if it has scales; and back."""
 
-    def encode(self, blocks: Tensor) -> Tensor: ...
+    dtype: torch.dtype
+    has_scales: bool
 
-    def decode(self, rows: Tensor) -> Tensor: ...
+    def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor: ...
 
 
 class Bf16:
     """Half the bytes, with 8 bits for the value."""
 
-    def encode(self, blocks: Tensor) -> Tensor:
-        return blocks.to(torch.bfloat16).view(torch.uint8)
+    dtype = torch.bfloat16
+    has_scales = False
 
-    def decode(self, rows: Tensor) -> Tensor:
-        return rows.view(torch.bfloat16).float()
+    def encode(self, blocks: Tensor) -> tuple[Tensor, None]:
+        return blocks.to(torch.bfloat16), None
 
-
-class Scaled:
-    """Rows that end with their block's scale in fp32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def encode(self, blocks: Tensor) -> Tensor:
-        scales = self.scale(blocks.abs().amax(1, keepdim=True))
-        codes = self.round(blocks / scales).to(self._dtype)
-        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
-
-    def decode(self, rows: Tensor) -> Tensor:
-        codes, scales = rows[:, :-4].contiguous(), rows[:, -4:].contiguous()
-        return codes.view(self._dtype).float().mul_(scales.view(torch.float32))
-
-    def scale(self, largest: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def round(self, values: Tensor) -> Tensor:
-        return values
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float()
 
 
-class Fp16(Scaled):
+class Fp16:
     """Half the bytes, 11 bits for the value. Scaled by powers of two: no gradient is too small or too large for it."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.float16)
+    dtype = torch.float16
+    has_scales = True
 
-    def scale(self, largest: Tensor) -> Tensor:
+    def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The largest value of a block comes to lie below 2**15; fp16 ends at 65,504."""
-        _, exponent = torch.frexp(largest)
-        power = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-100) - 15)
-        return torch.where(largest.isfinite(), power, largest)
+        largest = blocks.abs().amax(1, keepdim=True)
+        power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(min=-100) - 15)
+        scales = torch.where(largest.isfinite(), power, largest)
+        return (blocks / scales).to(torch.float16), scales
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float().mul_(scales)
 
 
-class Int8(Scaled):
+class Int8:
     """A quarter of the bytes: 255 steps between minus and plus the largest value of a block, to the nearest."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.int8)
+    dtype = torch.int8
+    has_scales = True
 
-    def scale(self, largest: Tensor) -> Tensor:
-        return (largest / 127).clamp(min=1e-30)
+    def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+        return (blocks / scales).round_().to(torch.int8), scales
 
-    def round(self, values: Tensor) -> Tensor:
-        return values.round_()
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.float().mul_(scales)
 
 
 class Blocks:
     """See :class:`Scheme`: fewer bits for each value."""
+
+    #: Blocks that are worked on at a time: so many stay in a processor's cache from one operation to the next.
+    AT_ONCE = 512
 
     def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool) -> None:
         self.feeds_back = feeds_back
@@ -187,22 +179,54 @@ class Blocks:
         self._wire = wire
 
     def exchange(self, values: Tensor) -> Tensor:
-        blocks = values.view(self._wire.ranks, -1, BLOCK)
-        rows = self._codec.encode(blocks.view(-1, BLOCK))
-        mine = self._wire.exchange(rows.view(self._wire.ranks, -1, rows.shape[1]))
-        mean = self._mean(mine)
-        again = self._codec.encode(mean)
-        blocks -= self._codec.decode(rows).view_as(blocks)
-        # the mean was rounded for all ranks here: what that has cost the sum stays with this one
-        blocks[self._wire.rank] += (mean - self._codec.decode(again)) * self._wire.ranks
-        return self._codec.decode(self._wire.gather(again).view(-1, again.shape[1])).view(-1)
+        parts = values.view(self._wire.ranks, -1, BLOCK)
+        message = self._message(parts)
+        for part, row in zip(parts, message, strict=True):
+            for blocks, place in self._chunks(part, row):
+                blocks -= self._encode(blocks, place)
+        again = self._again(self._wire.exchange(message), parts[self._wire.rank])
+        mean = torch.empty_like(parts)
+        for part, row in zip(mean, self._wire.gather(again), strict=True):
+            for blocks, (codes, scales) in self._chunks(part, row):
+                blocks.copy_(self._codec.decode(codes, scales))
+        return mean.view(-1)
 
-    def _mean(self, parts: Tensor) -> Tensor:
-        """In the order of the ranks; ``parts`` (ranks, n, bytes)."""
-        total = self._codec.decode(parts[0])
-        for part in parts[1:]:
-            total += self._codec.decode(part)
-        return total / self._wire.ranks
+    def _again(self, received: Tensor, own: Tensor) -> Tensor:
+        """The mean of what all ranks sent for our part, encoded; added up in the order of the ranks.
+
+        What this second rounding, for all ranks, has cost the sum stays with this one, in ``own``.
+        """
+        message = self._message(own)
+        theirs = [self._chunks(own, row) for row in received]
+        for (blocks, place), *arrived in zip(self._chunks(own, message), *theirs, strict=True):
+            mean = torch.zeros_like(blocks)
+            for _, (codes, scales) in arrived:
+                mean += self._codec.decode(codes, scales)
+            mean /= self._wire.ranks
+            blocks += (mean - self._encode(mean, place)) * self._wire.ranks
+        return message
+
+    def _message(self, parts: Tensor) -> Tensor:
+        """Room for ``parts`` (..., n, BLOCK), encoded, as bytes (..., m)."""
+        *ranks, count, _ = parts.shape
+        per_block = BLOCK * self._codec.dtype.itemsize + 4 * self._codec.has_scales
+        return torch.empty(*ranks, count * per_block, dtype=torch.uint8, device=parts.device)
+
+    def _chunks(self, part: Tensor, row: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        """``part`` (n, BLOCK) in pieces, each with its codes and scales in ``row``, live. All codes come first."""
+        end = part.numel() * self._codec.dtype.itemsize
+        codes, scales = row[:end].view(self._codec.dtype).view_as(part), row[end:].view(torch.float32).view(-1, 1)
+        for start in range(0, len(part), self.AT_ONCE):
+            here = slice(start, start + self.AT_ONCE)
+            yield part[here], (codes[here], scales[here])
+
+    def _encode(self, blocks: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
+        """Into ``place``; returns what will be read there."""
+        codes, scales = self._codec.encode(blocks)
+        place[0].copy_(codes)
+        if scales is not None:
+            place[1].copy_(scales)
+        return self._codec.decode(*place)
 
     def state(self) -> dict[str, Entry]:
         return {}

@@ -234,3 +234,32 @@ def test_copies_of_a_part_that_have_drifted_apart_are_refused_with_name_and_rank
     for message in messages(on_ranks(4, run)):
         assert "w: rank 3 holds another value than the rank that writes its part" in message
     assert list(tmp_path.glob("step-*")) == []
+
+
+def averaged(rank: int, value: float) -> State:
+    name = f"residual/rank{rank}/w"
+    return {**weights(0.0), name: PerRank(torch.full((2, 3), value + rank), averages=True)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_what_averages_starts_from_the_mean_of_all_ranks_at_another_world_size(tmp_path: Path, ranks: int) -> None:
+    on_ranks(3, lambda r, kv: save(CheckpointStore(tmp_path), 3, averaged(r, 1.5), {}, rank=r, world_size=3, kv=kv))
+
+    def run(rank: int, kv: HashStore) -> torch.Tensor:
+        state = averaged(rank, 0.0)
+        load(CheckpointStore(tmp_path), state, rank=rank, world_size=ranks, kv=kv)
+        return state[f"residual/rank{rank}/w"].value  # type: ignore[return-value]
+
+    assert [found.tolist() for found in on_ranks(ranks, run)] == [[[2.5] * 3] * 2] * ranks  # type: ignore[union-attr]
+    same = on_ranks(3, lambda r, kv: load(CheckpointStore(tmp_path), averaged(r, 0.0), rank=r, world_size=3, kv=kv))
+    assert not [outcome for outcome in same if isinstance(outcome, Exception)]
+
+
+def test_beside_what_averages_another_world_size_is_refused_for_what_does_not(tmp_path: Path) -> None:
+    both = [averaged(rank, 0.0) | own(rank) for rank in range(2)]
+    on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, both[r], {}, rank=r, world_size=2, kv=kv))
+    with pytest.raises(CheckpointError, match="it holds values of each of 2 ranks, and now there are 1"):
+        load(CheckpointStore(tmp_path), both[0], rank=0, world_size=1, kv=None)
+    missing = averaged(0, 0.0) | {"residual/rank0/v": PerRank(torch.zeros(1), averages=True)}
+    with pytest.raises(CheckpointError, match="residual/rank1/v is not in the checkpoint"):
+        load(CheckpointStore(tmp_path), missing, rank=0, world_size=1, kv=None)

@@ -378,9 +378,15 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
 
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
-    for strategy in ("fsdp", "tensor", "auto"):
+    for strategy in ("fsdp", "tensor", "pipeline", "auto"):
         saved = {"strategy.name": "ddp", "strategy.mesh": {}}
         refuse_other_identity(saved, {"strategy.name": strategy, "strategy.mesh": {"replicas": 2}}, Path("here"))
-    for key, then, now in (("strategy.name", "ddp", "pipeline"), ("optim.name", "ddp", "fsdp")):
+    refuse_other_identity({"strategy.compression": "bf16"}, {"strategy.compression": "none"}, Path("here"))
+    others = (
+        ("strategy.name", "ddp", "custom"),
+        ("optim.name", "ddp", "fsdp"),
+        ("strategy.compression", "topk", "none"),
+    )
+    for key, then, now in others:
         with pytest.raises(ConfigError, match=f"{key} was '{then}' and is now '{now}'"):
             refuse_other_identity({key: then}, {key: now}, Path("here"))

@@ -1,0 +1,219 @@
+"""A step of 25 million parameters over slow links: plain DDP and each kind of compression, side by side.
+
+Two ranks in two network namespaces, joined by a pair of virtual interfaces whose ends ``tc`` limits to the rate of the
+link, in each direction, as a cable does. Bytes are what an interface has sent, with TCP's own. `cpu` is the part of a
+step in which rank 0's processor worked, for passes, update and compression: on a busy machine the rest is not all the
+link's. The loss is that after so many samples of real digits, from the same start. Needs root, and ``ip``, ``tc``,
+``nsenter`` and ``unshare``; what it makes ends with it, also when it is killed.
+
+    python -m tests.bench.links [--rates 1000 100] [--kinds ddp bf16 ...] [--steps 8] [--samples 1280]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.box.namespaces import wait_for
+from toolkit import config as configs
+from toolkit.config import DataConfig, StrategyConfig
+from toolkit.data.datasets import build_datasets
+from toolkit.data.loader import Loader, build_loader
+from toolkit.dist.batch import Share
+from toolkit.dist.report import NullReporter
+from toolkit.dist.session import Session
+from toolkit.dist.stop import Gate
+from toolkit.dist.stop_store import connector
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.train.objectives import cross_entropy
+
+RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
+TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
+BATCH = 32
+KINDS = {
+    "ddp": StrategyConfig("ddp"),
+    "bf16": StrategyConfig("ddp", compression="bf16"),
+    "fp16": StrategyConfig("ddp", compression="fp16"),
+    "int8": StrategyConfig("ddp", compression="int8"),
+    "topk 1 %": StrategyConfig("ddp", compression="topk"),
+    "powersgd 4": StrategyConfig("ddp", compression="powersgd"),
+}
+if "local_sgd" in configs.STRATEGIES:
+    KINDS["local_sgd"] = StrategyConfig("local_sgd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1000.0, 100.0], help="of the link, in Mbit/s")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--steps", type=int, default=8, help="that are timed; 8 are a round of local_sgd")
+    parser.add_argument("--samples", type=int, default=1280, help="after which the loss is compared; 0: it is not")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        be_rank(given)
+        return
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing or os.geteuid():
+        print(
+            f"left out: it needs root and {', '.join(TOOLS)}" + (f"; not found: {', '.join(missing)}" * bool(missing))
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder, two_networks() as pids:
+        ranks = [start_rank(rank, pid, folder, sys.argv[1:]) for rank, pid in enumerate(pids)]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit("a rank failed")
+
+
+# ------------------------------------------------------------------------------------------------------- the link
+
+
+@contextmanager
+def two_networks() -> Iterator[list[int]]:
+    """The pids of two processes, each in a network of its own, which hold them and end with us."""
+    with ExitStack() as stack:
+        pids = [stack.enter_context(_network()) for _ in range(RANKS)]
+        cable = ["ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", str(pids[1])]
+        _inside(pids[0], cable)
+        for number, pid in enumerate(pids, 1):
+            _inside(pid, ["ip", "address", "add", f"{ADDRESS.format(number)}/24", "dev", DEVICE])
+            for device in (DEVICE, "lo"):
+                _inside(pid, ["ip", "link", "set", device, "up"])
+        yield pids
+
+
+@contextmanager
+def _network() -> Iterator[int]:
+    holder = subprocess.Popen(["setpriv", "--pdeathsig=KILL", "unshare", "--net", "sleep", "infinity"])
+    try:
+        ours = Path("/proc/self/ns/net").readlink()
+        wait_for(lambda: Path(f"/proc/{holder.pid}/ns/net").readlink() != ours, 10, "a network namespace")
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def _inside(pid: int, argv: list[str]) -> None:
+    subprocess.run(["nsenter", f"--target={pid}", "--net", *argv], check=True)
+
+
+def start_rank(rank: int, pid: int, folder: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+    me = [sys.executable, "-m", "tests.bench.links", *arguments, "--rank", str(rank), "--folder", folder]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+    died_with_us = ["setpriv", "--pdeathsig=KILL"]
+    return subprocess.Popen([*died_with_us, "nsenter", f"--target={pid}", "--net", *me], env=environ)
+
+
+def limit(mbit: float) -> None:
+    """What this rank sends from now on; the other one does the same."""
+    bucket = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", DEVICE, "root", *bucket], check=True)
+
+
+def sent_bytes() -> int:
+    """By this rank's end of the cable, since it was made. (sysfs shows the devices of whoever mounted it.)"""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (counters,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{DEVICE}:"))
+    return int(counters[8])
+
+
+# ----------------------------------------------------------------------------------------------------- the ranks
+
+
+def be_rank(given: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rank, kinds = given.rank, given.kinds
+    store = dist.TCPStore(ADDRESS.format(1), 29400, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
+    gate = Gate(rank, RANKS, connector(store))
+    session = Session(rank, RANKS, 0, torch.device("cpu"), given.folder, 1, store, NullReporter(), gate)
+    say = print if rank == 0 else lambda *_, **__: None
+    loader = digits(session)
+    with closing(loader):
+        for mbit in given.rates:
+            limit(mbit)
+            say(f"\n{mbit:g} Mbit/s: an all-reduce of 8 MB took {bare() * 1e3:.0f} ms")
+            say(f"{'':12}{'MB sent':>9}{'step':>11}{'cpu':>8}{'ddp/it':>8}", flush=True)
+            plain = 0.0
+            for kind in kinds:
+                megabytes, seconds, cpu = time_steps(built(kind, session, loader), loader, given.steps)
+                plain = plain or seconds
+                say(f"{kind:12}{megabytes:9.2f}{seconds:9.2f} s{cpu:6.2f} s{plain / seconds:7.1f}x", flush=True)
+        limit(10000)
+        if given.samples:
+            say(f"\nloss after {given.samples} samples, mean of the last 10 steps", flush=True)
+        for kind in kinds if given.samples else ():
+            say(f"{kind:12}{final_loss(built(kind, session, loader), loader, given.samples):9.4f}", flush=True)
+    dist.barrier()
+    gate.close()
+    dist.destroy_process_group()
+
+
+def digits(session: Session) -> Loader:
+    data = DataConfig("digits", global_batch_size=BATCH)
+    return build_loader(build_datasets(data).train, data, Share(session.rank, RANKS), seed=0)
+
+
+def model() -> nn.Module:
+    """25 million parameters, nearly all in layers of 2048 x 2048."""
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), nn.ReLU(), *hidden, nn.Linear(2048, 10))
+
+
+def built(kind: str, session: Session, loader: Loader) -> Strategy:
+    strategy = build_strategy(KINDS[kind], session)
+    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), 0.05), cross_entropy, loader.at(0))
+    return strategy
+
+
+def bare() -> float:
+    """The quicker of two plain all-reduces."""
+    laps = []
+    for _ in range(2):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(torch.zeros(1 << 21))
+        laps.append(time.perf_counter() - began)
+    return min(laps)
+
+
+def time_steps(strategy: Strategy, loader: Loader, steps: int) -> tuple[float, float, float]:
+    """MB sent, seconds taken by a step and of the processor, as means: one of local_sgd may send all or nothing."""
+    with closing(strategy):
+        strategy.step(loader.at(0), 0.05)
+        dist.barrier()
+        before, began, worked = sent_bytes(), time.perf_counter(), time.process_time()
+        for step in range(steps):
+            strategy.step(loader.at(step), 0.05)
+        dist.barrier()
+        took, cpu = time.perf_counter() - began, time.process_time() - worked
+        return (sent_bytes() - before) / steps / 1e6, took / steps, cpu / steps
+
+
+def final_loss(strategy: Strategy, loader: Loader, samples: int) -> float:
+    with closing(strategy):
+        losses = torch.stack([strategy.step(loader.at(step), 0.05).loss for step in range(samples // BATCH)])
+        dist.all_reduce(losses)
+        return statistics.fmean(losses[-10:].tolist())
+
+
+if __name__ == "__main__":
+    main()
