@@ -47,6 +47,7 @@ box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubun
 bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, slow links
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" "torchdata>=0.11" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
+	$(BIN)/python -m tests.bench.steps
 	$(BIN)/python -m tests.bench.checkpoint
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.restart
