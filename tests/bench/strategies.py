@@ -90,9 +90,9 @@ def times(session: Session) -> dict[str, float]:
 
 def main(ranks: int) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system, so that peaks are real
-    took: dict[str, float] = run_ranks(ranks, times)[0]
+    took: dict[str, float] = run_ranks(ranks, times, limit_s=900)[0]
     for kind in kinds(ranks):
-        kept: Any = run_ranks(ranks, memory, kind)[0]
+        kept: Any = run_ranks(ranks, memory, kind, limit_s=300)[0]
         ratio = took[kind] / took["ddp"]
         print(f"{kind:18} keeps {kept[0]:6.1f} MiB  a step adds {kept[1]:6.1f} MiB  takes {ratio:.2f} of ddp's time")
 
