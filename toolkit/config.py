@@ -571,6 +571,8 @@ def _check_strategy(strategy: StrategyConfig) -> None:
             f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
             f"{strategy.name}; use fsdp, or set it to false"
         )
+    if strategy.name == "auto" and strategy.mesh != MeshConfig():
+        raise ConfigError("strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy")
     for key in ("tensor_plan", "sequence_parallel"):
         if getattr(strategy, key) and strategy.name != "tensor":
             raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
