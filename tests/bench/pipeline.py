@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from jobs.language_model import GPT, next_byte
+from jobs.gpt import GPT
+from jobs.language_model import next_byte
 from tests.dist.ranks import run_ranks
 from toolkit.config import PipelineConfig, StrategyConfig
 from toolkit.dist.batch import Batch

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from jobs.language_model import GPT, next_byte
+from jobs.gpt import GPT
+from jobs.language_model import next_byte
 from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.dist.batch import Batch, Share
