@@ -193,6 +193,32 @@ def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: l
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.clip_norm=0"], ["train.clip_norm", "1e-12 or more"]),
+        (["train.spike_factor=5"], ["train.spike_factor", "train.skip_bad_steps: true"]),
+        (["train.rollback_after=5"], ["train.rollback_after", "train.skip_bad_steps: true"]),
+        (["train.skip_bad_steps=true", "train.spike_factor=1"], ["train.spike_factor", "1.01 or more"]),
+        (["train.skip_bad_steps=true", "strategy.name=fsdp"], ["train.skip_bad_steps", "adamw"]),
+        (["train.ema_decay=1"], ["train.ema_decay", "between 0 and 1"]),
+        (["train.precision=fp16", "strategy.name=zero"], ["train.precision", "bf16"]),
+        (["train.channels_last=true", "strategy.name=fsdp"], ["train.channels_last", "ddp"]),
+        (["train.pruning.amount=1"], ["train.pruning.amount", "below 1"]),
+        (["train.pruning.amount=0.5"], ["train.pruning.end_step", "in which step"]),
+        (
+            ["train.pruning.amount=0.5", "train.pruning.start_step=9", "train.pruning.end_step=8"],
+            ["train.pruning.end_step", "start_step 9"],
+        ),
+    ],
+)
+def test_what_cannot_happen_to_a_step_is_refused_with_key_and_remedy(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(ROOT / "configs/digits_ddp.yaml", overrides))
+    for word in words:
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize("overrides", [["train.precision=fp16"], ["train.skip_bad_steps=true", "train.spike_factor=3"]])
 def test_residuals_are_refused_beside_what_would_spoil_them(overrides: list[str]) -> None:
     config = load_config(ROOT / "configs/digits_ddp.yaml", ["strategy.compression=int8", *overrides])
@@ -283,8 +309,10 @@ def test_what_a_mesh_leaves_open_is_what_is_left(
             "strategy.sequence_parallel: only strategy.name ten",
         ),
         (["strategy.tensor_plan={head: colwize}"], "strategy.tensor_plan: head: there is no 'colwize'; did you mean"),
+        (["strategy.name=auto"], "strategy.mesh: auto lays out the ranks itself"),
         (["strategy.cpu_offload=true"], "strategy.cpu_offload: only fsdp"),
         (["data.global_batch_size=3"], "data.global_batch_size: 3 samples cannot be shared by 4 groups of 2 ranks"),
+        (["train.compile=true", "strategy.mesh.shards=2"], "train.compile: compiled layers that are cut"),
         (["train.accumulate=9"], "train.accumulate: 9 parts of a share of 8 samples"),
     ],
 )

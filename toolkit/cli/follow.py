@@ -184,12 +184,12 @@ def _completed_text(run: Run, result: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     """A NaN is null in the files."""
-    return "not a number" if value is None else f"{value:.4f}"
+    return "not a number" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
 
 
 def _spoken(metric: str) -> str:
     """``test accuracy`` for ``eval/accuracy``."""
-    return metric.replace("eval/", "test ").replace("train/", "training ")
+    return metric.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
 
 
 def _command() -> str:

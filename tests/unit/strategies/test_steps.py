@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.errors import ConfigError
@@ -117,6 +118,32 @@ def test_an_update_that_is_asked_for_nothing_has_nothing() -> None:
     assert update.apply(0.1) is None
     assert update.figures() == {}
     assert update.state() == {}
+
+
+class NoReading(TorchDispatchMode):
+    """The host may not look at a value: on a GPU it would have to wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("structured", [False, True])
+def test_no_part_of_a_step_makes_the_host_wait_for_the_device(optimizer: Any, structured: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    pruning = PruningConfig(0.5, structured=structured, start_step=1, end_step=9, every_steps=2)
+    bad = {"skip_bad_steps": True, "spike_factor": 3.0, "precision": "fp16", "clip_norm": 1.0, "ema_decay": 0.9}
+    made = optimizer(model.parameters(), 0.1, fused=True, **options)
+    update = Update(model, made, TrainConfig(**bad, pruning=pruning))
+    for step in range(10):
+        update.begin()
+        update.scaled(model(torch.full((3, 4), torch.nan if step == 4 else 1.0)).sum()).backward()
+        with NoReading():
+            update.apply(0.1)
+    assert update.figures()["train/sparsity"] > 0.3
+    assert all(weight.isfinite().all() for weight in model.state_dict().values())
 
 
 def test_a_total_adds_what_other_ranks_hold() -> None:
