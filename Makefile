@@ -44,15 +44,17 @@ check: .venv/ready-dev  ## lint, format, types
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, slow links
+bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, pipelines, slow links
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" "torchdata>=0.11" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
+	$(BIN)/python -m tests.bench.steps
 	$(BIN)/python -m tests.bench.checkpoint
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.startup
 	$(BIN)/python -m tests.bench.collectives
 	$(BIN)/python -m tests.bench.links
+	$(BIN)/python -m tests.bench.pipeline
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict

@@ -16,7 +16,7 @@ GPT-2's smallest size, on four GPUs of each of two nodes::
 
 The model knows nothing of the strategy but its ``tensor_plan``, which only tensor parallelism reads: fsdp shards its
 blocks because they stand in a list, ``strategy.name=pipeline`` cuts it because it hands one tensor from layer to layer,
-and ddp trains the same. To make it yours, replace ``GPT`` by your model and ``Windows`` by your tokens.
+and ddp trains the same. To make it yours, replace ``GPT`` (jobs/gpt.py) by your model and ``Windows`` by your tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from jobs.gpt import GPT
 from toolkit.config import JobConfig
 from toolkit.data import text
 from toolkit.data.loader import build_loader, eval_batches
@@ -88,54 +88,3 @@ def next_byte(logits: Tensor, targets: Tensor) -> tuple[Tensor, None]:
     """Criterion: cross entropy of logits (n, length, 256) against bytes (n, length), each window weighing one."""
     total = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     return total / targets.shape[1], None
-
-
-class GPT(nn.Module):
-    """A decoder of pre-norm blocks on bytes (Radford et al. 2019); ``length`` is the longest input."""
-
-    #: How ranks may compute its layers together, see toolkit/strategies/plan.py.
-    tensor_plan = (
-        dict.fromkeys(["bytes", "places", "blocks.*.gather", "blocks.*.think.3"], "rowwise")
-        | dict.fromkeys(["blocks.*.attend", "blocks.*.think.1"], "colwise")
-        | dict.fromkeys(["blocks.*.norm", "blocks.*.think.0", "norm"], "sequence")
-        | {"head": "gathered"}
-    )
-
-    def __init__(self, blocks: int, width: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), Places(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (n, length, 256) of the byte that follows each of ``inputs`` (n, length)."""
-        hidden = self.places(self.bytes(inputs))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
-
-
-class Places(nn.Embedding):
-    """Adds a vector for each place."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + super().forward(torch.arange(hidden.shape[1], device=hidden.device))
-
-
-class Block(nn.Module):
-    """Attention to what came before, then two layers for each place by itself."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.norm, self.attend, self.gather = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        self.think = nn.Sequential(nn.LayerNorm(width), *wide)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # (n, length, heads, 3, head width); heads first, and as many as there are: of a cut layer whole ones come out
-        parts = self.attend(self.norm(hidden)).unflatten(-1, (-1, 3, self.head_width))
-        query, key, value = parts.permute(3, 0, 2, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.gather(seen.transpose(1, 2).flatten(2))
-        return hidden + self.think(hidden)  # type: ignore[no-any-return]

@@ -406,7 +406,9 @@ def validate(
     goes_on = rundir.RUN_DIR_VARIABLE in os.environ  # then the first weights may be gone
     if config.model.init_from is not None and not goes_on:
         origin.find(config.model.init_from)
-    check_batch(config, ranks or config.cluster.nodes * config.cluster.tasks_per_node)
+    ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
+    check_batch(config, ranks)
+    check_compiled(config.strategy, config.train, ranks)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
@@ -569,6 +571,8 @@ def _check_strategy(strategy: StrategyConfig) -> None:
             f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
             f"{strategy.name}; use fsdp, or set it to false"
         )
+    if strategy.name == "auto" and strategy.mesh != MeshConfig():
+        raise ConfigError("strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy")
     for key in ("tensor_plan", "sequence_parallel"):
         if getattr(strategy, key) and strategy.name != "tensor":
             raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
@@ -829,6 +833,17 @@ _DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("tensor", "replicas", "shards"),
     "pipeline": ("stages", "replicas"),
 }
+
+
+def check_compiled(strategy: StrategyConfig, train: TrainConfig, ranks: int) -> None:
+    """Refuse what torch.compile makes wrong in silence: layers that are cut and sharded as well. Raises ConfigError."""
+    sizes = mesh_of(strategy, ranks)
+    if train.compile and strategy.name == "tensor" and (sizes.shards or 1) > 1:
+        raise ConfigError(
+            f"train.compile: compiled layers that are cut (strategy.name tensor) and sharded as well "
+            f"(strategy.mesh.shards {sizes.shards}) train to other weights than plain ones, with torch 2.15; set it to "
+            "false, or use replicas instead of shards"
+        )
 
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:

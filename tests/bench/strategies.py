@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from jobs.language_model import GPT, next_byte
+from jobs.gpt import GPT
+from jobs.language_model import next_byte
 from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.dist.batch import Batch, Share
@@ -90,9 +91,9 @@ def times(session: Session) -> dict[str, float]:
 
 def main(ranks: int) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back to the system, so that peaks are real
-    took: dict[str, float] = run_ranks(ranks, times)[0]
+    took: dict[str, float] = run_ranks(ranks, times, limit_s=900)[0]
     for kind in kinds(ranks):
-        kept: Any = run_ranks(ranks, memory, kind)[0]
+        kept: Any = run_ranks(ranks, memory, kind, limit_s=300)[0]
         ratio = took[kind] / took["ddp"]
         print(f"{kind:18} keeps {kept[0]:6.1f} MiB  a step adds {kept[1]:6.1f} MiB  takes {ratio:.2f} of ddp's time")
 

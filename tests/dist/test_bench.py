@@ -30,6 +30,11 @@ def test_the_loops_are_compared() -> None:
     assert {"hand-written", "ours", "ours, alone"} <= contenders
 
 
+def test_what_may_happen_to_a_step_is_compared() -> None:
+    lines = output_of("tests.bench.steps", "--steps", "1", "--rounds", "1").splitlines()
+    assert [line.split()[0] for line in lines] == ["sgd"] * 6 + ["adamw"] * 6
+
+
 def test_the_backends_are_compared() -> None:
     pytest.importorskip("mpi4py")
     argv = [sys.executable, "-m", "tests.bench.collectives", "--rounds", "1"]

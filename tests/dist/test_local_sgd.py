@@ -258,8 +258,9 @@ def plain_images() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 5))
 
 
-def test_at_the_end_of_a_round_any_number_of_ranks_and_ddp_go_on(tmp_path: Path) -> None:
-    for steps, world_size, config in [(3, 3, AVERAGE), (6, 2, AVERAGE), (7, 3, "ddp"), (10, 2, AVERAGE)]:
+def test_at_the_end_of_a_round_any_number_of_ranks_and_other_strategies_go_on(tmp_path: Path) -> None:
+    ways = [(3, 3, AVERAGE), (6, 2, AVERAGE), (7, 3, "ddp"), (8, 2, "fsdp"), (10, 2, AVERAGE)]
+    for steps, world_size, config in ways:
         for result, _ in run_ranks(world_size, train_up_to(config, steps), tmp_path):
             assert result.step == steps
     losses = trainer.logged(tmp_path, "train/loss")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.language_model import GPT, next_byte
+from jobs.gpt import GPT
+from jobs.language_model import next_byte
 from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot

@@ -185,6 +185,18 @@ def die_in_the_middle_of_a_push(number: int) -> None:
     Mail.send = send  # type: ignore[method-assign]
 
 
+def die_after_a_push(number: int) -> None:
+    """What it has sent still counts: nobody else may compute it, too."""
+    plain_send, pushes = Mail.send, iter(range(1000))
+
+    def send(mail: Mail, peer: int, kind: Kind, numbers: Any = (), payload: Any = None) -> None:
+        plain_send(mail, peer, kind, numbers, payload)
+        if kind is Kind.PUSH and next(pushes) == number:
+            die()
+
+    Mail.send = send  # type: ignore[method-assign]
+
+
 def die_in_an_evaluation(number: int) -> None:
     from toolkit.strategies.parameter_server import Worker
 
@@ -199,7 +211,7 @@ def die_in_an_evaluation(number: int) -> None:
 
 
 def die_in_a_save(number: int) -> None:
-    """After it has written its part and before it says so; the first report is that of the load."""
+    """After it has written its part and before it says so."""
     plain_report, calls = Exchange.report, iter(range(1000))
 
     def report(talk: Exchange, message: Any) -> None:
@@ -227,15 +239,18 @@ def train_and_die(
     [
         {3: (die_before_a_step, 5)},
         {2: (die_in_the_middle_of_a_push, 6), 3: (die_before_a_step, 1)},
+        {3: (die_after_a_push, 4)},
         {3: (die_in_an_evaluation, 3)},
         {2: (die_in_a_save, 1)},
     ],
-    ids=["before a step", "two of three, one while it sends", "in an evaluation", "in a save"],
+    ids=["before a step", "two of three, one while it sends", "after a push", "in an evaluation", "in a save"],
 )
 def test_a_run_without_its_dead_workers_has_every_bit_of_the_run_in_which_nobody_died(
     undisturbed: Any, tmp_path: Path, deaths: Deaths
 ) -> None:
-    result, state = run_ranks(4, train_and_die, tmp_path, config(), deaths, mortal=deaths)[0]
+    ranks = run_ranks(4, train_and_die, tmp_path, config(), deaths, mortal=deaths)
+    assert {rank for rank, found in enumerate(ranks) if found is None} == set(deaths)
+    result, state = ranks[0]
     assert (result.step, result.samples) == (10, 200)
     assert [name for name, value in undisturbed[2].items() if not torch.equal(state[name], value)] == []
     assert logged(tmp_path, "train/loss") == logged(undisturbed[0], "train/loss")
@@ -354,7 +369,8 @@ def test_asynchronous_training_learns_and_loses_no_ticket_to_a_death_or_a_resume
     first = run_ranks(4, learn, tmp_path, section, 60, {}, limit_s=120)
     assert first[0].metrics["eval/accuracy"] > 0.85
     deaths: Deaths = {3: (die_before_a_step, 80)}
-    result = run_ranks(4, learn, tmp_path, section, 150, deaths, mortal=deaths, limit_s=120)[0]
+    result, *others = run_ranks(4, learn, tmp_path, section, 150, deaths, mortal=deaths, limit_s=120)
+    assert others[-1] is None
     assert result.metrics["eval/accuracy"] > 0.93
     counts = logged(tmp_path, "staleness/tickets")
     assert sum(sum(each.values()) for each in counts.values()) == 150 * 3

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -29,6 +31,8 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.strategies.layout import local
+from toolkit.strategies.parts import Parts
 from toolkit.strategies.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
@@ -132,6 +136,28 @@ def test_clipping_is_torchs_on_one_process_however_gradients_lie_and_shares_diff
         assert norms == pytest.approx(expected, rel=1e-5)
         assert verdicts == [None] * STEPS
         assert_close(state, model)
+
+
+def norm_on_a_mesh(session: Session) -> tuple[float, float, float]:
+    """Of tensors that a mesh of 2 x 2 ranks cuts in every way; two sizes divide by nothing."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(2)
+    wholes = [torch.randn(5, 7) for _ in range(5)]
+    ways = [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
+    placed = [distribute_tensor(tensor, mesh, way) for tensor, way in zip(wholes, ways, strict=False)]
+    tensors = [*placed, wholes[-1]]
+    parts = Parts(tensors)
+    found = parts.norm({tensor: local(tensor) for tensor in tensors}, torch.device("cpu"))
+    nothing = parts.norm({}, torch.device("cpu"))
+    alone = [Parts([tensor]).norm({tensor: local(tensor)}, torch.device("cpu")).item() for tensor in tensors]
+    assert alone == pytest.approx([tensor.norm().item() for tensor in wholes], rel=1e-6)
+    return found.item(), nothing.item(), torch.cat(wholes).norm().item()
+
+
+def test_a_norm_counts_each_element_once_however_a_mesh_of_two_dimensions_cuts_the_tensors() -> None:
+    for found, nothing, expected in run_ranks(4, norm_on_a_mesh):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert nothing == 0
 
 
 # -------------------------------------------------------------------------------------------- steps left out

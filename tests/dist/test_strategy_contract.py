@@ -308,7 +308,7 @@ def train_compiled(session: Session, name: str) -> list[list[float]]:
 
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", [name for name in NAMES if name != "tensor x shards"])  # which refuses it
 def test_a_compiled_model_trains_like_the_plain_one(strategy: str) -> None:
-    for plain, compiled in run_ranks(SUBJECTS[strategy][1], train_compiled, strategy):
+    for plain, compiled in run_ranks(SUBJECTS[strategy][1], train_compiled, strategy, limit_s=240):
         assert compiled == pytest.approx(plain, abs=1e-5)

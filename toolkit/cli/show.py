@@ -147,7 +147,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
     lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
     bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
     dead = [
-        (row["run"], f"rank {rank} has died ({how}); the others do its work")
+        (row["run"], f"rank {rank} died ({how}); the run went on without it")
         for row in rows
         for rank, how in row["lost_ranks"].items()
     ]

@@ -403,7 +403,7 @@ class Supervisor:
             attempt.stopped |= set(ended.ranks)
             return
         if not attempt.killed and ended.exit_code != EXIT_REQUEST and attempt.can_do_without(ended.ranks):
-            log.warning("rank %s on %s: %s; the others do its work", _names(ended.ranks), ended.host, ended.how)
+            log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
             attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
             return
         if not attempt.killed:

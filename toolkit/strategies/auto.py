@@ -38,7 +38,6 @@ from toolkit.strategies.spmd import Spmd
 
 #: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
 ROOM = 0.4
-_GIB = 2**30
 
 log = logs.get(__name__)
 
@@ -103,10 +102,10 @@ def pick(
     room = (1 - ROOM) * memory_bytes
     name = "ddp" if ranks == 1 else next((name for name, need in found.items() if need <= room), "fsdp")
     of = " + ".join(
-        f"{_gib(getattr(size, part))} {part}" for part in ("weights", "gradients", "slots") if getattr(size, part)
+        f"{_shown(getattr(size, part))} {part}" for part in ("weights", "gradients", "slots") if getattr(size, part)
     )
-    tried = ", ".join(f"{other} {_gib(need)}" for other, need in found.items())
-    why = f"{of}; a rank would keep: {tried}; {_gib(room)} of its {_gib(memory_bytes)} may be filled so"
+    tried = ", ".join(f"{other} {_shown(need)}" for other, need in found.items())
+    why = f"{of}; a rank would keep: {tried}; {_shown(room)} of its {_shown(memory_bytes)} may be filled so"
     if found[name] > room:
         why += (
             ". That is more than there is: try strategy.activation_checkpointing, train.precision bf16, more ranks, or "
@@ -117,8 +116,8 @@ def pick(
     return name, why
 
 
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / _GIB:.3g} GiB"
+def _shown(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.3g} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
 
 
 def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:

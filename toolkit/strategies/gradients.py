@@ -22,7 +22,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[Tensor], train: TrainConfig, total: Total | None) -> None:
         self._parameters = list(parameters)
-        self._device = local(self._parameters[0]).device
+        self._device = local(self._parameters[0]).device if self._parameters else torch.device("cpu")
         self._parts = Parts(self._parameters, total)
         self._clip_norm = train.clip_norm
         self.scale = LossScale(self._device) if train.precision == "fp16" else None

@@ -59,14 +59,13 @@ _NUMBERS = 7
 class Mail:
     """One rank's connections to ``peers``; every rank of the default group makes one, for making it is a collective.
 
-    ``on_lost`` is called with the rank of a peer that has died, by whatever thread notices, before LOST is received.
-    Only one thread may send, and receive.
+    ``on_lost`` is called with the rank of a peer that has died, by a thread, at once; LOST is received after all that
+    the dead one had sent. Only one thread may send, and receive.
     """
 
     def __init__(self, peers: Iterable[int], on_lost: Callable[[int], None]) -> None:
-        self.lost: set[int] = set()
         self._on_lost = on_lost
-        self._lock = threading.Lock()
+        self._unreachable: set[int] = set()
         group = dist.new_group(backend="gloo", timeout=FOREVER)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in it, as all are
         self.group = group
@@ -83,7 +82,7 @@ class Mail:
 
     def send(self, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
         """Returns when the memory of ``payload`` may be used again. Nothing is sent to a dead peer."""
-        if peer in self.lost:
+        if peer in self._unreachable:
             return
         size = 0 if payload is None else payload.numel()
         header = [float(kind), float(size), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
@@ -92,7 +91,7 @@ class Mail:
             if payload is not None and size:
                 dist.send(payload, peer, group=self.group)
         except RuntimeError:
-            self._lose(peer)
+            self._unreachable.add(peer)  # the thread that reads from it hears of it as well
 
     def receive(self) -> Message:
         """The next message of any peer; those of one peer come in the order in which they were sent."""
@@ -113,7 +112,8 @@ class Mail:
             while (message := self._next(peer)).kind is not Kind.BYE:
                 self._queue.put(message)
         except RuntimeError:
-            self._lose(peer)
+            self._on_lost(peer)
+            self._queue.put(Message(Kind.LOST, peer))
 
     def _next(self, peer: int) -> Message:
         header = torch.empty(2 + _NUMBERS, dtype=torch.float64)
@@ -123,14 +123,6 @@ class Mail:
         if payload is not None:
             dist.recv(payload, peer, group=self.group)
         return Message(Kind(int(kind)), peer, tuple(numbers), payload)
-
-    def _lose(self, peer: int) -> None:
-        with self._lock:
-            if peer in self.lost:
-                return
-            self.lost.add(peer)
-        self._on_lost(peer)
-        self._queue.put(Message(Kind.LOST, peer))
 
 
 def encode(value: Any) -> Tensor:

@@ -7,10 +7,12 @@ copies, which talk once in a step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
@@ -18,12 +20,16 @@ from toolkit.dist.session import Session
 #: From the outermost to the innermost.
 ORDER = ("replicas", "shards", "tensor")
 
+log = logs.get(__name__)
+
 
 def device_mesh(session: Session, sizes: MeshConfig, always: Iterable[str]) -> DeviceMesh:
     """The dimensions of more than one rank, and those that must be there ``always``; every rank calls it.
 
     Dimensions of one rank are left out where they can be: each costs a process group.
     """
+    if session.is_main and _size(sizes, "tensor") > int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)):
+        log.warning("strategy.mesh.tensor: groups of %d ranks go beyond a node, which is slow", _size(sizes, "tensor"))
     kept = [name for name in ORDER if _size(sizes, name) > 1 or name in always]
     return init_device_mesh(session.device.type, tuple(_size(sizes, name) for name in kept), mesh_dim_names=tuple(kept))
 

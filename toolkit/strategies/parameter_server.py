@@ -89,6 +89,8 @@ class _Side:
         self._keeps_own = config.mode == "sync"  #: whether a worker's weights are the newest after each step
         self._device = session.device
         self._server = self._rank if self._rank in self._servers else None
+        #: Who has died, as far as the messages before it are dealt with: what a dead worker had sent still counts.
+        self._gone: set[int] = set()
         self._waiting: defaultdict[Kind, deque[Message]] = defaultdict(deque)
         self._again: Again | None = None
         self._n = 0
@@ -190,6 +192,7 @@ class _Side:
 
     def _mourn(self, rank: int) -> None:
         """Raises ToolkitError for one without whom nothing goes on."""
+        self._gone.add(rank)
         if rank in self._servers:
             raise ToolkitError(f"rank {rank}, a parameter server, is gone; see its log")
         if not self._living:
@@ -198,7 +201,7 @@ class _Side:
     @property
     def _living(self) -> list[int]:
         """The workers that live, as this rank knows at this moment; others may know more, or less."""
-        return [rank for rank in self._workers if rank not in self._mail.lost]
+        return [rank for rank in self._workers if rank not in self._gone]
 
     def _await(self, kind: Kind) -> Message:
         """The next message of ``kind``; all others are dealt with meanwhile."""
@@ -214,7 +217,7 @@ class _Side:
             while self._waiting[kind]:
                 message = self._waiting[kind].popleft()
                 found[message.sender] = message
-            if all(rank in found or rank in self._mail.lost for rank in others):
+            if all(rank in found or rank in self._gone for rank in others):
                 return [found[rank] for rank in sorted(found)]
             self._take(self._mail.receive())
 
@@ -229,7 +232,7 @@ class _Side:
             told = [own, *map(decode, self._gather(Kind.SUM))]
             names = dict.fromkeys(name for each in told for name in each)
             own = {name: sum(each.get(name, 0.0) for each in told) for name in names}
-            self.lost = frozenset(self._mail.lost)
+            self.lost = frozenset(self._gone)
             self._tell(Kind.SUMMED, encode([own, sorted(self.lost)]))
             return own
         self._mail.send(0, Kind.SUM, payload=encode(own))
@@ -247,7 +250,7 @@ class _Side:
         if self._rank == 0:
             self._gather(Kind.SETTLE)
             self._copy(place, buffers, self._first_buffers() if buffers else None)
-            self.lost = frozenset(self._mail.lost)
+            self.lost = frozenset(self._gone)
             self._tell(Kind.SETTLED, encode(sorted(self.lost)))
             self._tell(Kind.TELL, place.pack(buffers))
         else:
@@ -263,7 +266,7 @@ class _Side:
         while True:
             asked = self._living[0]
             self._mail.send(asked, Kind.ASK)
-            while asked not in self._mail.lost and not self._waiting[Kind.BUFFERS]:
+            while asked not in self._gone and not self._waiting[Kind.BUFFERS]:
                 self._take(self._mail.receive())
             if self._waiting[Kind.BUFFERS]:
                 return self._waiting[Kind.BUFFERS].popleft().payload
@@ -382,7 +385,7 @@ class Server(_Side):
 
     def __init__(self, session: Session, config: ParameterServerConfig) -> None:
         super().__init__(session, config)
-        self._serving = False  #: in a step; what is due later, for nobody has died yet who will be missing
+        self._serving = False  #: in a step; who dies between two is missed when the next one begins
         self._asked: dict[int, int] = {}  #: the worker that computes a share in place of a dead one
 
     def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
@@ -422,7 +425,7 @@ class Server(_Side):
         living = self._living
         for share in range(self._count):
             holder = self._asked.get(share, self._workers[share])
-            if holder in self._mail.lost and self._is_missing(share):
+            if holder in self._gone and self._is_missing(share):
                 self._asked[share] = living[(self._n + share) % len(living)]
                 self._mail.send(self._asked[share], Kind.REISSUE, (self._n, share))
 
@@ -465,7 +468,10 @@ class SyncServer(Server):
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.PUSH:
-            self._arrived[_Push.of(message).share] = message
+            pushed = _Push.of(message)
+            assert pushed.step == self._n, "a ticket comes in its step"
+            assert self._is_missing(pushed.share), "and once"
+            self._arrived[pushed.share] = message
         else:
             super()._take(message)
 
@@ -539,6 +545,7 @@ class AsyncServer(Server):
         self._stale.append(self._version - pushed.version)
         self._apply(gradients, self._lr * pushed.part)
         self._loss += pushed.loss * factor * pushed.part
+        assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"
         self._done[pushed.share] += 1
         if message.sender == self._workers[pushed.share]:
             self._held.add(pushed.share)

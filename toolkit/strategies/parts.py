@@ -47,11 +47,12 @@ class Parts:
 
         As ``torch.nn.utils.get_total_norm``, but squares are added in double precision, in which they do not overflow.
         """
-        squares = torch.stack(torch._foreach_norm(list(gradients.values()))).double().square()
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros((), device=device)]
+        squares = torch.stack([*norms]).double().square()
         if self._kinds in ([], [()]) and self._total is None:  # replicas, the common case
             return squares.sum().sqrt()
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return self.sum(dict(zip(gradients, squares, strict=True)), zero).sqrt()
+        return self.sum(dict(zip(gradients, squares, strict=False)), zero).sqrt()
 
 
 def _cut_over(parameter: Tensor) -> _Groups:

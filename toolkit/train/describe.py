@@ -17,8 +17,15 @@ _LEFT_OUT = (
     "data.workers",
     "strategy.activation_checkpointing",
     "strategy.compression",
+    "train.channels_last",
     "train.compile",
     "train.log_every",
+    "train.pruning.end_step",
+    "train.pruning.every_steps",
+    "train.pruning.start_step",
+    "train.pruning.structured",
+    "train.rollback_after",
+    "train.skip_bad_steps",
 )
 _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 

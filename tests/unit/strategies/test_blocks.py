@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from jobs.language_model import GPT
+from jobs.gpt import GPT
 from toolkit.strategies.blocks import blocks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.language_model import GPT
+from jobs.gpt import GPT
 from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
 from toolkit.strategies.stages import Plan, keep, plan, tensors

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from jobs import language_model
-from jobs.language_model import GPT, MODELS, SIZES, next_byte
+from jobs.gpt import GPT
+from jobs.language_model import MODELS, SIZES, next_byte
 
 
 def test_a_byte_changes_what_follows_from_it_and_nothing_before() -> None:

@@ -1,0 +1,72 @@
+"""What each thing that may happen to a step costs: CPU time of a whole step of a small model, one thread, one process.
+
+The contenders take turns, since machines drift: medians of the rounds, and of the ratio to torch's optimizer as it
+comes.
+
+    python -m tests.bench.steps [--steps 40] [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.config import OptimConfig, PruningConfig, TrainConfig
+from toolkit.strategies.update import Update
+from toolkit.train.optim import build_optimizer
+
+WAYS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "clip_norm": {"clip_norm": 1.0},
+    "skip_bad_steps, spike_factor": {"skip_bad_steps": True, "spike_factor": 5.0},
+    "ema_decay": {"ema_decay": 0.99},
+    "pruning": {"pruning": PruningConfig(0.5, start_step=0, end_step=1)},
+}
+PLAIN = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.05),
+}
+
+
+def contenders(name: str) -> Iterator[tuple[str, nn.Module, Update]]:
+    for way, train in {"torch's, not fused": {}, **WAYS}.items():
+        model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+        made = build_optimizer(OptimConfig(name), model) if way in WAYS else PLAIN[name](model)
+        yield way, model, Update(model, made, TrainConfig(**train))
+
+
+def step_us(model: nn.Module, update: Update, inputs: torch.Tensor, steps: int) -> float:
+    started = time.thread_time()
+    for _ in range(steps):
+        update.begin()
+        update.scaled(model(inputs).square().mean()).backward()
+        update.apply(1e-3)
+    return (time.thread_time() - started) / steps * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    inputs = torch.randn(64, 784)
+    for name in PLAIN:
+        racers = list(contenders(name))
+        times = [
+            [step_us(model, update, inputs, options.steps) for _, model, update in racers]
+            for _ in range(options.rounds)
+        ]
+        for number, (way, _, _) in enumerate(racers):
+            ratio = statistics.median(each[number] / each[0] for each in times)
+            print(f"{name:<7}{way:<30}{statistics.median(each[number] for each in times):>7.0f} us{ratio:>7.2f}")
+
+
+if __name__ == "__main__":
+    main()
