@@ -459,7 +459,7 @@ def sum_in_pieces(session: Session) -> tuple[list[Tensor], list[Tensor], int, li
     tensors += [torch.randn(4, 6, generator=draw).t(), torch.randn(3, generator=draw).double()]
     before = [tensor.clone() for tensor in tensors]
     messages = count_bytes()
-    sent = collectives.sum_tensors(tensors, 0.5 + session.rank)
+    sent = collectives.sum_tensors(tensors, part=0.5 + session.rank)
     return before, tensors, sent, messages
 
 
