@@ -299,8 +299,9 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_that_recompute_their_activations_run_twice_and_train_bit_for_bit_alike(name: str) -> None:
-    for (once, kept), (twice, again) in run_ranks(SUBJECTS[name][1], recomputed, name):
-        assert once >= 3
+    ranks = run_ranks(SUBJECTS[name][1], recomputed, name)
+    assert sum(once for (once, _), _ in ranks) >= 6  # a server, or a stage without blocks, runs none
+    for (once, kept), (twice, again) in ranks:
         assert twice == 2 * once
         trainer.assert_same(again, kept)
 
