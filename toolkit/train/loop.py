@@ -125,6 +125,7 @@ class Trainer:
         self._bad_samples = Ledger(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._sink: Sink = NullSink()
+        self._show: Show = lambda sink, step: None
         self._metrics: dict[str, float] = {}
         self._step = 0
         self._saved = 0  #: the step of the last save, which may still be being written, or have failed
