@@ -66,9 +66,10 @@ class Pruning:
     def _refuse(self) -> None:
         for weight, name in self._weights.items():
             cut = [p for p in weight.placements if not p.is_replicate()] if isinstance(weight, DTensor) else []
-            if self._config.structured and any(not place.is_shard(0) for place in cut):
+            # by the dimension: a part that is cut twice, over two sides of a mesh, is no plain shard
+            if self._config.structured and any(getattr(place, "dim", None) != 0 for place in cut):
                 raise ConfigError(
-                    f"train.pruning.structured: {name} is cut across its outputs; set it to false, or use ddp or fsdp"
+                    f"train.pruning.structured: a rank has parts of the outputs of {name}; set it to false, or use ddp or fsdp"
                 )
 
     @torch.no_grad()
