@@ -538,6 +538,11 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
         raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
     if strategy.name not in WHOLE_UPDATE:
         _check_some_of_step(train, strategy)
+    if train.pruning.amount and train.pruning.structured and strategy.name == "pipeline":
+        raise ConfigError(
+            "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last "
+            "layer whole, and not only those of the model's; set it to false, or use fsdp"
+        )
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
     if train.channels_last and strategy.name != "ddp":
@@ -971,7 +976,7 @@ FIXED_ON_RESUME = (
 #: may be continued by another, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
 #: Those that do all that train: asks for between gradients and weights.
-WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "dp", "auto")
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
 #: Those of which a rank holds a part of each weight, or of many.
 SHARDED = ("fsdp", "zero", "tensor")
 #: And kinds of compression that keep nothing from one step to the next.

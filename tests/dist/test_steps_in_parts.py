@@ -42,6 +42,9 @@ PLAN = {"2": "colwise", "4": "rowwise", "5": "gathered"}
 CASES: dict[str, tuple[StrategyConfig, int]] = {
     "tensor x replicas": (StrategyConfig("tensor", tensor_plan=PLAN, mesh=MeshConfig(tensor=2)), 4),
     "tensor x shards": (StrategyConfig("tensor", tensor_plan=PLAN, mesh=MeshConfig(tensor=2, shards=2)), 4),
+    # the second rank has the PReLU alone: nothing to prune
+    "pipeline": (StrategyConfig("pipeline", pipeline=PipelineConfig(split=["1", "2"])), 3),
+    "pipeline x replicas": (StrategyConfig("pipeline", mesh=MeshConfig(replicas=2)), 4),
 }
 
 

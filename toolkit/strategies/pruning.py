@@ -48,7 +48,8 @@ class Pruning:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
         if config.structured:
             layers = dict(list(layers.items())[:-1])  # the last one's outputs are the model's
-        if not layers:
+        self._device = next(model.parameters()).device
+        if not _count(layers, total, self._device):
             kind = "besides its last one " if config.structured else ""
             raise ConfigError(f"train.pruning: this model has no linear or convolutional layer {kind}to prune")
         self._weights: dict[Tensor, str] = {layer.weight: f"{name}.weight" for name, layer in layers.items()}
@@ -93,7 +94,8 @@ class Pruning:
         """The part of the weights that is pruned now; every rank calls it, the host waits."""
         masks = {weight: self._masks[weight] for weight in self._weights}
         counts = {weight: torch.stack([mask.sum(), torch.ones_like(mask).sum()]) for weight, mask in masks.items()}
-        left, whole = self._parts.sum(counts, next(iter(counts.values()))).tolist()
+        like = torch.zeros(2, dtype=torch.int64, device=self._device)
+        left, whole = self._parts.sum(counts, like).tolist()
         return float(1 - left / whole)
 
     def state(self) -> dict[str, Entry]:
@@ -133,7 +135,7 @@ class Pruning:
 
         It is the largest number below which there are fewer than k scores.
         """
-        above_all = torch.full((max(groups.values()) + 1,), 2**_BITS - 1, device=next(iter(scores.values())).device)
+        above_all = torch.full((max(groups.values(), default=0) + 1,), 2**_BITS - 1, device=self._device)
         wanted = (self._below(above_all, scores, groups) * part).round().long()
         found = torch.zeros_like(above_all)
         for bit in reversed(range(_BITS)):
@@ -147,3 +149,9 @@ class Pruning:
         for weight, score in scores.items():
             counts[weight][groups[weight]] = (score < limits[groups[weight]]).sum()
         return self._parts.sum(counts, limits)
+
+
+def _count(layers: Mapping[str, nn.Module], total: Total | None, device: torch.device) -> int:
+    """How many there are, on all ranks that hold other parts of the model: one of them may have none."""
+    count = torch.tensor(len(layers), device=device)
+    return int(count if total is None else total(count))
