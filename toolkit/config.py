@@ -553,11 +553,27 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
 
 
 def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
-    asked = {key: getattr(train, key) for key in ("clip_norm", "skip_bad_steps", "ema_decay")}
-    clips = strategy.name == "local_sgd"  # each rank's gradient by its own norm
-    for key in [*(key for key, value in asked.items() if value), *(["pruning"] if train.pruning.amount else [])]:
-        if key != "clip_norm" or not clips:
+    """Of strategies outside of ``WHOLE_UPDATE``: local_sgd clips each rank's gradient by its own norm, a parameter
+    server that is the only one does what does not concern its workers."""
+    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
+    asked += ["pruning"] if train.pruning.amount else []
+    for key in asked:
+        if strategy.name == "parameter_server":
+            _check_served(key, strategy.parameter_server)
+        elif (key, strategy.name) != ("clip_norm", "local_sgd"):
             raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+
+
+def _check_served(key: str, config: ParameterServerConfig) -> None:
+    if key not in ("clip_norm", "pruning"):
+        why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
+    elif key == "pruning" and config.mode != "sync":
+        why = f"it goes by steps, and in mode {config.mode} an update is less than one; use mode sync"
+    elif config.servers > 1:
+        why = "a server sees its own part of the gradient only; set strategy.parameter_server.servers to 1"
+    else:
+        return
+    raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
 
 
 def _check_pruning(pruning: PruningConfig) -> None:

@@ -310,9 +310,7 @@ def prune_both_ways(session: Session, name: str) -> list[Any]:
     return found
 
 
-def pruned_alone(
-    structured: bool, model: Callable[[], nn.Module] = plain_model
-) -> tuple[nn.Module, dict[str, Tensor]]:
+def pruned_alone(structured: bool, model: Callable[[], nn.Module] = plain_model) -> tuple[nn.Module, dict[str, Tensor]]:
     """By torch.nn.utils.prune, after the third step; the masks hold from then on."""
     masks: dict[str, Tensor] = {}
     steps = 0

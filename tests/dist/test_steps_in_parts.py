@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.dist.ranks import run_ranks
-from tests.dist.strategy_cases import eval_parts, fill, global_batch, rates, token_loss
+from tests.dist.strategy_cases import eval_parts, fill, global_batch, token_loss
 from tests.dist.test_steps import (
     BAD,
     CLIP,
     DECAY,
-    SIZE,
     STEPS,
     alone,
     assert_close,
@@ -28,7 +27,7 @@ from tests.dist.test_steps import (
     tensors,
     train,
 )
-from toolkit.config import MeshConfig, PipelineConfig, PruningConfig, StrategyConfig
+from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 from toolkit.strategies.verdict import MADE
@@ -193,9 +192,9 @@ ALL = {
 }
 
 
-def resumed(session: Session, config: StrategyConfig) -> list[str]:
+def resumed(session: Session, config: StrategyConfig, options: dict[str, Any] = ALL) -> list[str]:
     """Names of what differs after six steps, the last three of which another object made that was filled between."""
-    first, second = (built(config, session, "adamw", layered_model, **ALL) for _ in range(2))
+    first, second = (built(config, session, "adamw", layered_model, **options) for _ in range(2))
     train(first, range(3))
     start = tensors(first)
     plain = {name: entry.value for name, entry in first.state().items() if not isinstance(entry.value, Tensor)}
@@ -210,3 +209,46 @@ def resumed(session: Session, config: StrategyConfig) -> list[str]:
 
 def test_a_resume_with_all_of_it_is_bit_for_bit(found: list[dict[str, Any]]) -> None:
     assert [rank["resume"] for rank in found] == [[]] * len(found)
+
+
+# ------------------------------------------------------------------------------------------- a parameter server
+
+SERVED = {key: ALL[key] for key in ("clip_norm", "pruning")}
+
+
+def served(session: Session) -> dict[str, Any]:
+    config = StrategyConfig("parameter_server")
+    states = []
+    for structured in (False, True):
+        once = PruningConfig(0.4, structured=structured, start_step=3, end_step=3)
+        strategy = built(config, session, "adamw", layered_model, pruning=once)
+        train(strategy)
+        states.append((structured, strategy.figures().get("train/sparsity"), tensors(strategy)))
+    return {"clip": clipped(session, config), "prune": states, "resume": resumed(session, config, SERVED)}
+
+
+def test_the_only_parameter_server_clips_and_prunes_for_its_workers() -> None:
+    server, *workers = run_ranks(3, served)
+    for number, (optimizer, criterion, _) in enumerate(CLIPS):
+        model, expected = alone(optimizer, criterion, clip=CLIP, model=layered_model)
+        (_, norms), state = server["clip"][number]
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert_close(state, model)
+    for structured, sparsity, state in server["prune"]:
+        model, masks = pruned_alone(structured, layered_model)
+        assert all(torch.equal(state[f"mask/{name}"], mask.bool()) for name, mask in masks.items())
+        assert_close(state, model)
+        assert structured or sparsity == pytest.approx(0.4, abs=0.01)
+    assert [rank["resume"] for rank in (server, *workers)] == [[]] * 3
+
+
+def clipped_by_tickets(session: Session) -> list[Any]:
+    return clipped(session, StrategyConfig("parameter_server", parameter_server=ParameterServerConfig(mode="async")))
+
+
+def test_an_asynchronous_server_clips_each_ticket() -> None:
+    server, _ = run_ranks(2, clipped_by_tickets)  # the ticket of a worker that is alone is the global batch
+    for ((_, norms), state), (optimizer, criterion, _) in zip(server, CLIPS, strict=True):
+        model, expected = alone(optimizer, criterion, clip=CLIP, model=layered_model)
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert_close(state, model)

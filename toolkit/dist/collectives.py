@@ -52,7 +52,7 @@ def exchange_rows(rows: Tensor) -> Tensor:
 
 
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a small ``tensor`` (...) over ``group``: rank by rank, so that groups with equal values get equal bits.
+    """The sum of a small ``tensor`` (...) over ``group``, rank by rank: of equal values every group has equal bits.
 
     An all-reduce may add in another order in each group, as its links have it, and copies of a model would drift apart.
     """

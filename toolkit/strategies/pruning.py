@@ -70,7 +70,7 @@ class Pruning:
             # by the dimension: a part that is cut twice, over two sides of a mesh, is no plain shard
             if self._config.structured and any(getattr(place, "dim", None) != 0 for place in cut):
                 raise ConfigError(
-                    f"train.pruning.structured: a rank has parts of the outputs of {name}; set it to false, or use ddp or fsdp"
+                    f"train.pruning.structured: outputs of {name} are cut over ranks; set it to false, or use fsdp"
                 )
 
     @torch.no_grad()
