@@ -477,7 +477,7 @@ def _check_values(config: JobConfig) -> None:
     check_step(config.train, config.strategy)
     if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
         raise ConfigError(
-            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights sharded by {config.strategy.name}; "
+            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {config.strategy.name} cuts; "
             "use optim.name adam or adamw, or strategy.name ddp"
         )
     _check_every("train.eval_every", config.train.eval_every, "epoch")
@@ -537,12 +537,12 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     if train.ema_decay is not None and not 0 < train.ema_decay < 1:
         raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
     if strategy.name not in WHOLE_UPDATE:
-        clips = strategy.name == "local_sgd"  # each rank's gradient by its own norm
-        for key in ("skip_bad_steps", "ema_decay") if clips else ("clip_norm", "skip_bad_steps", "ema_decay"):
-            if getattr(train, key):
-                raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
-        if train.pruning.amount:
-            raise ConfigError(f"train.pruning: does not go with strategy.name {strategy.name}; leave it out")
+        _check_some_of_step(train, strategy)
+    if train.pruning.amount and train.pruning.structured and strategy.name == "pipeline":
+        raise ConfigError(
+            "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last "
+            "layer whole, and not only those of the model's; set it to false, or use fsdp"
+        )
     if train.precision == "fp16" and strategy.name != "ddp":
         raise ConfigError(f"train.precision: fp16 goes with strategy.name ddp only, not {strategy.name}; use bf16")
     if train.channels_last and strategy.name != "ddp":
@@ -550,6 +550,30 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
             f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
         )
     _check_pruning(train.pruning)
+
+
+def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
+    """Of strategies outside of ``WHOLE_UPDATE``: local_sgd clips each rank's gradient by its own norm, a parameter
+    server that is the only one does what does not concern its workers."""
+    asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
+    asked += ["pruning"] if train.pruning.amount else []
+    for key in asked:
+        if strategy.name == "parameter_server":
+            _check_served(key, strategy.parameter_server)
+        elif (key, strategy.name) != ("clip_norm", "local_sgd"):
+            raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
+
+
+def _check_served(key: str, config: ParameterServerConfig) -> None:
+    if key not in ("clip_norm", "pruning"):
+        why = "workers, who evaluate and keep the buffers, hear nothing of it; leave it out, or use ddp"
+    elif key == "pruning" and config.mode != "sync":
+        why = f"it goes by steps, and in mode {config.mode} an update is less than one; use mode sync"
+    elif config.servers > 1:
+        why = "a server sees its own part of the gradient only; set strategy.parameter_server.servers to 1"
+    else:
+        return
+    raise ConfigError(f"train.{key}: does not go with strategy.name parameter_server so: {why}")
 
 
 def _check_pruning(pruning: PruningConfig) -> None:
@@ -968,9 +992,9 @@ FIXED_ON_RESUME = (
 #: may be continued by another, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
 #: Those that do all that train: asks for between gradients and weights.
-WHOLE_UPDATE = ("ddp", "fsdp", "zero", "dp", "auto")
-#: Those of which a rank holds a part of each weight.
-SHARDED = ("fsdp", "zero")
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
+#: Those of which a rank holds a part of each weight, or of many.
+SHARDED = ("fsdp", "zero", "tensor")
 #: And kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
 

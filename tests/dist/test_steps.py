@@ -26,7 +26,7 @@ from tests.dist.strategy_cases import (
     token_loss,
     whole,
 )
-from toolkit.config import PruningConfig, TrainConfig
+from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
@@ -48,14 +48,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def built(
-    name: str,
+    name: str | StrategyConfig,
     session: Session,
     optimizer: str = "adamw",
     model: Callable[[], nn.Module] = plain_model,
     criterion: Criterion = cross_entropy,
     **train: Any,
 ) -> Strategy:
-    strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
+    config = SUBJECTS[name][0] if isinstance(name, str) else name
+    strategy = build_strategy(config, session, TrainConfig(**train))
     strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, SIZE))
     strategy.state()
     return strategy
@@ -309,7 +310,7 @@ def prune_both_ways(session: Session, name: str) -> list[Any]:
     return found
 
 
-def pruned_alone(structured: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+def pruned_alone(structured: bool, model: Callable[[], nn.Module] = plain_model) -> tuple[nn.Module, dict[str, Tensor]]:
     """By torch.nn.utils.prune, after the third step; the masks hold from then on."""
     masks: dict[str, Tensor] = {}
     steps = 0
@@ -323,7 +324,7 @@ def pruned_alone(structured: bool) -> tuple[nn.Module, dict[str, Tensor]]:
             for name, parameter in model.named_parameters():
                 parameter.mul_(masks.get(name, torch.ones(())))
 
-    return alone("adamw", after=after)[0], masks
+    return alone("adamw", after=after, model=model)[0], masks
 
 
 def torch_masks(model: nn.Module, structured: bool) -> dict[str, Tensor]:

@@ -193,6 +193,10 @@ def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: l
         assert word in str(caught.value)
 
 
+STRUCTURED = ["train.pruning.amount=0.5", "train.pruning.end_step=9", "train.pruning.structured=true"]
+SERVERS = ["cluster.tasks_per_node=4", "strategy.name=parameter_server", "strategy.parameter_server.servers=2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -210,6 +214,15 @@ def test_servers_get_no_samples_and_somebody_must(overrides: list[str], words: l
             ["train.pruning.amount=0.5", "train.pruning.start_step=9", "train.pruning.end_step=8"],
             ["train.pruning.end_step", "start_step 9"],
         ),
+        (["train.skip_bad_steps=true", "strategy.name=tensor"], ["train.skip_bad_steps", "adamw"]),
+        (["strategy.name=pipeline", *STRUCTURED], ["train.pruning.structured", "its own last layer"]),
+        (["strategy.name=local_sgd", "train.ema_decay=0.9"], ["train.ema_decay", "local_sgd"]),
+        (["strategy.name=local_sgd", *STRUCTURED], ["train.pruning", "local_sgd"]),
+        ([*SERVERS, "train.skip_bad_steps=true"], ["train.skip_bad_steps", "workers", "ddp"]),
+        ([*SERVERS, "train.ema_decay=0.9"], ["train.ema_decay", "workers", "ddp"]),
+        ([*SERVERS, "train.clip_norm=1"], ["train.clip_norm", "strategy.parameter_server.servers to 1"]),
+        ([*SERVERS, *STRUCTURED], ["train.pruning", "strategy.parameter_server.servers to 1"]),
+        ([*SERVERS, "strategy.parameter_server.mode=async", *STRUCTURED], ["train.pruning", "mode async", "mode sync"]),
     ],
 )
 def test_what_cannot_happen_to_a_step_is_refused_with_key_and_remedy(overrides: list[str], words: list[str]) -> None:

@@ -51,6 +51,16 @@ def exchange_rows(rows: Tensor) -> Tensor:
     return received
 
 
+def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a small ``tensor`` (...) over ``group``, rank by rank: of equal values every group has equal bits.
+
+    An all-reduce may add in another order in each group, as its links have it, and copies of a model would drift apart.
+    """
+    rows = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather_into_tensor(rows.view(-1), tensor.reshape(-1), group)
+    return rows.sum(0)
+
+
 #: What is sent at once: enough for the speed of a link to count and not its latency, little enough to be copied for it.
 BUCKET_BYTES = 1 << 25
 

@@ -63,8 +63,8 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> Serve
     if session.rank >= chosen.servers:
         return Worker(session, chosen, train, recompute=config.activation_checkpointing)
     if chosen.mode == "sync":
-        return SyncServer(session, chosen)
-    return AsyncServer(session, chosen, ahead=chosen.staleness if chosen.mode == "bounded" else None)
+        return SyncServer(session, chosen, train)
+    return AsyncServer(session, chosen, train, ahead=chosen.staleness if chosen.mode == "bounded" else None)
 
 
 class _Side:
@@ -80,8 +80,9 @@ class _Side:
     _cuts: dict[str, Cut]
     _by_parameter: dict[Tensor, Cut]
 
-    def __init__(self, session: Session, config: ParameterServerConfig) -> None:
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         self._session = session
+        self._train = train
         self._rank = session.rank
         self._servers = range(config.servers)
         self._workers = range(config.servers, session.world_size)
@@ -118,7 +119,7 @@ class _Side:
         self._cuts = cuts.cut(made, len(self._servers))
         self._part = cuts.shadow(made, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
-        self._update = Update(self._part, optimizer(self._part))
+        self._update = Update(self._part, optimizer(self._part), self._train)
         checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, criterion, sample)
         self._agree([self._refusal(check) for check in checks])
         self._mail.open()
@@ -383,8 +384,8 @@ class Server(_Side):
 
     share = Share(0, 0)
 
-    def __init__(self, session: Session, config: ParameterServerConfig) -> None:
-        super().__init__(session, config)
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
+        super().__init__(session, config, train)
         self._serving = False  #: in a step; who dies between two is missed when the next one begins
         self._asked: dict[int, int] = {}  #: the worker that computes a share in place of a dead one
 
@@ -454,6 +455,9 @@ class Server(_Side):
         """Nothing is evaluated here."""
         return Sums({}, 0)
 
+    def figures(self) -> Mapping[str, float | Tensor]:
+        return self._update.figures()
+
     def live(self) -> dict[str, Tensor]:
         return super().live() | self._update.live()
 
@@ -461,8 +465,8 @@ class Server(_Side):
 class SyncServer(Server):
     """One update a step, of all shares."""
 
-    def __init__(self, session: Session, config: ParameterServerConfig) -> None:
-        super().__init__(session, config)
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
+        super().__init__(session, config, train)
         self._arrived: dict[int, Message] = {}
         self._folded = 0  #: so many shares of this step are in the sum
 
@@ -509,8 +513,10 @@ def _scale(gradients: list[Tensor], factor: float) -> float:
 class AsyncServer(Server):
     """An update for each ticket."""
 
-    def __init__(self, session: Session, config: ParameterServerConfig, *, ahead: int | None) -> None:
-        super().__init__(session, config)
+    def __init__(
+        self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, ahead: int | None
+    ) -> None:
+        super().__init__(session, config, train)
         self._ahead = ahead
         self._done = [0] * self._count  #: tickets of each share
         self._held: set[int] = set()  #: shares whose workers wait for weights
@@ -562,9 +568,10 @@ class AsyncServer(Server):
     def figures(self) -> Mapping[str, float | Tensor]:
         """How many updates lay between the weights that a ticket was computed with and those that it changed."""
         if not self._stale:
-            return {}
+            return super().figures()
         stale, self._stale = torch.tensor(self._stale), []
         return {
+            **super().figures(),
             "staleness/mean": stale.double().mean().item(),
             "staleness/max": float(stale.max()),
             "staleness/tickets": stale,
@@ -582,9 +589,8 @@ class Worker(_Side):
     """Has the whole model, of which the servers have the newest weights, and computes gradients."""
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: bool) -> None:
-        super().__init__(session, config)
+        super().__init__(session, config, train)
         self._mine = self._rank - config.servers  #: the share of training
-        self._train = train
         self._recompute = recompute
         self._versions = dict.fromkeys(self._servers, 0)
         self._again_done: dict[int, tuple[int, dict[int, Tensor], _Told]] = {}  #: by share

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-#: Replaces a small tensor by its sum over the ranks that hold other parts of the model, and returns it.
+from toolkit.dist.collectives import sum_in_order
+
+#: The sum of a small tensor over the ranks that hold other parts of the model.
 Total: TypeAlias = Callable[[Tensor], Tensor]
 _Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
 
@@ -38,7 +40,7 @@ class Parts:
             found = [value for parameter, value in values.items() if self._cut[parameter] == kind]
             part = torch.stack(found).sum(0) if found else torch.zeros_like(like)
             for group in kind:
-                dist.all_reduce(part, group=group)
+                part = sum_in_order(part, group)
             whole += part
         return whole if self._total is None else self._total(whole)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from toolkit import logs
 from toolkit.activity import PRIMING
 from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, mesh_of, micro_batches
 from toolkit.dist.batch import Batch, Share
-from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks, sum_tensors
+from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks, sum_in_order, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
@@ -105,7 +106,8 @@ class Pipeline(AllNeeded):
         self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
         self._size = -(-len(batch) // self._micro_batches)
         self._place_model(model, torch.cat([batch.inputs[:1]] * 2))
-        self._update = Update(self._model, optimizer(self._model))
+        total = partial(sum_in_order, group=self._line)
+        self._update = Update(self._model, optimizer(self._model), self._train, total)
         self._schedule = self._make_schedule()
         with compile_errors(self._train.compile), _plainly():
             self._prime(batch)
@@ -113,13 +115,14 @@ class Pipeline(AllNeeded):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False
+        self._update.begin()
         loss = self._forward_backward(batch)
-        self._update.apply(lr)
-        return StepOutput(loss)
+        return StepOutput(loss, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         self._equalise_buffers()
+        self._update.evaluating()
         if batch is None or not len(batch):
             return Sums({}, 0)
         batch = batch.to(self._device)
@@ -134,6 +137,7 @@ class Pipeline(AllNeeded):
 
     def state(self) -> dict[str, Entry]:
         """``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective. See :mod:`.scattered`."""
+        self._update.begin()
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
         return on_every_rank({**weights, **self._update.state()})
@@ -143,11 +147,14 @@ class Pipeline(AllNeeded):
         buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
         return weights | buffers | self._update.live()
 
+    def figures(self) -> dict[str, float]:
+        return self._update.figures()
+
     def loaded(self, values: Mapping[str, Json]) -> None:
         """A collective: of the replicas of a stage the first one has been filled."""
-        self._update.loaded(values)
         if self._replicas > 1 and self._ranks > 1:
             broadcast_tensors(self.live().values(), self._first_replica, self._replica_group)
+        self._update.loaded(values)
         self._buffers_equal = True
 
     def close(self) -> None:
@@ -203,7 +210,8 @@ class Pipeline(AllNeeded):
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between replicas after a step: those of the first one count."""
         if not self._buffers_equal and self._replicas > 1:
-            broadcast_tensors(self._model.buffers(), self._first_replica, self._replica_group)
+            buffers = [*self._model.buffers(), *self._update.buffers()]
+            broadcast_tensors(buffers, self._first_replica, self._replica_group)
         self._buffers_equal = True
 
     @property

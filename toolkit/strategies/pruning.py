@@ -48,7 +48,8 @@ class Pruning:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
         if config.structured:
             layers = dict(list(layers.items())[:-1])  # the last one's outputs are the model's
-        if not layers:
+        self._device = next(model.parameters()).device
+        if not _count(layers, total, self._device):
             kind = "besides its last one " if config.structured else ""
             raise ConfigError(f"train.pruning: this model has no linear or convolutional layer {kind}to prune")
         self._weights: dict[Tensor, str] = {layer.weight: f"{name}.weight" for name, layer in layers.items()}
@@ -66,9 +67,10 @@ class Pruning:
     def _refuse(self) -> None:
         for weight, name in self._weights.items():
             cut = [p for p in weight.placements if not p.is_replicate()] if isinstance(weight, DTensor) else []
-            if self._config.structured and any(not place.is_shard(0) for place in cut):
+            # by the dimension: a part that is cut twice, over two sides of a mesh, is no plain shard
+            if self._config.structured and any(getattr(place, "dim", None) != 0 for place in cut):
                 raise ConfigError(
-                    f"train.pruning.structured: {name} is cut across its outputs; set it to false, or use ddp or fsdp"
+                    f"train.pruning.structured: outputs of {name} are cut over ranks; set it to false, or use fsdp"
                 )
 
     @torch.no_grad()
@@ -92,7 +94,8 @@ class Pruning:
         """The part of the weights that is pruned now; every rank calls it, the host waits."""
         masks = {weight: self._masks[weight] for weight in self._weights}
         counts = {weight: torch.stack([mask.sum(), torch.ones_like(mask).sum()]) for weight, mask in masks.items()}
-        left, whole = self._parts.sum(counts, next(iter(counts.values()))).tolist()
+        like = torch.zeros(2, dtype=torch.int64, device=self._device)
+        left, whole = self._parts.sum(counts, like).tolist()
         return float(1 - left / whole)
 
     def state(self) -> dict[str, Entry]:
@@ -132,7 +135,7 @@ class Pruning:
 
         It is the largest number below which there are fewer than k scores.
         """
-        above_all = torch.full((max(groups.values()) + 1,), 2**_BITS - 1, device=next(iter(scores.values())).device)
+        above_all = torch.full((max(groups.values(), default=0) + 1,), 2**_BITS - 1, device=self._device)
         wanted = (self._below(above_all, scores, groups) * part).round().long()
         found = torch.zeros_like(above_all)
         for bit in reversed(range(_BITS)):
@@ -146,3 +149,9 @@ class Pruning:
         for weight, score in scores.items():
             counts[weight][groups[weight]] = (score < limits[groups[weight]]).sum()
         return self._parts.sum(counts, limits)
+
+
+def _count(layers: Mapping[str, nn.Module], total: Total | None, device: torch.device) -> int:
+    """How many there are, on all ranks that hold other parts of the model: one of them may have none."""
+    count = torch.tensor(len(layers), device=device)
+    return int(count if total is None else total(count))

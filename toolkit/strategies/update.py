@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from toolkit.config import TrainConfig
@@ -36,6 +37,7 @@ class Update:
     ) -> None:
         train = train or TrainConfig()
         self._optimizer = optimizer
+        _split_groups(optimizer)
         self._slots = OptimizerState(model, optimizer)
         looks = Gradients.are_looked_at(train)
         self._gradients = Gradients(model.parameters(), train, total) if looks else None
@@ -151,6 +153,18 @@ class _Buffers:
         for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
+
+
+def _split_groups(optimizer: Optimizer) -> None:
+    """No group holds both plain parameters and DTensors: kernels for several parameters at once take one kind only.
+
+    A model of which some layers are cut over ranks has both.
+    """
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    for group in groups:
+        cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+        plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+        optimizer.param_groups += [{**group, "params": kind} for kind in (cut, plain) if kind] or [group]
 
 
 def _refuse_without_skip(optimizer: Optimizer, train: TrainConfig) -> None:
