@@ -12,7 +12,7 @@ class GPT(nn.Module):
 
     #: How ranks may compute its layers together, see toolkit/strategies/plan.py.
     tensor_plan = (
-        dict.fromkeys(["bytes", "places", "blocks.*.gather", "blocks.*.think.3"], "rowwise")
+        dict.fromkeys(["embed.bytes", "embed.places", "blocks.*.gather", "blocks.*.think.3"], "rowwise")
         | dict.fromkeys(["blocks.*.attend", "blocks.*.think.1"], "colwise")
         | dict.fromkeys(["blocks.*.norm", "blocks.*.think.0", "norm"], "sequence")
         | {"head": "gathered"}
@@ -20,23 +20,28 @@ class GPT(nn.Module):
 
     def __init__(self, blocks: int, width: int, heads: int, length: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), Places(length, width)
+        self.embed = Embed(width, length)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, length, 256) of the byte that follows each of ``inputs`` (n, length)."""
-        hidden = self.places(self.bytes(inputs))
+        hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
-class Places(nn.Embedding):
-    """Adds a vector for each place."""
+class Embed(nn.Module):
+    """A vector for each byte and one for its place: one layer, so that a single tensor goes from layer to layer."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + super().forward(torch.arange(hidden.shape[1], device=hidden.device))
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        return self.bytes(inputs) + self.places(places)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

@@ -537,7 +537,8 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     if train.ema_decay is not None and not 0 < train.ema_decay < 1:
         raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
     if strategy.name not in WHOLE_UPDATE:
-        for key in ("clip_norm", "skip_bad_steps", "ema_decay"):
+        clips = strategy.name == "local_sgd"  # each rank's gradient by its own norm
+        for key in ("skip_bad_steps", "ema_decay") if clips else ("clip_norm", "skip_bad_steps", "ema_decay"):
             if getattr(train, key):
                 raise ConfigError(f"train.{key}: does not go with strategy.name {strategy.name}; leave it out")
         if train.pruning.amount:

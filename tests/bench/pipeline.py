@@ -32,7 +32,7 @@ from toolkit.dist.session import Session
 from toolkit.strategies import Strategy, build_strategy
 
 SIZE, PER_MICRO_BATCH, TURNS, STAGES_PER_RANK = (8, 192, 4, 64), 2, 5, 2
-SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8, 16)
+SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8)
 LR = 1e-3
 
 

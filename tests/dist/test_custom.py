@@ -23,7 +23,7 @@ from toolkit.data.loader import BatchedSamples, Loader, build_loader
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Custom, build_strategy
+from toolkit.strategies import Custom, Strategy, build_strategy
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
@@ -66,6 +66,8 @@ NETWORKS: dict[str, Any] = {
 def train_pair(session: Session, size: int) -> tuple[list[float], dict[str, Tensor]]:
     strategy = Pair(CUSTOM, session)
     strategy.build(NETWORKS)
+    missing = [name for name in vars(Strategy) if not name.startswith("_") and not hasattr(strategy, name)]
+    assert missing == [], "the loop may ask for it"
     strategy.state()
     return [strategy.step(part(strategy.share, n, size), 0.1).loss.item() for n in range(4)], snapshot(strategy)
 

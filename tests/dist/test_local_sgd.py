@@ -54,15 +54,17 @@ WORLD, STEPS = 3, 8
 AVERAGE, DILOCO = (
     StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=3, outer=outer)) for outer in ("average", "diloco")
 )
-#: (rounds, optimizer, criterion, parts of a share, samples of a global batch)
-CASES: list[tuple[LocalSgdConfig, str, Criterion, int, int]] = [
-    (LocalSgdConfig(3), "sgd", cross_entropy, 1, 10),
-    (LocalSgdConfig(3), "sgd", token_loss, 3, 10),
-    (LocalSgdConfig(3), "adamw", cross_entropy, 3, 10),
-    (LocalSgdConfig(2, after_steps=3), "nadam", token_loss, 1, 10),
-    (LocalSgdConfig(3, outer="diloco"), "adamw", cross_entropy, 1, 10),
-    (LocalSgdConfig(2, outer="diloco", outer_lr=0.5, outer_momentum=0.8), "sgd", token_loss, 3, 5),
-    (LocalSgdConfig(3, after_steps=4, outer="diloco"), "adamw", cross_entropy, 1, 9),
+#: (rounds, optimizer, criterion, parts of a share, samples of a global batch, the norm that gradients are clipped to)
+CASES: list[tuple[LocalSgdConfig, str, Criterion, int, int, float | None]] = [
+    (LocalSgdConfig(3), "sgd", cross_entropy, 1, 10, None),
+    (LocalSgdConfig(3), "sgd", token_loss, 3, 10, None),
+    (LocalSgdConfig(3), "adamw", cross_entropy, 3, 10, None),
+    (LocalSgdConfig(2, after_steps=3), "nadam", token_loss, 1, 10, None),
+    (LocalSgdConfig(3, outer="diloco"), "adamw", cross_entropy, 1, 10, None),
+    (LocalSgdConfig(2, outer="diloco", outer_lr=0.5, outer_momentum=0.8), "sgd", token_loss, 3, 5, None),
+    (LocalSgdConfig(3, after_steps=4, outer="diloco"), "adamw", cross_entropy, 1, 9, None),
+    (LocalSgdConfig(3, after_steps=2), "sgd", cross_entropy, 3, 10, 0.2),
+    (LocalSgdConfig(3, outer="diloco"), "adamw", token_loss, 1, 10, 0.5),
 ]
 
 
@@ -70,7 +72,7 @@ CASES: list[tuple[LocalSgdConfig, str, Criterion, int, int]] = [
 
 
 def simulate(
-    local: LocalSgdConfig, optimizer: str, criterion: Criterion, size: int
+    local: LocalSgdConfig, optimizer: str, criterion: Criterion, size: int, clip: float | None
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The mean loss of each step and the mean weights after it, written as anyone would without ranks."""
     models = [plain_model() for _ in range(WORLD)]
@@ -90,6 +92,8 @@ def simulate(
             stepper.param_groups[0]["lr"] = rates(step)
             stepper.zero_grad()
             (total / weight.clamp(min=1e-30)).backward()  # a share whose samples all weigh nothing has no gradient
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             stepper.step()
             totals.append(total.item())
             weights.append(weight.item())
@@ -134,9 +138,9 @@ def average_momenta(models: list[nn.Module], steppers: list[torch.optim.Optimize
 
 def train_cases(session: Session) -> list[list[tuple[float, dict[str, Tensor]]]]:
     found = []
-    for local, optimizer, criterion, accumulate, size in CASES:
+    for local, optimizer, criterion, accumulate, size, clip in CASES:
         config = StrategyConfig("local_sgd", local_sgd=local)
-        strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate))
+        strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate, clip_norm=clip))
         strategy.build(plain_model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
         strategy.state()  # what a fresh start does when it looks for a checkpoint must not change the first step
         steps = []
@@ -149,8 +153,8 @@ def train_cases(session: Session) -> list[list[tuple[float, dict[str, Tensor]]]]
 
 def test_steps_equal_those_of_as_many_replicas_in_one_process() -> None:
     ranks = run_ranks(WORLD, train_cases)
-    for number, (local, optimizer, criterion, _, size) in enumerate(CASES):
-        for step, (loss, weights) in enumerate(simulate(local, optimizer, criterion, size)):
+    for number, (local, optimizer, criterion, _, size, clip) in enumerate(CASES):
+        for step, (loss, weights) in enumerate(simulate(local, optimizer, criterion, size, clip)):
             case = f"case {number}, step {step}"
             assert sum(rank[number][step][0] for rank in ranks) == pytest.approx(loss, abs=2e-6), case
             for rank in ranks:
@@ -455,7 +459,7 @@ def sum_in_pieces(session: Session) -> tuple[list[Tensor], list[Tensor], int, li
     tensors += [torch.randn(4, 6, generator=draw).t(), torch.randn(3, generator=draw).double()]
     before = [tensor.clone() for tensor in tensors]
     messages = count_bytes()
-    sent = collectives.sum_tensors(tensors, 0.5 + session.rank)
+    sent = collectives.sum_tensors(tensors, part=0.5 + session.rank)
     return before, tensors, sent, messages
 
 

@@ -44,7 +44,7 @@ def gpt() -> nn.Module:
 
 def tied_gpt() -> nn.Module:
     model = gpt()
-    model.head.weight = model.bytes.weight  # type: ignore[union-attr]
+    model.head.weight = model.embed.bytes.weight  # type: ignore[union-attr]
     return model
 
 
@@ -191,7 +191,7 @@ def made_where(session: Session, config: StrategyConfig) -> tuple[list[str], dic
     first = snapshot(strategy)
     strategy.step(share_of_windows(strategy.share, 0), 0.1)
     stepped = snapshot(strategy)
-    return devices, first, torch.equal(stepped["model/head.weight"], stepped["model/bytes.weight"])
+    return devices, first, torch.equal(stepped["model/head.weight"], stepped["model/embed.bytes.weight"])
 
 
 @pytest.mark.parametrize("config", [tensor(), tensor(shards=2, sequence_parallel=True)], ids=["copies", "shards"])
@@ -314,7 +314,11 @@ REFUSED: list[tuple[Any, StrategyConfig, str]] = [
         tensor(tensor_plan={"0": "rowwise", "2": "colwise"}, sequence_parallel=True),
         "strategy.sequence_parallel: 1.weight, 1.bias in no pattern",
     ),
-    (tied_gpt, tensor(tensor_plan={"bytes": "rowwise", "head": "rowwise"}), "bytes.weight, head.weight are one par"),
+    (
+        tied_gpt,
+        tensor(tensor_plan={"embed.bytes": "rowwise", "head": "rowwise"}),
+        "embed.bytes.weight, head.weight are one",
+    ),
     (Counts, tensor(replicas=2), "strategy.mesh: 2 replicas x 2 tensor = 4, and there are 2 ranks"),
     (Counts, StrategyConfig("ddp", mesh=MeshConfig(shards=2)), "strategy.mesh.shards: strategy.name ddp has no such"),
 ]

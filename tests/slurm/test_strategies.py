@@ -18,6 +18,9 @@ CASES = {
     "ddp": ["configs/digits_ddp.yaml", *DIGITS],
     "mpi": ["configs/digits_ddp.yaml", "dist.backend=mpi", *DIGITS],
     "fsdp": ["configs/gpt_fsdp.yaml", *GPT],
+    "pipeline": ["configs/gpt_pipeline.yaml", *GPT],
+    "local_sgd": ["configs/digits_local_sgd.yaml", *DIGITS],
+    "parameter_server": ["configs/digits_parameter_server.yaml", *DIGITS],
 }
 
 

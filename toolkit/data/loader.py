@@ -77,14 +77,14 @@ class Loader:
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
-        self._of_share = partial(self._source_of, dataset, seed, max_bad_samples is not None)
-        self._others: dict[Share, Source] = {}
         self._samplers = partial(
             TrainSampler, self.dataset_size, global_batch_size=global_batch_size, seed=seed, split=split
         )
         self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
-        self._source = _source(dataset, self._sampler, seed=seed, workers=workers, device=self._device, skips=skips)
+        self._sources = partial(_source, dataset, seed=seed, device=self._device, skips=skips)
+        self._source: Source = self._sources(self._sampler, workers=workers)
+        self._others: dict[Share, Source] = {}
 
     def at(self, step: int) -> Batch | None:
         """This rank's samples of global batch ``step`` (counted from 0); None on a rank whose share count is 0.
@@ -100,11 +100,8 @@ class Loader:
         """What ``at(step)`` gives to the rank that holds ``share``: for whoever does a dead one's work. Loaded in this
         process, whatever the number of workers."""
         if share not in self._others:
-            self._others[share] = self._of_share(share)
+            self._others[share] = self._sources(self._samplers(share=share), workers=0)
         return self._others[share].fetch(step).to(self._device)
-
-    def _source_of(self, dataset: Any, seed: int, skips: bool, share: Share) -> Source:
-        return _source(dataset, self._samplers(share=share), seed=seed, workers=0, device=self._device, skips=skips)
 
     def samples(self, step: int) -> list[int]:
         """Which samples ``at(step)`` gives, as indices of the data set."""

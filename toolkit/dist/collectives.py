@@ -14,12 +14,8 @@ from torch import Tensor
 
 
 def sum_across_ranks(tensor: Tensor) -> Tensor:
-    """Replace ``tensor`` by its sum over all ranks, in place, and return it; no host sync on a GPU.
-
-    A process without a process group is alone, and its sum is what it has: `toolkit evaluate` is one.
-    """
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
+    """Replace ``tensor`` by its sum over all ranks, in place, and return it; no host sync on a GPU."""
+    dist.all_reduce(tensor)
     return tensor
 
 

@@ -30,17 +30,15 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
-from toolkit.strategies.protocol import Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 from toolkit.strategies.update import Update
 
 T = TypeVar("T")
 
 
-class Custom:
+class Custom(AllNeeded):
     """All of a :class:`~.protocol.Strategy` but ``train_step`` and, where something is evaluated, ``forward``."""
 
-    round_steps = 1
-    expendable: frozenset[int] = frozenset()
     evaluates_together = False
 
     #: By the names given to :meth:`build`; in checkpoints their weights are ``model/<network>.<name>``.
@@ -55,7 +53,7 @@ class Custom:
                 "to custom"
             )
         self.share = Share(session.rank, session.world_size)
-        self.device = session.device
+        self.device = self._device = session.device
         self.own_time = stopwatch(session.device)
         self._is_timed = False
         self._buffers_equal = False
@@ -138,10 +136,6 @@ class Custom:
             own = {name: value for name, value in values.items() if name.partition("/")[2].startswith(f"{network}.")}
             update.loaded({name.replace(f"/{network}.", "/", 1): value for name, value in own.items()})
         self._buffers_equal = True
-
-    def figures(self) -> Mapping[str, float]:
-        """For TensorBoard, at logging steps: a job's own."""
-        return {}
 
     def close(self) -> None:
         for name in ("networks", "_updates"):

@@ -7,9 +7,10 @@ equal, and any number of them, or ddp, goes on from there. ``diloco`` (Douillard
 https://arxiv.org/abs/2311.08105): the way from a round's first weights to their mean at its end is a gradient for an
 outer SGD with Nesterov momentum; each rank keeps its inner optimizer's state, which costs no message.
 
-A rank's gradient is that of the mean over its own share, and its weights count in the mean by how much its samples
-weighed in the round (federated averaging's rule, McMahan et al. 2017, https://arxiv.org/abs/1602.05629): so with rounds
-of one step and SGD it is the step of one process, however uneven the shares are.
+A rank's gradient is that of the mean over its own share, clipped by its own norm where it is clipped, and its weights
+count in the mean by how much its samples weighed in the round (federated averaging's rule, McMahan et al. 2017,
+https://arxiv.org/abs/1602.05629): so with rounds of one step and SGD it is the step of one process, however uneven the
+shares are.
 
 With ``after_steps`` the steps before it are those of ddp (post-local SGD, Lin et al. 2020,
 https://arxiv.org/abs/1808.07217). Rounds end after each step whose number ``round_steps`` divides, so the first one
@@ -216,8 +217,9 @@ class LocalSgd(Spmd):
         self._meeting.enter(names)
 
     def figures(self) -> dict[str, float]:
-        """A collective where a round has ended since."""
+        """A collective where a round has ended since; the norm of the gradient is this rank's own."""
         found = {
+            **super().figures(),
             "local_sgd/bytes_per_step": self._sent / max(1, self._steps_since),
             "local_sgd/bytes_per_step_of_ddp": float(self._size_bytes()),
         }

@@ -136,7 +136,7 @@ class Pipeline(AllNeeded):
         """``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective. See :mod:`.scattered`."""
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
-        return on_every_rank(cast(Mapping[str, Replicated], weights | self._update.state()))
+        return on_every_rank({**weights, **self._update.state()})
 
     def live(self) -> dict[str, Tensor]:
         weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
@@ -273,7 +273,8 @@ class Pipeline(AllNeeded):
         model = made(make)
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
-        plan = _agreed(lambda: layers.plan(model, inputs, self._count, self._config.pipeline.split))
+        here = next(model.parameters()).device  # the inputs may be on the GPU already
+        plan = _agreed(lambda: layers.plan(model, inputs.to(here), self._count, self._config.pipeline.split))
         whole = layers.tensors(model, plan.kept(range(self._count))) if dist.get_rank() == 0 else {}
         layers.keep(model, plan.kept(self._stages))
         is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

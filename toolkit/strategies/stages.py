@@ -149,7 +149,7 @@ class _Watch:
 
 _HINT = (
     "a pipeline needs a model that hands one tensor from layer to layer and does nothing between them: move it into a "
-    "layer (see Places in jobs/gpt.py), or use fsdp"
+    "layer (see Embed in jobs/gpt.py), or use fsdp"
 )
 
 

@@ -28,7 +28,7 @@ from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, ConfigError, RequestError
 from toolkit.rundir import RunDir
-from toolkit.strategies.protocol import Measure, ModelFactory, Strategy, Sums
+from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, Strategy, Sums
 from toolkit.train.initial import fill
 from toolkit.train.loop import Evaluate
 
@@ -68,9 +68,10 @@ class Trained:
     device: torch.device
 
     def recorded(self) -> dict[str, float]:
-        """The figures of the run's own evaluation at this step; empty where there was none."""
-        meta = self.manifest.meta
-        metrics = meta.get("metrics", {}) if meta.get("evaluated") == self.manifest.step else {}
+        """The figures of the run's own evaluation of these weights at this step; empty where there was none."""
+        meta, judged = self.manifest.meta, "ema" if whole.has_ema(self.manifest) else "model"
+        is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == judged
+        metrics = meta.get("metrics", {}) if is_of_this else {}
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
     def as_json(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     return manifest, chosen
 
 
-class Alone:
+class Alone(AllNeeded):
     """One process with the whole model: of a strategy what an evaluation asks for."""
 
     share = Share(0, 1)
@@ -150,6 +151,10 @@ class Alone:
         here = batch.to(self._trained.device)
         with precision(self._trained):
             return Sums(measure(self._trained.model(here.inputs), here.targets), len(here))
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """What there is."""
+        return {name: float(value) for name, value in values.items()}
 
 
 def precision(trained: Trained) -> AbstractContextManager[object]:

@@ -25,7 +25,7 @@ def test_the_cut_of_a_transformer_is_even_in_operations_with_embeddings_first_an
     blocks = [f"blocks.{number}" for number in range(6)]
     found = plan(gpt(), BYTES, 3, [])
     assert found.stages == (
-        ("bytes", "places", *blocks[:2]),
+        ("embed", *blocks[:2]),
         tuple(blocks[2:4]),
         (*blocks[4:], "norm", "head"),
     )
@@ -39,8 +39,8 @@ def test_layers_without_parameters_stay_with_the_one_before_them() -> None:
 
 
 def test_a_stage_begins_with_each_layer_that_is_named_also_by_what_holds_it() -> None:
-    assert [names[0] for names in plan(gpt(), BYTES, 3, ["blocks.1", "norm"]).stages] == ["bytes", "blocks.1", "norm"]
-    assert [names[0] for names in plan(gpt(), BYTES, 2, ["blocks"]).stages] == ["bytes", "blocks.0"]
+    assert [names[0] for names in plan(gpt(), BYTES, 3, ["blocks.1", "norm"]).stages] == ["embed", "blocks.1", "norm"]
+    assert [names[0] for names in plan(gpt(), BYTES, 2, ["blocks"]).stages] == ["embed", "blocks.0"]
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_a_model_that_is_no_chain_is_refused_with_the_place_where_it_is_not(
 @pytest.mark.parametrize(
     ("stages", "split", "says"),
     [
-        (11, [], "strategy.mesh.stages: this model has 10 layers with parameters to train, too few for 11 stages"),
+        (11, [], "strategy.mesh.stages: this model has 9 layers with parameters to train, too few for 11 stages"),
         (2, ["block.3"], "strategy.pipeline.split: no layer 'block.3'; did you mean 'blocks.3'? there are, in this or"),
         (3, ["blocks.3", "blocks.1"], "strategy.pipeline.split: blocks.3, blocks.1 do not follow each other"),
-        (2, ["bytes"], "strategy.pipeline.split: bytes do not follow each other"),
+        (2, ["embed"], "strategy.pipeline.split: embed do not follow each other"),
     ],
     ids=["too many stages", "unknown", "backwards", "the first one"],
 )

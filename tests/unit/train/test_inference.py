@@ -103,7 +103,8 @@ def test_the_figures_are_those_of_the_weights_that_were_asked_for(
     assert (told["step"], told["weights"]) == (step, "ema" if of == 31 else "model")
     assert told["metrics"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
     assert told["metrics"]["eval/accuracy"] == pytest.approx(accuracy)
-    assert told["recorded"] == {"eval/accuracy": ACCURACIES[step]}
+    # the run judged the averages where it had some
+    assert told["recorded"] == ({} if of == 30 else {"eval/accuracy": ACCURACIES[step]})
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
