@@ -43,7 +43,7 @@ from toolkit.train.objectives import cross_entropy
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
-BATCH = 32
+BATCH, RATE = 32, 0.01
 KINDS = {
     "ddp": StrategyConfig("ddp"),
     "bf16": StrategyConfig("ddp", compression="bf16"),
@@ -175,12 +175,17 @@ def model() -> nn.Module:
     """25 million parameters, nearly all in layers of 2048 x 2048."""
     torch.manual_seed(0)
     hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), nn.ReLU(), *hidden, nn.Linear(2048, 10))
+    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), nn.ReLU(), *hidden, nn.Linear(2048, 10))
+    for layer in made.modules():
+        if isinstance(layer, nn.Linear):  # torch's own would shrink what goes through seven layers to nothing
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return made
 
 
 def built(kind: str, session: Session, loader: Loader) -> Strategy:
     strategy = build_strategy(KINDS[kind], session)
-    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), 0.05), cross_entropy, loader.at(0))
+    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), RATE), cross_entropy, loader.at(0))
     return strategy
 
 
@@ -198,11 +203,11 @@ def bare() -> float:
 def time_steps(strategy: Strategy, loader: Loader, steps: int) -> tuple[float, float, float]:
     """MB sent, seconds taken by a step and of the processor, as means: one of local_sgd may send all or nothing."""
     with closing(strategy):
-        strategy.step(loader.at(0), 0.05)
+        strategy.step(loader.at(0), RATE)
         dist.barrier()
         before, began, worked = sent_bytes(), time.perf_counter(), time.process_time()
         for step in range(steps):
-            strategy.step(loader.at(step), 0.05)
+            strategy.step(loader.at(step), RATE)
         dist.barrier()
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         return (sent_bytes() - before) / steps / 1e6, took / steps, cpu / steps
@@ -210,7 +215,7 @@ def time_steps(strategy: Strategy, loader: Loader, steps: int) -> tuple[float, f
 
 def final_loss(strategy: Strategy, loader: Loader, samples: int) -> float:
     with closing(strategy):
-        losses = torch.stack([strategy.step(loader.at(step), 0.05).loss for step in range(samples // BATCH)])
+        losses = torch.stack([strategy.step(loader.at(step), RATE).loss for step in range(samples // BATCH)])
         dist.all_reduce(losses)
         return statistics.fmean(losses[-10:].tolist())
 

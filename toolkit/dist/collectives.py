@@ -6,7 +6,7 @@ group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,31 @@ def start_sum(tensor: Tensor) -> dist.Work:
 def gather_rows(row: Tensor) -> Tensor:
     """The ``row`` (...) of every rank, of one shape and dtype on all: (ranks, ...)."""
     rows = row.new_empty((dist.get_world_size(), *row.shape))
-    dist.all_gather_into_tensor(rows.view(-1), row.reshape(-1))  # gloo takes no more dimensions
+    for part, place in zip(_pieces(row.view(1, -1)), _pieces(rows.view(len(rows), -1)), strict=True):
+        received = torch.empty_like(place, memory_format=torch.contiguous_format)
+        dist.all_gather_into_tensor(received.view(-1), part.view(-1))  # gloo takes no more dimensions
+        place.copy_(received)
     return rows
 
 
 def exchange_rows(rows: Tensor) -> Tensor:
     """Send row i of ``rows`` (ranks, ...) to rank i; what all ranks sent here, in their order: (ranks, ...)."""
-    received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows)
-    return received
+    result = torch.empty_like(rows)
+    for part, place in zip(_pieces(rows.view(len(rows), -1)), _pieces(result.view(len(rows), -1)), strict=True):
+        received = torch.empty_like(place, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, part.contiguous())
+        place.copy_(received)
+    return result
+
+
+#: gloo sends a message of some MB as a whole before it reads what comes: only with small ones both directions of a
+#: link are in use at once (100 Mbit/s, 12.5 MB each way: 2.1 s in one message, 1.05 s in small ones).
+_MESSAGE_BYTES = 1 << 18
+
+
+def _pieces(rows: Tensor) -> Sequence[Tensor]:
+    """``rows`` (n, m) as (n, some) each, so that a row's is a message; views."""
+    return torch.split(rows, max(1, _MESSAGE_BYTES // rows.element_size()), dim=1)
 
 
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
