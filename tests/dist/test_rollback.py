@@ -34,14 +34,15 @@ PRUNING = replace(ROLLING, pruning=PruningConfig(0.5, start_step=2, end_step=9, 
 
 @contextmanager
 def spoilt(bad: Iterable[int], dies_at: int | None = None) -> Iterator[None]:
-    """On one rank a NaN in the batches of the steps ``bad``; on all the disk fails in step ``dies_at``."""
+    """On the last share a NaN in the batches of the steps ``bad``; on all the disk fails in step ``dies_at``."""
     plain_at, bad = Loader.at, set(bad)
 
     def at(loader: Loader, step: int) -> Any:
         if step == dies_at:
             raise OSError("the disk is gone")
         batch = plain_at(loader, step)
-        if step not in bad or loader._sampler.bounds[0] == 0:
+        share = loader._sampler._share
+        if step not in bad or share.index < share.count - 1:
             return batch
         return Batch(batch.inputs * torch.nan, batch.targets, batch.positions, batch.global_count)
 
