@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +51,11 @@ SUBJECTS |= {
     },
 }
 NAMES = tuple(SUBJECTS)
+#: For what can hardly hold for some of them and not for their combinations: these are for `make soak`.
+SAMPLE = [
+    pytest.param(name, marks=[pytest.mark.soak] if name in ("hsdp", "int8", "powersgd") or " x " in name else [])
+    for name in NAMES
+]
 
 
 class Residual(nn.Module):

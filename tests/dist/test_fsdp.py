@@ -17,7 +17,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
     CLASSES,
     FEATURES,
-    NAMES,
+    SAMPLE,
     SUBJECTS,
     Residual,
     built,
@@ -297,7 +297,7 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
     return results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_blocks_that_recompute_their_activations_run_twice_and_train_bit_for_bit_alike(name: str) -> None:
     ranks = run_ranks(SUBJECTS[name][1], recomputed, name)
     assert sum(once for (once, _), _ in ranks) >= 6  # a server, or a stage without blocks, runs none
