@@ -9,48 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import logs
-from toolkit.dist.batch import Share
 from toolkit.dist.collectives import broadcast_tensors
 from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError
-from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.protocol import ModelFactory
+from toolkit.strategies.replicas import Replicas
 
 log = logs.get(__name__)
 
 
-class Alone:
+class Alone(Replicas):
     """See :class:`~.layout.Layout`. The first weights are rank 0's; gradients are each rank's own."""
-
-    passes_are_joint = False
-    counts = True
 
     _passes: nn.Module  #: what passes go through
 
     def __init__(
-        self,
-        session: Session,
-        *,
-        bf16: bool,
-        compile: bool,
-        recompute: bool,
-        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+        self, session: Session, *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **passes: bool
     ) -> None:
-        self.share = Share(session.rank, session.world_size)
-        self._device = session.device
-        self._bf16 = bf16
-        self._compile = compile
-        self._recompute = recompute
+        """``passes``: how they are made, see Replicas."""
+        super().__init__(session, **passes)
         self._wrap = wrap
 
     def place(self, make: ModelFactory) -> nn.Module:
-        model = make().to(self._device)
+        model = self._made(make)
         broadcast_tensors(model.parameters(), source=0)
-        if self._recompute:
-            checkpoint_activations(model)
-        if self._compile:
-            model.compile()  # in place: the names in state() stay those of the model
         self._passes = self._wrap(model)
         return model
 
@@ -60,21 +42,6 @@ class Alone:
 
     def without_sync(self) -> AbstractContextManager[object]:
         return nullcontext()
-
-    def average(self) -> None:
-        """Nothing is averaged in a step."""
-
-    def state(self) -> dict[str, Entry]:
-        return {}
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
-
-    def rest(self) -> None:
-        """Passes leave a replica as it is."""
 
 
 def data_parallel(session: Session, *, bf16: bool, compile: bool, recompute: bool) -> Alone:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from toolkit import logs
 from toolkit.config import StrategyConfig
-from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks
+from toolkit.dist.collectives import sum_across_ranks
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, PerRank
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.alone import Alone
 from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
 from toolkit.strategies.protocol import ModelFactory
-from toolkit.strategies.replicas import Replicas
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Two all-reduces that tell a link's latency from its bandwidth, in bytes.
@@ -35,12 +35,12 @@ PROBES = (1 << 12, 1 << 22)
 log = logs.get(__name__)
 
 
-class Compressed(Replicas):
+class Compressed(Alone):
     """See :class:`~.layout.Layout`."""
 
     _model: nn.Module
 
-    def __init__(self, session: Session, *, config: StrategyConfig, **passes: bool) -> None:
+    def __init__(self, session: Session, *, config: StrategyConfig, **passes: Any) -> None:
         """``passes``: how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._config = config
@@ -51,8 +51,7 @@ class Compressed(Replicas):
 
     def place(self, make: ModelFactory) -> nn.Module:
         """Raises ConfigError for what cannot be compressed, and for a pattern that matches no parameter."""
-        self._model = self._made(make)
-        broadcast_tensors(self._model.parameters(), source=0)
+        self._model = super().place(make)
         self._wire = Wire()
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
@@ -63,13 +62,6 @@ class Compressed(Replicas):
         self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in [*self._packed, *self._plain])
         self._plain_s = _link(self._device).seconds(self._plain_bytes)
         return self._model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._model(inputs)
-        return outputs
-
-    def without_sync(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     @torch.no_grad()
     def average(self) -> None:

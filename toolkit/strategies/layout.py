@@ -15,7 +15,10 @@ from toolkit.strategies.protocol import ModelFactory
 
 
 class Layout(Protocol):
-    """Puts the model in its place; what a pass through it then sends is its own business."""
+    """Puts the model in its place; what a pass through it then sends is its own business.
+
+    What a layout that inherits it does not say is that there is nothing: see the methods with a body.
+    """
 
     #: The part of each global batch that this rank works on; known before the model is.
     share: Share
@@ -37,18 +40,22 @@ class Layout(Protocol):
 
     def average(self) -> None:
         """After the last backward pass of a step: average the gradients, as far as the pass has not."""
+        return
 
     def state(self) -> dict[str, Entry]:
         """What a resume needs beside weights, buffers and the optimizer's state."""
+        return {}
 
     def figures(self) -> Mapping[str, float]:
         """See ``Strategy.figures``; asked once more after priming, whose figures are nobody's."""
+        return {}
 
     def precision(self) -> AbstractContextManager[object]:
         """What passes and the criterion run in."""
 
     def rest(self) -> None:
         """After passes without a backward pass: the model's parameters are again those that the optimizer has."""
+        return
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.layout import Layout
 from toolkit.strategies.memory_format import use_channels_last
 from toolkit.strategies.protocol import ModelFactory
 
@@ -25,8 +25,11 @@ _KEEP_BUFFERS: dict[str, Any] = (
 )
 
 
-class Replicas:
-    """See :class:`~.layout.Layout`. (No ``static_graph``: wrong, silently, for a model that leaves out layers.)"""
+class Replicas(Layout):
+    """See :class:`~.layout.Layout`; DDP's hooks average in the backward pass.
+
+    No ``static_graph``: wrong, silently, for a model that leaves out layers.
+    """
 
     passes_are_joint = False
     counts = True
@@ -72,17 +75,5 @@ class Replicas:
     def without_sync(self) -> AbstractContextManager[object]:
         return self._ddp.no_sync()
 
-    def average(self) -> None:
-        """DDP's hooks have done it."""
-
-    def state(self) -> dict[str, Entry]:
-        return {}
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
     def precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device.type, self._half) if self._half else nullcontext()
-
-    def rest(self) -> None:
-        """Passes leave replicas as they are."""

@@ -26,10 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.first_values import hand_out, made
+from toolkit.strategies.layout import Layout
 from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.plan import Plan, refuse_partial_gradients
 from toolkit.strategies.protocol import ModelFactory
@@ -37,7 +37,7 @@ from toolkit.strategies.protocol import ModelFactory
 log = logs.get(__name__)
 
 
-class Shards:
+class Shards(Layout):
     """See :class:`~.layout.Layout`. With bf16 the blocks gather and compute in it; gradients are summed in fp32."""
 
     passes_are_joint = True
@@ -114,12 +114,6 @@ class Shards:
         if self._unchecked is not None:
             refuse_partial_gradients(self._model, self._unchecked)  # type: ignore[arg-type]
             self._unchecked = None
-
-    def state(self) -> dict[str, Entry]:
-        return {}
-
-    def figures(self) -> dict[str, float]:
-        return {}
 
     def precision(self) -> AbstractContextManager[object]:
         return nullcontext()

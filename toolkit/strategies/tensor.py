@@ -19,10 +19,9 @@ from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.collectives import sum_tensors
 from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.first_values import hand_out, made
-from toolkit.strategies.layout import local
+from toolkit.strategies.layout import Layout, local
 from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.plan import Plan, refuse_partial_gradients, tie, tied
 from toolkit.strategies.protocol import ModelFactory
@@ -30,7 +29,7 @@ from toolkit.strategies.protocol import ModelFactory
 log = logs.get(__name__)
 
 
-class TensorParallel:
+class TensorParallel(Layout):
     """See :class:`~.layout.Layout`."""
 
     passes_are_joint = True
@@ -112,14 +111,5 @@ class TensorParallel:
         for parameter, total in sums.items():
             parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
 
-    def state(self) -> dict[str, Entry]:
-        return {}
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
     def precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
-
-    def rest(self) -> None:
-        """Passes leave the parameters as they are."""
