@@ -10,7 +10,7 @@ from torch.nn import functional
 class GPT(nn.Module):
     """A decoder of pre-norm blocks on bytes (Radford et al. 2019); ``length`` is the longest input."""
 
-    #: How ranks may compute its layers together, see toolkit/strategies/plan.py.
+    #: How ranks may compute its layers together, see toolkit/strategies/layouts/plan.py.
     tensor_plan = (
         dict.fromkeys(["embed.bytes", "embed.places", "blocks.*.gather", "blocks.*.think.3"], "rowwise")
         | dict.fromkeys(["blocks.*.attend", "blocks.*.think.1"], "colwise")

@@ -22,6 +22,7 @@ from toolkit.train.objectives import cross_entropy
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "plain sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1),
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), 0.01),  # its first slots are not zeros
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.01),  # has its slots before the first step
@@ -47,8 +48,9 @@ SUBJECTS |= {
     "local_sgd": (StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=3)), 3),
     **{
         kind: (StrategyConfig("ddp", compression=kind, compression_ratio=0.2, compression_rank=1), 3)
-        for kind in ("int8", "topk", "powersgd")
+        for kind in ("int8", "powersgd")
     },
+    "topk": (StrategyConfig("ddp", compression="topk", compression_ratio=0.2, compression_average=0.9), 3),
 }
 NAMES = tuple(SUBJECTS)
 #: For what can hardly hold for some of them and not for their combinations: these are for `make soak`.

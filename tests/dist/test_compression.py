@@ -215,15 +215,38 @@ def test_top_k_of_all_values_takes_the_steps_of_one_process() -> None:
             torch.testing.assert_close(ranks[0][case][1][f"model/{name}"], weight, atol=1e-6, rtol=0)
 
 
+def train_with_average(session: Session) -> dict[str, Tensor]:
+    strategy = compressed(session, "topk", optimizer="plain sgd", compression_ratio=1.0, compression_average=0.6)
+    for step in range(STEPS):
+        strategy.step(part(strategy.share, step), rates(step))
+    return snapshot(strategy)
+
+
+def test_with_all_values_sent_a_moving_average_is_momentum() -> None:
+    model = plain_model()
+    moving = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for step in range(STEPS):
+        batch = part(Share(0, 1), step)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        with torch.no_grad():
+            for parameter, kept in zip(model.parameters(), moving, strict=True):
+                kept.mul_(0.6).add_(parameter.grad, alpha=0.4)
+                parameter.sub_(kept, alpha=rates(step))
+    for found in run_ranks(3, train_with_average):
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(found[f"model/{name}"], weight, atol=1e-6, rtol=0)
+
+
 def own_state(strategy: Strategy) -> dict[str, Tensor]:
     kept = snapshot(strategy)
-    return {name: value for name, value in kept.items() if name.startswith(("residual/", "powersgd/"))}
+    return {name: value for name, value in kept.items() if name.startswith(("residual/", "moving/", "powersgd/"))}
 
 
 def look_at_state(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("int8", "topk", "powersgd"):
-        strategy = compressed(session, kind, compression_rank=1)
+        strategy = compressed(session, kind, compression_rank=1, compression_average=0.5)
         made = own_state(strategy)
         strategy.step(part(strategy.share, 0), 0.1)
         before = own_state(strategy)
@@ -236,13 +259,14 @@ def look_at_state(session: Session) -> dict[str, Any]:
     return found
 
 
-def test_priming_leaves_nothing_in_the_residuals_nor_does_a_gradient_that_is_not_finite() -> None:
+def test_priming_leaves_nothing_for_later_steps_nor_does_a_gradient_that_is_not_finite() -> None:
     for rank, found in enumerate(run_ranks(2, look_at_state)):
         for kind, (made, before, after, broken) in found.items():
-            residuals = [name for name in made if name.startswith(f"residual/rank{rank}/")]
-            assert len(residuals) == len([name for name in made if "residual" in name]) == 6, "a matrix each"
-            assert not any(made[name].any() for name in residuals), kind
-            assert any(before[name].any() for name in residuals), kind
+            for sort, count in ("residual", 6), ("moving", 12):  # of each matrix, and of each parameter
+                own = [name for name in made if name.startswith(f"{sort}/rank{rank}/")]
+                assert len(own) == len([name for name in made if sort in name]) == count
+                assert not any(made[name].any() for name in own), kind
+                assert any(before[name].any() for name in own), kind
             assert broken, "the update is not the compression's to withhold"
             assert all(torch.equal(after[name], before[name]) for name in before), kind
 
@@ -289,7 +313,7 @@ def test_a_rank_whose_pass_did_without_a_layer_takes_part_with_zeros() -> None:
 
 
 def train_and_save(session: Session, folder: Path, kind: str) -> dict[str, Tensor]:
-    strategy = compressed(session, kind, compression_rank=1)
+    strategy = compressed(session, kind, compression_rank=1, compression_average=0.5)
     for step in range(3):
         strategy.step(part(strategy.share, step), 0.1)
     save(
@@ -305,7 +329,7 @@ def train_and_save(session: Session, folder: Path, kind: str) -> dict[str, Tenso
 
 
 def resume(session: Session, folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    strategy = compressed(session, kind, compression_rank=1)
+    strategy = compressed(session, kind, compression_rank=1, compression_average=0.5)
     store = CheckpointStore(folder)
     loaded = load(store, strategy.state(), rank=session.rank, world_size=session.world_size, kv=session.store)
     assert loaded is not None
@@ -317,16 +341,18 @@ def resume(session: Session, folder: Path, kind: str) -> tuple[dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("powersgd", 2), ("topk", 4), ("int8", 1)])
-def test_at_another_world_size_every_rank_starts_from_the_mean_residual(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_at_another_world_size_every_rank_starts_from_the_mean_of_what_was_left(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
     saved = run_ranks(3, train_and_save, tmp_path, kind)
     resumed = run_ranks(ranks, resume, tmp_path, kind)
     for rank, (found, stepped) in enumerate(resumed):
-        residuals = [name for name in found if name.startswith("residual/")]
-        assert residuals
-        for name in residuals:
+        left = [name for name in found if name.startswith(("residual/", "moving/"))]
+        assert len(left) == 18
+        for name in left:
             of_all = [saved[r][name.replace(f"rank{rank}", f"rank{r}")].double().numpy() for r in range(3)]
             assert np.allclose(found[name].numpy(), np.mean(of_all, axis=0), rtol=1e-6, atol=1e-12)
-        shared = [name for name in found if name not in residuals]
+        shared = [name for name in found if name not in left]
         assert all(torch.equal(found[name], saved[0][name]) for name in shared)
         assert all(torch.equal(stepped[name], resumed[0][1][name]) for name in shared)
 
@@ -399,7 +425,7 @@ def judge(session: Session) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("toolkit.strategies.compressed")
+    logger = logging.getLogger("toolkit.strategies.compression.compressed")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     strategy = compressed(session, "powersgd", compression_rank=1)

@@ -29,7 +29,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.strategies import build_strategy
-from toolkit.strategies.mail import Kind, Mail
+from toolkit.strategies.parameter_server.mail import Kind, Mail
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule

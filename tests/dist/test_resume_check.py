@@ -29,8 +29,8 @@ from toolkit.diagnose.resume_check import Plan, Report, compare
 from toolkit.dist.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy
-from toolkit.strategies.optimizer_state import OptimizerState
 from toolkit.strategies.spmd import Spmd
+from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train import loop
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer

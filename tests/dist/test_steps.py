@@ -31,9 +31,9 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 from toolkit.strategies import Criterion, Strategy, build_strategy
-from toolkit.strategies.layout import local
-from toolkit.strategies.parts import Parts
-from toolkit.strategies.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
+from toolkit.strategies.layouts import local
+from toolkit.strategies.update.parts import Parts
+from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 

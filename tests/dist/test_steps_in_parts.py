@@ -30,7 +30,7 @@ from tests.dist.test_steps import (
 from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies.verdict import MADE
+from toolkit.strategies.update.verdict import MADE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 

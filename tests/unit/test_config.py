@@ -115,6 +115,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
             ["strategy.compression", "topk goes with strategy.name: ddp only"],
         ),
         ("strategy={compression: topk, compression_ratio: 0}", ["strategy.compression_ratio", "above 0"]),
+        ("strategy={compression: topk, compression_average: 1}", ["strategy.compression_average", "such as 0.9"]),
+        ("strategy={compression: bf16, compression_average: 0.9}", ["strategy.compression_average", "use topk"]),
         ("strategy={compression: powersgd, compression_rank: 0}", ["strategy.compression_rank", "1 or more"]),
         ("'strategy={compression_layers: {\"*\": none}}'", ["strategy.compression_layers", "nothing is compressed"]),
         ("'strategy={compression: topk, compression_layers: {\"0.*\": 2}}'", ["compression_layers: 0.*", "1 at most"]),
@@ -259,6 +261,13 @@ def test_a_job_without_main_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"nomain.*has no function main"):
         validate(JobConfig(job="nomain"))
+
+
+def test_who_makes_the_step_is_known_before_anything_is_queued() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.name: custom is for a job with a step of its own.*use ddp"):
+        validate(load_config(ROOT / "configs/digits_ddp.yaml", ["strategy.name=custom"]))
+    with pytest.raises(ConfigError, match=r"strategy\.name: fsdp is not what jobs\.custom does.*set it to custom"):
+        validate(load_config(ROOT / "configs/gan.yaml", ["strategy.name=fsdp"]))
 
 
 def test_a_jobs_folder_that_is_no_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

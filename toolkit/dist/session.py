@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ from toolkit.dist import rendezvous
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
 from toolkit.dist.stop import STOP, Gate, Hang
 from toolkit.dist.stop_store import connector
-from toolkit.errors import EXIT_FAILED, ConfigError
+from toolkit.errors import EXIT_FAILED, ConfigError, ToolkitError
 
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
 #: A stop that was asked for and has not been reached after this long never will be: a rank is frozen or dead. Longer
@@ -65,6 +66,24 @@ class Session:
             self.lost.add(rank)
             log.warning("rank %d has died", rank)
             self.gate.bury(rank)
+
+    def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
+        """What ``say()`` returns on rank 0, where alone it is called, on every rank; JSON. All call this, once a topic.
+
+        Where it raises, the other ranks raise ToolkitError.
+        """
+        key = f"toolkit/{topic}/{self.attempt}"
+        if not self.is_main:
+            said = json.loads(self.store.get(key))
+            if said is None:
+                raise ToolkitError(f"{topic}: rank 0 could not say: see its log")
+            return said
+        said = None
+        try:
+            said = say()
+        finally:
+            self.store.set(key, json.dumps(said))
+        return said
 
     def owns_run(self) -> bool:
         """Whether no later attempt has taken the run over while this rank's node was cut off."""

@@ -132,7 +132,7 @@ _WAITS = {
     ("dist/stop.py", "_slow"): "waiting for the others to agree on a step",
     ("dist/session.py", "_agree_on_run_dir"): "joining",
     ("dist/collectives.py", "sum_by_name"): "in all_reduce",
-    ("strategies/mail.py", "receive"): "waiting for a message",
+    ("strategies/parameter_server/mail.py", "receive"): "waiting for a message",
     ("strategies/spmd.py", "wait"): "in all_reduce",
 }
 

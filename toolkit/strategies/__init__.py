@@ -9,12 +9,12 @@ from typing import Any
 from toolkit.config import StrategyConfig, TrainConfig, check_compiled, check_step, mesh_of
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
-from toolkit.strategies.alone import Alone, data_parallel
 from toolkit.strategies.custom import Custom
-from toolkit.strategies.layout import Layout
+from toolkit.strategies.layouts import Layout
+from toolkit.strategies.layouts.alone import Alone, data_parallel
+from toolkit.strategies.layouts.replicas import Replicas
+from toolkit.strategies.layouts.shards import Shards
 from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Strategy, Sums
-from toolkit.strategies.replicas import Replicas
-from toolkit.strategies.shards import Shards
 from toolkit.strategies.spmd import Spmd
 
 __all__ = [
@@ -60,8 +60,8 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
-        return Replicas(session, fp16=train.precision == "fp16", channels_last=train.channels_last, **how)
-    from toolkit.strategies.compressed import Compressed
+        return Replicas(session, channels_last=train.channels_last, **how)
+    from toolkit.strategies.compression.compressed import Compressed
 
     return Compressed(session, config=config, channels_last=train.channels_last, **how)
 
@@ -106,7 +106,7 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
     sizes = mesh_of(replace(config, name=name), session.world_size)
     check_compiled(config, train, session.world_size)
     how: dict[str, Any] = {
-        "bf16": train.precision == "bf16",
+        "precision": train.precision,
         "compile": train.compile,
         "recompute": config.activation_checkpointing,
     }
@@ -116,8 +116,8 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
         return Alone(session, **how) if name == "alone" else data_parallel(session, **how)
     if name != "tensor":
         return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
-    from toolkit.strategies.plan import Plan
-    from toolkit.strategies.tensor import TensorParallel
+    from toolkit.strategies.layouts.plan import Plan
+    from toolkit.strategies.layouts.tensor import TensorParallel
 
     plan = Plan(config.tensor_plan, config.sequence_parallel)
     if sizes.shards == 1:

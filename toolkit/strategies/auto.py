@@ -11,7 +11,6 @@ ranks makes the same one, be it on nodes with more memory.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,8 +30,8 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks
-from toolkit.strategies.first_values import without_memory
-from toolkit.strategies.layout import Layout
+from toolkit.strategies.layouts import Layout
+from toolkit.strategies.layouts.first_values import without_memory
 from toolkit.strategies.protocol import Criterion, ModelFactory, OptimizerFactory
 from toolkit.strategies.spmd import Spmd
 
@@ -124,17 +123,7 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     """Rank 0's choice, on every rank; of a run that has made one for as many ranks, that one."""
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
-    key = f"toolkit/strategy/{session.attempt}"
-    if session.is_main:
-        told: dict[str, Any] | None = None
-        try:
-            told = _decided(session, lambda: decide(int(memory.item())))
-        finally:
-            session.store.set(key, json.dumps(told))
-    else:
-        told = json.loads(session.store.get(key))
-    if told is None:
-        raise RuntimeError("strategy.name: auto: rank 0 could not decide; its log says why")
+    told = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
     log.info("strategy.name: auto takes %s: %s", told["strategy"], told["why"])
     return str(told["strategy"])
 

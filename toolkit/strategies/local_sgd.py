@@ -35,7 +35,7 @@ from toolkit.dist.collectives import sum_across_ranks, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, PerRank, Replicated
 from toolkit.errors import ConfigError
-from toolkit.strategies.layout import Layout
+from toolkit.strategies.layouts import Layout
 from toolkit.strategies.protocol import (
     REPLICA,
     Criterion,

@@ -27,7 +27,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
-from toolkit.strategies.layout import Layout, entry, local
+from toolkit.strategies.layouts import Layout, entry, local
 from toolkit.strategies.protocol import (
     AllNeeded,
     Criterion,

@@ -10,7 +10,7 @@ import importlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,13 +28,13 @@ from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, ConfigError, RequestError
 from toolkit.rundir import RunDir
+from toolkit.strategies.layouts import autocast
 from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, Strategy, Sums
 from toolkit.train.initial import fill
 from toolkit.train.loop import Evaluate
 
 #: Images that `--images` has in memory at once.
 BATCH = 64
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 log = logs.get(__name__)
 
@@ -159,8 +159,7 @@ class Alone(AllNeeded):
 
 def precision(trained: Trained) -> AbstractContextManager[object]:
     """What the run computed in."""
-    half = _HALVES.get(trained.config.train.precision)
-    return nullcontext() if half is None else torch.autocast(trained.device.type, half)
+    return autocast(trained.device, trained.config.train.precision)
 
 
 def figures(trained: Trained) -> dict[str, float]:

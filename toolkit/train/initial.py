@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from toolkit import activity, logs, origin
 from toolkit.checkpoint import weights
 from toolkit.checkpoint.store import committed
 from toolkit.dist.session import Session
-from toolkit.errors import CheckpointError, ConfigError, listing
+from toolkit.errors import ConfigError, listing
 from toolkit.origin import Origin
 from toolkit.strategies.protocol import ModelFactory
 
@@ -50,20 +49,17 @@ def initialised(build: ModelFactory, source: str | None, session: Session) -> nn
 
 def _read(source: str, session: Session) -> tuple[Path, dict[str, Tensor]]:
     """Rank 0 says what all read: of a run that is saving at this moment the others might find a newer checkpoint."""
-    key = f"toolkit/init_from/{session.attempt}"
-    if not session.is_main:
-        told = json.loads(session.store.get(key))
-        if told is None:
-            raise CheckpointError(f"model.init_from: rank 0 could not read {source}: its log says why")
-        return weights.read(Origin(told["kind"], Path(told["path"])))
-    told = None
-    try:
+    found: dict[str, Tensor] = {}
+
+    def look() -> dict[str, str]:
         chosen = origin.find(source)
-        path, found = weights.read(chosen)
-        told = {"kind": origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind, "path": str(path)}
-    finally:
-        session.store.set(key, json.dumps(told))
-    return path, found
+        path, read = weights.read(chosen)
+        found.update(read)
+        return {"kind": origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind, "path": str(path)}
+
+    told = session.from_main("model.init_from", look)
+    path = Path(told["path"])
+    return (path, found) if session.is_main else weights.read(Origin(told["kind"], path))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The steps that were left out: read from the device now and then, listed in ``skipped_steps.jsonl``, and counted.
 
-The strategy decides on the device, see ``strategies/verdict.py``. The host asks where it waits for the device anyway,
-at a logging step and before a save, so a checkpoint never stands behind a step that is not listed yet. What a crash
-keeps from being listed, the resumed run leaves out again.
+The strategy decides on the device, see ``strategies/update/verdict.py``. The host asks where it waits for the device
+anyway, at a logging step and before a save, so a checkpoint never stands behind a step that is not listed yet. What a
+crash keeps from being listed, the resumed run leaves out again.
 
 The verdicts are equal on all ranks, and whether to go back to a checkpoint is decided in logging steps only. So all
 ranks decide it alike without a word, and a run that was killed and resumed decides it in the same step.
@@ -21,7 +21,7 @@ from toolkit.config import TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
 from toolkit.rundir import RunDir
-from toolkit.strategies.verdict import MADE, OVERFLOW, WHY
+from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 
 #: So many are named in the log; after that only their number is.
 NAMED = 10

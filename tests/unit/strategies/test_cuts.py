@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.strategies.cuts import Flat, cut, shadow
+from toolkit.strategies.parameter_server.cuts import Flat, cut, shadow
 
 
 def model() -> nn.Module:

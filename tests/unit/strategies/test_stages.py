@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from jobs.gpt import GPT
 from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
-from toolkit.strategies.stages import Plan, keep, plan, tensors
+from toolkit.strategies.pipeline.stages import Plan, keep, plan, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
 IMAGE = torch.zeros(2, 1, 8, 8)

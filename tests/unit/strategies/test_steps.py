@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.errors import ConfigError
-from toolkit.strategies.parts import Parts
-from toolkit.strategies.pruning import Pruning, level
 from toolkit.strategies.update import Update
-from toolkit.strategies.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
+from toolkit.strategies.update.parts import Parts
+from toolkit.strategies.update.pruning import Pruning, level
+from toolkit.strategies.update.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
 from toolkit.train.loop import LossWindow
 
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, on_ranks, weights
-from toolkit.activity import Activity
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.dist.report import NullReporter
+from toolkit.dist.session import Session
+from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.train.initial import fill, initialised, pair
 
 
@@ -34,10 +34,9 @@ def trained(classes: int = 3) -> dict[str, Tensor]:
     return {name: torch.full_like(value, 7) for name, value in Net(classes).state_dict().items()}
 
 
-def session_of(folder: Path, rank: int = 0, store: Any = None) -> Any:
-    store = store or HashStore()
-    place = {"rank": rank, "is_main": rank == 0, "attempt": 1, "store": store, "run_dir": folder}
-    return SimpleNamespace(**place, activity=Activity())
+def session_of(folder: Path, rank: int = 0, store: Any = None) -> Session:
+    nobody: Any = None  # asks the gate
+    return Session(rank, 2, rank, torch.device("cpu"), folder, 1, store or HashStore(), NullReporter(), nobody)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, m
 
     def start(rank: int, kv: HashStore) -> float:
         if rank:  # the run that is read saves once more as soon as rank 0 has looked
-            kv.wait(["toolkit/init_from/1"])
+            kv.wait(["toolkit/model.init_from/1"])
             alone(store, 10 + rank, weights(10.0 + rank))
         model = initialised(linear, str(tmp_path), session_of(tmp_path / "run", rank, kv))
         return float(model.state_dict()["weight"].mean())
@@ -156,5 +155,5 @@ def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
     first, second = on_ranks(2, start)
     assert isinstance(first, CheckpointError)
     assert "none of 1 checkpoints is good" in str(first)
-    assert isinstance(second, CheckpointError)
-    assert "rank 0 could not read" in str(second)
+    assert isinstance(second, ToolkitError)
+    assert "model.init_from: rank 0 could not say" in str(second)

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from toolkit import logs
 from toolkit.config import TENSOR_STYLES
 from toolkit.errors import ConfigError, listing, nearest
-from toolkit.strategies.layout import local
+from toolkit.strategies.layouts import local
 
 #: What models call their number of heads, by which no part of a layer may be cut in two.
 HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")

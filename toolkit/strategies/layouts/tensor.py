@@ -20,17 +20,17 @@ from toolkit.config import MeshConfig
 from toolkit.dist.collectives import sum_tensors
 from toolkit.dist.session import Session
 from toolkit.strategies.blocks import blocks, checkpoint_activations
-from toolkit.strategies.first_values import hand_out, made
-from toolkit.strategies.layout import Layout, local
-from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.plan import Plan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.layouts import Layout, autocast, local
+from toolkit.strategies.layouts.first_values import hand_out, made
+from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.layouts.plan import Plan, refuse_partial_gradients, tie, tied
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
 
 
 class TensorParallel(Layout):
-    """See :class:`~.layout.Layout`."""
+    """See :class:`~.Layout`."""
 
     passes_are_joint = True
 
@@ -39,7 +39,7 @@ class TensorParallel(Layout):
     _replicas: DeviceMesh | None
 
     def __init__(
-        self, session: Session, sizes: MeshConfig, plan: Plan, *, bf16: bool, compile: bool, recompute: bool
+        self, session: Session, sizes: MeshConfig, plan: Plan, *, precision: str, compile: bool, recompute: bool
     ) -> None:
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)
@@ -47,7 +47,7 @@ class TensorParallel(Layout):
         self._sizes = sizes
         self._plan = plan
         self._device = session.device
-        self._bf16 = bf16
+        self._precision = precision
         self._compile = compile
         self._recompute = recompute
         self._is_checked = False
@@ -112,4 +112,4 @@ class TensorParallel(Layout):
             parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
 
     def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+        return autocast(self._device, self._precision)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
 from toolkit.strategies.blocks import checkpoint_activations
-from toolkit.strategies.layout import Layout
-from toolkit.strategies.memory_format import use_channels_last
+from toolkit.strategies.layouts import Layout, autocast
+from toolkit.strategies.layouts.memory_format import use_channels_last
 from toolkit.strategies.protocol import ModelFactory
 
 #: No broadcast of buffers in every forward pass: see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
@@ -26,7 +25,7 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Replicas(Layout):
-    """See :class:`~.layout.Layout`; DDP's hooks average in the backward pass.
+    """See :class:`~.Layout`; DDP's hooks average in the backward pass.
 
     No ``static_graph``: wrong, silently, for a model that leaves out layers.
     """
@@ -40,15 +39,14 @@ class Replicas(Layout):
         self,
         session: Session,
         *,
-        bf16: bool,
+        precision: str,
         compile: bool,
         recompute: bool,
-        fp16: bool = False,
         channels_last: bool = False,
     ) -> None:
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
-        self._half = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
+        self._precision = precision
         self._channels_last = channels_last
         self._compile = compile
         self._recompute = recompute
@@ -76,4 +74,4 @@ class Replicas(Layout):
         return self._ddp.no_sync()
 
     def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, self._half) if self._half else nullcontext()
+        return autocast(self._device, self._precision)

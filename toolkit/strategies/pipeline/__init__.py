@@ -19,7 +19,7 @@ the same in every schedule, and in a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -39,11 +39,12 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
-from toolkit.strategies import stages as layers
 from toolkit.strategies.blocks import checkpoint_activations
-from toolkit.strategies.first_values import made
+from toolkit.strategies.layouts import autocast
+from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.pipeline import stages as layers
+from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
-from toolkit.strategies.scattered import on_every_rank
 from toolkit.strategies.spmd import compile_errors
 from toolkit.strategies.update import Update
 
@@ -51,7 +52,7 @@ log = logs.get(__name__)
 
 
 class Pipeline(AllNeeded):
-    """See :class:`~.protocol.Strategy`."""
+    """See :class:`~toolkit.strategies.protocol.Strategy`."""
 
     evaluates_together = True
 
@@ -204,8 +205,7 @@ class Pipeline(AllNeeded):
         return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
 
     def _precision(self) -> AbstractContextManager[object]:
-        bf16 = self._train.precision == "bf16"
-        return torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
+        return autocast(self._device, self._train.precision)
 
     def _equalise_buffers(self) -> None:
         """BatchNorm's statistics differ between replicas after a step: those of the first one count."""

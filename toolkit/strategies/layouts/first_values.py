@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from toolkit import logs
 from toolkit.dist.state import Sharded
 from toolkit.errors import listing
-from toolkit.strategies.layout import entry, local
+from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)

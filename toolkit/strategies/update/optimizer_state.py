@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.dist.state import Json, Replicated, Sharded
-from toolkit.strategies.layout import entry, local
+from toolkit.strategies.layouts import entry, local
 
 
 class OptimizerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,19 @@ from toolkit import logs
 from toolkit.dist.collectives import broadcast_tensors
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.strategies.layouts.replicas import Replicas
 from toolkit.strategies.protocol import ModelFactory
-from toolkit.strategies.replicas import Replicas
 
 log = logs.get(__name__)
 
 
 class Alone(Replicas):
-    """See :class:`~.layout.Layout`. The first weights are rank 0's; gradients are each rank's own."""
+    """See :class:`~.Layout`. The first weights are rank 0's; gradients are each rank's own."""
 
     _passes: nn.Module  #: what passes go through
 
     def __init__(
-        self, session: Session, *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **passes: bool
+        self, session: Session, *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **passes: Any
     ) -> None:
         """``passes``: how they are made, see Replicas."""
         super().__init__(session, **passes)
@@ -44,7 +45,7 @@ class Alone(Replicas):
         return nullcontext()
 
 
-def data_parallel(session: Session, *, bf16: bool, compile: bool, recompute: bool) -> Alone:
+def data_parallel(session: Session, *, precision: str, compile: bool, recompute: bool) -> Alone:
     """``nn.DataParallel``: one process, whose threads hand each of its GPUs a part of every batch.
 
     Raises ConfigError for several ranks, and for what does not live through the copies that it makes of the model.
@@ -63,4 +64,4 @@ def data_parallel(session: Session, *, bf16: bool, compile: bool, recompute: boo
         "ddp with a rank for each GPU does neither, is faster and goes over several nodes",
         f"the {gpus} GPUs" if gpus > 1 else f"the only {'GPU' if gpus else 'processor'}",
     )
-    return Alone(session, bf16=bf16, compile=False, recompute=False, wrap=nn.DataParallel)
+    return Alone(session, precision=precision, compile=False, recompute=False, wrap=nn.DataParallel)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,15 @@ class Layout(Protocol):
     def rest(self) -> None:
         """After passes without a backward pass: the model's parameters are again those that the optimizer has."""
         return
+
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Passes that compute as ``train.precision`` says, with weights in fp32."""
+    half = _HALVES.get(precision)
+    return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from torch.optim import SGD, Optimizer
 from toolkit.config import TrainConfig
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError
-from toolkit.strategies.average import Average
-from toolkit.strategies.gradients import Gradients
-from toolkit.strategies.optimizer_state import OptimizerState
-from toolkit.strategies.parts import Total
-from toolkit.strategies.pruning import Pruning
+from toolkit.strategies.update.average import Average
+from toolkit.strategies.update.gradients import Gradients
+from toolkit.strategies.update.optimizer_state import OptimizerState
+from toolkit.strategies.update.parts import Total
+from toolkit.strategies.update.pruning import Pruning
 
 
 class Update:

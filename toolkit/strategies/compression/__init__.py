@@ -5,13 +5,19 @@ What it has not sent it hands back, for the next step to add to its gradient (er
 SGD; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847), so that nothing of a gradient is lost, only late: what
 all steps have sent, and what is left, add up to all gradients.
 
+With ``strategy.compression_average`` a rank takes a moving average of its gradients in their place. That is momentum
+before the choice of what to send instead of after it: Deep Gradient Compression's momentum correction (with 1 less the
+decay as a factor, and without forgetting the momentum of what was sent), and the momentum with which Fatkhullin et al.
+2023 (https://arxiv.org/abs/2305.15155) prove that error feedback bears noisy gradients. Its weights add up to one, so
+that still nothing of a gradient is lost.
+
 * fp16, bf16, int8 (:class:`Blocks`): each value with fewer bits. In two phases, since sums of int8 overflow and sums of
   half precision round at every rank: each rank gets its part of the vector from all others, adds in fp32, and sends the
   mean, with fewer bits again, to all. So a rank sends 2 (W-1)/W times the small vector, as a plain all-reduce does of
   the whole one, on any number of ranks W.
 * top-k (:class:`TopK`): the largest values of each parameter and where they are (Deep Gradient Compression, Lin et al.
-  2018, https://arxiv.org/abs/1712.01887, without its momentum correction). A rank sends its choice to all others: W-1
-  times, so that it pays for few ranks.
+  2018, https://arxiv.org/abs/1712.01887). A rank sends its choice to all others: W-1 times, so that it pays for few
+  ranks.
 * PowerSGD (:class:`PowerSgd`; Vogels et al. 2019, https://arxiv.org/abs/1905.13727): a gradient of n x m as the product
   of n x r and r x m, by one step of a power iteration that starts where the last one ended. Two all-reduces, whatever
   the number of parameters.

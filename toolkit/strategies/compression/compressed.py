@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, PerRank
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
-from toolkit.strategies.alone import Alone
 from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
+from toolkit.strategies.layouts.alone import Alone
 from toolkit.strategies.protocol import ModelFactory
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ log = logs.get(__name__)
 
 
 class Compressed(Alone):
-    """See :class:`~.layout.Layout`."""
+    """See :class:`~.Layout`."""
 
     _model: nn.Module
 
@@ -55,11 +56,16 @@ class Compressed(Alone):
         self._wire = Wire()
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
-        length = sum(piece.numel for piece in self._pieces)
-        self._padding = torch.zeros(-length % self._scheme.multiple, device=self._device)
-        self._vector = torch.empty(length + len(self._padding), device=self._device)  # new memory would cost a third
-        self._residual = torch.zeros(len(self._vector) if self._scheme.feeds_back else 0, device=self._device)
-        self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in [*self._packed, *self._plain])
+        self._length = sum(piece.numel for piece in self._pieces)
+        self._padding = torch.zeros(-self._length % self._scheme.multiple, device=self._device)
+        self._length += len(self._padding)
+        self._whole = _pieces(self._plain, {}, start=self._length)
+        size = self._length + sum(piece.numel for piece in self._whole)
+        self._vector = torch.empty(size, device=self._device)  # new memory in each step would cost a third of it
+        self._residual = torch.zeros(self._length if self._scheme.feeds_back else 0, device=self._device)
+        self._decay = self._config.compression_average
+        self._moving = torch.zeros(0 if self._decay is None else size, device=self._device)
+        self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in self._all())
         self._plain_s = _link(self._device).seconds(self._plain_bytes)
         return self._model
 
@@ -69,26 +75,32 @@ class Compressed(Alone):
             return
         self._watch.start()
         self._wire.sent_bytes = 0.0
-        plain = torch.cat(_flat_gradients(self._plain)) if self._plain else None
-        summing = None if plain is None else self._wire.start_sum(plain)
-        if self._packed:
-            packed = torch.cat([*_flat_gradients(self._packed), self._padding], out=self._vector)
-            _give_back(self._packed, self._exchange(packed))
-        if plain is not None and summing is not None:
+        gradients = [*_flat(self._packed.values()), self._padding, *_flat(self._plain.values())]
+        own = torch.cat(gradients, out=self._vector)
+        packed, plain = own[: self._length], own[self._length :]
+        length = packed.norm() if self._error is None else None
+        moving = None if self._decay is None else own.lerp_(self._moving, self._decay).clone()
+        summing = self._wire.start_sum(plain) if self._plain else None
+        mean = self._exchange(packed) if self._packed else packed
+        if length is not None:
+            self._error = packed.norm() / length.clamp(min=1e-30)
+        if summing is not None:
             summing.wait()
-            _give_back(self._plain, plain / self._wire.ranks)
+        _give_back(self._packed.values(), mean)
+        _give_back(self._plain.values(), plain / self._wire.ranks)
+        if moving is not None:
+            _keep(self._moving, moving, (mean.sum() + plain.sum()).isfinite())
         self._watch.stop()
 
     def state(self) -> dict[str, Entry]:
-        """``residual/rank3/<parameter>``, and the scheme's own."""
-        if not self._scheme.feeds_back:
-            return self._scheme.state()
-        rank = self.share.index
-        residual: dict[str, Entry] = {
-            f"residual/rank{rank}/{piece.name}": PerRank(piece.of(self._residual).view(piece.shape), averages=True)
-            for piece in self._pieces
-        }
-        return residual | self._scheme.state()
+        """``residual/rank3/<parameter>``, ``moving/rank3/<parameter>`` and the scheme's own."""
+        own = self._own("residual", self._residual, self._pieces if len(self._residual) else [])
+        own |= self._own("moving", self._moving, [*self._pieces, *self._whole] if len(self._moving) else [])
+        return own | self._scheme.state()
+
+    def _own(self, kind: str, vector: Tensor, pieces: Sequence[Piece]) -> dict[str, Entry]:
+        place = f"{kind}/rank{self.share.index}/"
+        return {place + piece.name: PerRank(piece.of(vector).view(piece.shape), averages=True) for piece in pieces}
 
     def figures(self) -> dict[str, float]:
         """Bytes that this rank sends in a step and would send without compression; how much of a gradient the first
@@ -110,24 +122,21 @@ class Compressed(Alone):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _exchange(self, packed: Tensor) -> Tensor:
-        """The mean over the ranks of the packed gradients and residuals; leaves what is new of the residuals.
+        """The mean over the ranks of what is packed and of the residuals; leaves what is new of these.
 
         A gradient that is not finite shows in the mean on every rank. Whatever is made of the step then, no residual
         keeps it: it would come back in every later step.
         """
-        length = packed.norm() if self._error is None else None
         if self._scheme.feeds_back:
             packed += self._residual
         mean = self._scheme.exchange(packed)
-        if length is not None:
-            self._error = packed.norm() / length.clamp(min=1e-30)
         if self._scheme.feeds_back:
-            torch.where(mean.sum().isfinite(), packed, self._residual, out=self._residual)
+            _keep(self._residual, packed, mean.sum().isfinite())
         return mean
 
     def _complete_gradients(self) -> bool:
         """A rank whose pass did without a parameter takes part with zeros. Whether all are used, priming sees."""
-        missing = [p for p in [*self._packed, *self._plain] if p.grad is None]
+        missing = [p for p in self._all() if p.grad is None]
         if missing and not self._windows:
             return False
         for parameter in missing:
@@ -141,22 +150,18 @@ class Compressed(Alone):
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._refuse(named)
         said = _said(self._config.compression_layers, list(named))
-        self._pieces: list[Piece] = []
-        self._packed: list[nn.Parameter] = []
-        self._plain: list[nn.Parameter] = []
-        start = 0
-        for name, parameter in named.items():
-            amount = amount_for(self._config, parameter.shape, said.get(name))
-            if amount is None:
-                self._plain.append(parameter)
-                continue
-            self._packed.append(parameter)
-            self._pieces.append(Piece(name, tuple(parameter.shape), start, amount))
-            start += parameter.numel()
-        if start >= 2**31:
-            raise ConfigError(f"strategy.compression: {start} values are more than 2**31, which places are sent for")
+        amounts = {name: amount_for(self._config, p.shape, said.get(name)) for name, p in named.items()}
+        self._packed = {name: p for name, p in named.items() if amounts[name] is not None}
+        self._plain = {name: p for name, p in named.items() if amounts[name] is None}
+        self._pieces = _pieces(self._packed, amounts, start=0)
+        size = sum(piece.numel for piece in self._pieces)
+        if size >= 2**31:
+            raise ConfigError(f"strategy.compression: {size} values are more than 2**31, which places are sent for")
         counts = len(self._packed), len(self._plain)
         log.info("%s: %d parameters compressed, %d sent as they are", self._config.compression, *counts)
+
+    def _all(self) -> list[nn.Parameter]:
+        return [*self._packed.values(), *self._plain.values()]
 
     def _refuse(self, named: Mapping[str, nn.Parameter]) -> None:
         strange = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in TYPES]
@@ -193,12 +198,26 @@ def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, 
     return found
 
 
-def _flat_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Each one's in fp32."""
+def _pieces(named: Mapping[str, nn.Parameter], amounts: Mapping[str, float | None], start: int) -> list[Piece]:
+    """One after the other, the first at ``start``."""
+    starts = accumulate((p.numel() for p in named.values()), initial=start)
+    return [
+        Piece(name, tuple(p.shape), at, amounts.get(name) or 0.0)
+        for (name, p), at in zip(named.items(), starts, strict=False)
+    ]
+
+
+def _keep(kept: Tensor, new: Tensor, good: Tensor) -> None:
+    """``new`` in the place of ``kept``, where ``good`` says so on the device."""
+    torch.where(good, new, kept, out=kept)
+
+
+def _flat(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Each one's gradient in fp32."""
     return [p.grad.reshape(-1).float() for p in parameters if p.grad is not None]
 
 
-def _give_back(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
     """The other way."""
     start = 0
     for parameter in parameters:

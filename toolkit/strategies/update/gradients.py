@@ -9,9 +9,9 @@ from torch import Tensor
 
 from toolkit.config import TrainConfig
 from toolkit.dist.state import Entry
-from toolkit.strategies.layout import local
-from toolkit.strategies.parts import Parts, Total
-from toolkit.strategies.verdict import Judge, LossScale
+from toolkit.strategies.layouts import local
+from toolkit.strategies.update.parts import Parts, Total
+from toolkit.strategies.update.verdict import Judge, LossScale
 
 
 class Gradients:

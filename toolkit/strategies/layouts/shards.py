@@ -28,17 +28,17 @@ from toolkit.config import MeshConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import blocks, checkpoint_activations
-from toolkit.strategies.first_values import hand_out, made
-from toolkit.strategies.layout import Layout
-from toolkit.strategies.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.plan import Plan, refuse_partial_gradients
+from toolkit.strategies.layouts import Layout
+from toolkit.strategies.layouts.first_values import hand_out, made
+from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
+from toolkit.strategies.layouts.plan import Plan, refuse_partial_gradients
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
 
 
 class Shards(Layout):
-    """See :class:`~.layout.Layout`. With bf16 the blocks gather and compute in it; gradients are summed in fp32."""
+    """See :class:`~.Layout`. With bf16 the blocks gather and compute in it; gradients are summed in fp32."""
 
     passes_are_joint = True
 
@@ -49,7 +49,7 @@ class Shards(Layout):
         session: Session,
         sizes: MeshConfig,
         *,
-        bf16: bool,
+        precision: str,
         compile: bool,
         recompute: bool,
         reshard_after_forward: bool = True,
@@ -64,7 +64,7 @@ class Shards(Layout):
         self._unchecked: DeviceMesh | None = None  #: the tensor group, until its gradients have been looked at
         self._offloads = cpu_offload
         self._device = session.device
-        self._bf16 = bf16
+        self._bf16 = precision == "bf16"
         self._compile = compile
         self._recompute = recompute
         self._reshards = reshard_after_forward

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from toolkit.config import PruningConfig
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
-from toolkit.strategies.layout import entry, local
-from toolkit.strategies.parts import Parts, Total
+from toolkit.strategies.layouts import entry, local
+from toolkit.strategies.update.parts import Parts, Total
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEVEL = "mask/level"

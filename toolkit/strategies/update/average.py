@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.dist.state import Entry, Json, Replicated
-from toolkit.strategies.layout import entry, local
+from toolkit.strategies.layouts import entry, local
 
 _DECAY = "ema/decay"
 

@@ -1,0 +1,74 @@
+"""The configuration: its keys (schema), how layers of them merge (layers), and what is refused (validation).
+
+Nothing here imports torch or the job: a config is checked on the login node in well under a second.
+"""
+
+from toolkit.config.job_module import job_source, torchvision_models
+from toolkit.config.layers import dump_config, load_config
+from toolkit.config.ranks import check_batch, check_compiled, check_pipeline, mesh_of, micro_batches
+from toolkit.config.schema import (
+    DATASETS,
+    FIXED_ON_RESUME,
+    FOREIGN_JOB,
+    SAME_STATE,
+    STATELESS,
+    STRATEGIES,
+    TENSOR_STYLES,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    DistConfig,
+    JobConfig,
+    LocalSgdConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    ParameterServerConfig,
+    PipelineConfig,
+    PruningConfig,
+    RetryConfig,
+    StrategyConfig,
+    TrainConfig,
+    all_keys,
+    value_of,
+)
+from toolkit.config.step_checks import check_step
+from toolkit.config.validation import validate
+
+__all__ = [
+    "DATASETS",
+    "FIXED_ON_RESUME",
+    "FOREIGN_JOB",
+    "SAME_STATE",
+    "STATELESS",
+    "STRATEGIES",
+    "TENSOR_STYLES",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "DistConfig",
+    "JobConfig",
+    "LocalSgdConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParameterServerConfig",
+    "PipelineConfig",
+    "PruningConfig",
+    "RetryConfig",
+    "StrategyConfig",
+    "TrainConfig",
+    "all_keys",
+    "check_batch",
+    "check_compiled",
+    "check_pipeline",
+    "check_step",
+    "dump_config",
+    "job_source",
+    "load_config",
+    "mesh_of",
+    "micro_batches",
+    "torchvision_models",
+    "validate",
+    "value_of",
+]

@@ -1,0 +1,115 @@
+"""The job's own module, found and read on the login node without importing it: it imports torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from toolkit.config.schema import JobConfig
+from toolkit.config.words import one_of
+from toolkit.errors import ConfigError, nearest
+
+
+def check_job(config: JobConfig, project: Path | None) -> None:
+    """The job module must be there with a ``main``; found and parsed, not imported (it imports torch)."""
+    source = job_source(config.job, project)
+    tree = ast.parse(source.read_text(), filename=str(source))
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+        raise ConfigError(f"job: {config.job} ({source}) has no function main(config)")
+    _check_step_owner(config, tree)
+    models = _declared_models(tree)
+    if models is not None:
+        one_of("model.name", config.model.name, models)
+
+
+def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
+    """A job that makes its own step has no use for a strategy of ours, and one that asks for ours has none of its own.
+
+    Which of the two it is shows in the names that it uses; a job that uses both may be either.
+    """
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own, ours = "Custom" in used, "build_strategy" in used
+    if ours and not own and config.strategy.name == "custom":
+        raise ConfigError(
+            f"strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom (see "
+            f"jobs/custom.py), and {config.job} asks for one of the toolkit's: use ddp"
+        )
+    if own and not ours and config.strategy.name != "custom":
+        raise ConfigError(
+            f"strategy.name: {config.strategy.name} is not what {config.job} does: its step is its own (a subclass of "
+            "toolkit.strategies.Custom); set it to custom"
+        )
+
+
+def job_source(dotted: str, project: Path | None = None) -> Path:
+    """The file of the job module, looked for in ``project`` (the current folder) first, as the ranks will. Raises
+    ConfigError."""
+    project = project or Path.cwd()
+    with _as_if_started_in(project, dotted.partition(".")[0]):
+        try:
+            spec = importlib.util.find_spec(dotted)
+        except (ImportError, ValueError):
+            spec = None
+    if spec is None or spec.origin is None:
+        file = Path(dotted.replace(".", "/") + ".py")
+        if (
+            project / file
+        ).is_file():  # a package of the same name elsewhere on the path wins over a folder without __init__.py
+            raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
+        found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
+        there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
+        raise ConfigError(f"job: no module {dotted!r}; {nearest(dotted, found)}{there}")
+    return Path(spec.origin)
+
+
+@contextmanager
+def _as_if_started_in(folder: Path, package: str) -> Iterator[None]:
+    """``folder`` first on the path, and ``package`` not imported yet: it may be another project's ``jobs``."""
+    here = str(folder)
+    hidden = {name: sys.modules.pop(name) for name in _modules_of(package)}
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+        for name in _modules_of(package):
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _modules_of(package: str) -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == package]
+
+
+def _declared_models(tree: ast.Module) -> list[str] | None:
+    """The names that a job says it can build, by its literal ``MODELS = (...)``; None when it does not say.
+
+    ``"torchvision"`` among them stands for every classification model of torchvision.
+    """
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "MODELS" for t in node.targets):
+            names = _literal_names(node.value)
+            return [n for n in names if n != "torchvision"] + (torchvision_models() if "torchvision" in names else [])
+    return None
+
+
+def _literal_names(node: ast.expr) -> list[str]:
+    try:
+        return [str(name) for name in ast.literal_eval(node)]
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"job: line {node.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read without "
+            "running the job; or leave it out"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def torchvision_models() -> list[str]:
+    """The classification models of torchvision, from the list we ship: importing torchvision takes 7 s."""
+    return Path(__file__).with_name("torchvision_models.txt").read_text().split()

@@ -1,0 +1,142 @@
+"""How many ranks a strategy needs, and which global batches they can share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+
+from toolkit.config.schema import JobConfig, MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
+from toolkit.errors import ConfigError
+
+
+def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
+    """Into how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch.
+
+    Without a number in the config four for each rank, or ``least`` if that is more, as long as each has two samples (a
+    batch norm needs them); interleaved wants a multiple of the ranks.
+    """
+    if config.micro_batches is not None:
+        return config.micro_batches
+    count = max(stages, min(max(4 * stages, least), samples // 2))
+    return count - count % stages if config.schedule == "interleaved" else count
+
+
+def check_pipeline(config: StrategyConfig, ranks: int, samples: int, accumulate: int) -> None:
+    """Refuse what ``ranks`` ranks cannot do as pipelines with global batches of ``samples``. Raises ConfigError."""
+    sizes = mesh_of(config, ranks)
+    stages, replicas = sizes.stages or 1, sizes.replicas or 1
+    _check_micro_batches(config.pipeline, stages, accumulate)
+    count = micro_batches(config.pipeline, stages, samples // replicas, least=accumulate)
+    if samples < replicas * count:
+        raise ConfigError(
+            f"data.global_batch_size: {samples} samples cannot be shared by {replicas} x {stages} ranks in "
+            f"{replicas} x {count} micro-batches (pipelines x strategy.pipeline.micro_batches); use {replicas * count} "
+            "or more"
+        )
+
+
+def _check_micro_batches(config: PipelineConfig, stages: int, accumulate: int) -> None:
+    count, interleaved = config.micro_batches, config.schedule == "interleaved"
+    parts = stages * (config.stages_per_rank if interleaved and stages > 1 else 1)
+    if config.split and len(config.split) != parts - 1:
+        raise ConfigError(
+            f"strategy.pipeline.split: {len(config.split)} layers begin a stage, and {parts} stages need {parts - 1} "
+            "of them (the first stage begins with the model); name so many, or none"
+        )
+    if count is None:
+        return
+    if count < stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: {count} do not fill a pipeline of {stages} ranks; use {stages} or more, "
+            "best several times as many"
+        )
+    if interleaved and count % stages:
+        raise ConfigError(
+            f"strategy.pipeline.micro_batches: interleaved goes through the {stages} ranks of a pipeline in rounds of "
+            f"as many micro-batches, and {count} is no multiple of {stages}"
+        )
+    if accumulate > count:
+        raise ConfigError(
+            f"train.accumulate: {accumulate} parts are more than strategy.pipeline.micro_batches: {count}, and in a "
+            "pipeline both are the same; set one of them"
+        )
+
+
+def check_batch(config: JobConfig, ranks: int) -> None:
+    """Refuse a global batch that ``ranks`` ranks cannot share. Raises ConfigError."""
+    if config.strategy.name == "pipeline":
+        check_pipeline(config.strategy, ranks, config.data.global_batch_size, config.train.accumulate)
+        return
+    size = config.data.global_batch_size
+    together = mesh_of(config.strategy, ranks).tensor or 1
+    ranks = (ranks - _servers(config, ranks)) // together
+    who = "ranks" if together == 1 else f"groups of {together} ranks"
+    if size < ranks:
+        raise ConfigError(
+            f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
+            "or fewer ranks (cluster.nodes x cluster.tasks_per_node)"
+        )
+    if config.train.accumulate > size // ranks:
+        raise ConfigError(
+            f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
+            f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
+        )
+
+
+def _servers(config: JobConfig, ranks: int) -> int:
+    """How many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
+    if config.strategy.name != "parameter_server":
+        return 0
+    servers = config.strategy.parameter_server.servers
+    if servers >= ranks:
+        raise ConfigError(
+            f"strategy.parameter_server.servers: {servers} of {ranks} ranks leave no worker; use fewer, "
+            "or more ranks (cluster.nodes x cluster.tasks_per_node)"
+        )
+    return servers
+
+
+#: The dimensions that the mesh of a strategy may have; the first one that is null takes the ranks that are left.
+_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
+    "ddp": ("replicas",),
+    "fsdp": ("shards", "replicas"),
+    "zero": ("shards", "replicas"),
+    "tensor": ("tensor", "replicas", "shards"),
+    "pipeline": ("stages", "replicas"),
+}
+
+
+def check_compiled(strategy: StrategyConfig, train: TrainConfig, ranks: int) -> None:
+    """Refuse what torch.compile makes wrong in silence: layers that are cut and sharded as well. Raises ConfigError."""
+    sizes = mesh_of(strategy, ranks)
+    if train.compile and strategy.name == "tensor" and (sizes.shards or 1) > 1:
+        raise ConfigError(
+            f"train.compile: compiled layers that are cut (strategy.name tensor) and sharded as well "
+            f"(strategy.mesh.shards {sizes.shards}) train to other weights than plain ones, with torch 2.15; set it to "
+            "false, or use replicas instead of shards"
+        )
+
+
+def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
+    """``strategy.mesh`` for so many ranks, every dimension a number. Raises ConfigError where they do not match."""
+    dimensions = _DIMENSIONS.get(strategy.name, ("replicas",))
+    given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
+    for name, size in given.items():
+        if name not in dimensions and size != 1:
+            other = ", ".join(key for key, known in _DIMENSIONS.items() if name in known) or "none"
+            raise ConfigError(
+                f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
+                f"a strategy that has it: {other}"
+            )
+    product = math.prod(given.values())
+    free = [name for name in dimensions if name not in given]
+    if ranks % product or (product != ranks and not free):
+        shown = " x ".join(f"{size} {name}" for name, size in given.items())
+        raise ConfigError(
+            f"strategy.mesh: {shown} = {product}, and there are {ranks} ranks: "
+            + (f"{product} must divide their number" if free else "the product must be their number")
+            + " (cluster.nodes x cluster.tasks_per_node); null stands for what is left"
+        )
+    sizes = dict.fromkeys((f.name for f in fields(MeshConfig)), 1) | given
+    return MeshConfig(**(sizes | dict.fromkeys(free[:1], ranks // product)))

@@ -1,0 +1,275 @@
+"""The keys of a config, their defaults, and the words that they may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
+BACKENDS = ("auto", "nccl", "gloo", "mpi")
+STRATEGIES = (
+    *("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto"),
+    "custom",
+)
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
+SERVER_MODES = ("sync", "async", "bounded")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+OUTER_STEPS = ("average", "diloco")
+#: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/layouts/plan.py.
+TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("constant", "linear", "cosine")
+PRECISIONS = ("fp32", "bf16", "fp16")
+BAD_SAMPLES = ("fail", "skip")
+SHARES = ("even", "auto")
+SPLITS = ("global", "blocks", "hash")
+#: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
+OWN_TIME = ("ddp",)
+#: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
+FOREIGN_JOB = "toolkit.launch.foreign"
+
+#: What a resume may not change: the data order and the shape of the state follow from these.
+FIXED_ON_RESUME = (
+    "job",
+    "strategy.name",
+    "strategy.compression",
+    "strategy.compression_average",
+    "data.name",
+    "data.global_batch_size",
+    "data.split",
+    "model.name",
+    "optim.name",
+    "train.seed",
+)
+#: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean): a run of one
+#: may be continued by another, to rounding.
+SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
+#: Those that do all that train: asks for between gradients and weights.
+WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
+#: Those of which a rank holds a part of each weight, or of many.
+SHARDED = ("fsdp", "zero", "tensor")
+#: And kinds of compression that keep nothing from one step to the next.
+STATELESS = ("none", "fp16", "bf16")
+
+
+@dataclass
+class ClusterConfig:
+    """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None
+    mem_gb: float | None = None
+    time_min: int = 30
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    spare_nodes: int = 0
+    signal_delay_s: int = 120
+    preflight: bool = True
+    setup: list[str] = field(default_factory=list)
+    container: str | None = None  #: an image in which the ranks run, see cluster/container.py
+    container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RetryConfig:
+    """How often the supervisor starts again what failed."""
+
+    max_failures: int = 4
+    max_requeues: int = 100
+    no_progress_attempts: int = 2
+    allow_fewer_nodes: bool = False
+
+
+@dataclass
+class DistConfig:
+    """The process group."""
+
+    backend: str = "auto"
+    timeout_s: int = 600
+
+
+@dataclass
+class MeshConfig:
+    """How many ways each kind of parallelism goes; their product is the number of ranks. ``null``: what is left."""
+
+    replicas: int | None = None  #: copies of the model, each with samples of its own
+    shards: int | None = None  #: parts of each weight that the ranks of a copy keep: fsdp's
+    tensor: int | None = None  #: ranks that compute a layer together
+    stages: int | None = None  #: parts of the model that follow each other: a pipeline's
+
+
+@dataclass
+class ParameterServerConfig:
+    """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
+
+    servers: int = 1
+    mode: str = "sync"  #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
+    staleness: int = 4  #: with bounded: so many shares a worker may be ahead of the slowest
+
+
+@dataclass
+class PipelineConfig:
+    """How micro-batches go through the stages of a pipeline."""
+
+    schedule: str = "1f1b"  #: gpipe keeps the activations of all micro-batches; interleaved idles less and sends more
+    micro_batches: int | None = None  #: parts of a pipeline's samples; null: four for each rank of it, if so many fit
+    split: list[str] = field(default_factory=list)  #: the layer that each stage but the first begins with; empty: even
+    stages_per_rank: int = 2  #: with interleaved
+
+
+@dataclass
+class LocalSgdConfig:
+    """How often the ranks of ``strategy.name: local_sgd`` meet, and what they make of their weights then."""
+
+    round_steps: int = 8  #: steps that each rank makes by itself
+    after_steps: int = 0  #: steps of ordinary ddp before the first round
+    outer: str = "average"  #: the mean of the weights; diloco: a step of an outer SGD towards it
+    outer_lr: float = 0.7  #: of diloco
+    outer_momentum: float = 0.9
+
+
+@dataclass
+class StrategyConfig:
+    """How the ranks share the work."""
+
+    name: str = "ddp"  #: see docs/strategies.md
+    compression: str = "none"  #: of ddp's gradients, for slow links
+    compression_ratio: float = 0.01  #: topk: the part of the values that is sent
+    compression_rank: int = 4  #: powersgd
+    #: topk, powersgd, int8: decay of a moving average of each rank's gradients, which is sent in their place
+    compression_average: float | None = None
+    compression_layers: dict[str, Any] = field(default_factory=dict)  #: pattern of parameters: ratio, rank or none
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    activation_checkpointing: bool = False  #: compute a block's activations again in the backward pass, to save memory
+    cpu_offload: bool = False  #: fsdp: weights, gradients and optimizer state in host memory, the update on the CPU
+    tensor_plan: dict[str, str] = field(default_factory=dict)  #: layer: how it is cut; empty: the model's own plan
+    sequence_parallel: bool = False  #: tensor: between the layers that are cut a rank has a part of each sequence
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
+
+
+@dataclass
+class DataConfig:
+    """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
+
+    name: str = "digits"
+    root: str | None = None
+    global_batch_size: int = 64
+    workers: int = 0
+    augment: bool = False
+    image_size: int | None = None
+    bad_samples: str = "fail"  #: skip: a training sample that cannot be loaded is replaced by another one, and listed
+    max_bad_samples: int = 100  #: with skip; more of them in the whole run end it
+    share: str = "even"  #: auto: slower ranks get fewer samples of each global batch
+    split: str = "global"  #: blocks or hash: each rank reads the same part of the data set for the whole run
+
+
+@dataclass
+class ModelConfig:
+    """What to train. ``init_from``: where a new run's weights come from, see origin.py."""
+
+    name: str = "mlp"
+    init_from: str | None = None
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate as a function of the step."""
+
+    name: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+
+
+@dataclass
+class PruningConfig:
+    """Weights that are set to 0 for good: the smallest ones, more and more of them, see docs/steps.md."""
+
+    amount: float = 0.0  #: the part of the weights that is 0 in the end, from 0 (nothing is pruned) to below 1
+    structured: bool = False  #: whole outputs of a layer, by their norm, instead of single weights
+    start_step: int = 0
+    end_step: int | None = None  #: when ``amount`` is reached
+    every_steps: int = 100
+
+
+@dataclass
+class TrainConfig:
+    """How long, how precisely and how talkatively to train."""
+
+    epochs: int = 10
+    max_steps: int | None = None
+    seed: int = 0
+    precision: str = "fp32"
+    accumulate: int = 1
+    compile: bool = False
+    deterministic: bool = False
+    log_every: int = 20
+    eval_every: int | str = "epoch"
+    clip_norm: float | None = None  #: the largest norm of a step's gradient, over all parameters
+    skip_bad_steps: bool = False  #: leave out a step whose gradient is not finite, and list its samples
+    spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average
+    rollback_after: int | None = None  #: after so many left out in a row, back to the last checkpoint's weights
+    ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
+    channels_last: bool = False  #: lay out images and convolutions with the channels last
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and how many checkpoints to keep."""
+
+    every_steps: int | str | None = 200  #: auto: as often as pays, by time; null: by time only, see every_min
+    every_min: float | None = None  #: as well: when so many minutes have passed since the last save
+    keep: int = 2  #: so many of the newest
+    keep_every: int | None = None  #: and each whose step this number divides
+    keep_best: str | None = None  #: and the best by this metric: eval/accuracy, or -eval/loss where less is better
+    copy_to: str | None = None  #: a second folder for them, on another disk
+    background: bool = True  #: write while the training goes on; takes host memory for a copy of what a rank writes
+
+
+@dataclass
+class JobConfig:
+    """A whole job; each component is handed its own section, never this."""
+
+    name: str = "run"
+    job: str = "jobs.classify"
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    notify: list[str] = field(default_factory=list)  #: a command that is called at the run's end, see launch/notify.py
+
+
+def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
+    """Every dotted key that a config can hold."""
+    keys: list[str] = []
+    for f in fields(schema):
+        if is_dataclass(f.default_factory):
+            keys += all_keys(f.default_factory, f"{prefix}{f.name}.")
+        else:
+            keys.append(f"{prefix}{f.name}")
+    return keys
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config

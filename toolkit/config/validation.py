@@ -1,0 +1,251 @@
+"""Every check of a config that can be made before anything is queued."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from toolkit import origin, rundir
+from toolkit.cluster import container
+from toolkit.config.job_module import check_job
+from toolkit.config.ranks import check_batch, check_compiled
+from toolkit.config.request import check_cluster
+from toolkit.config.schema import (
+    BACKENDS,
+    BAD_SAMPLES,
+    COMPRESSIONS,
+    DATASETS,
+    FOREIGN_JOB,
+    OPTIMIZERS,
+    OUTER_STEPS,
+    OWN_TIME,
+    PIPELINE_SCHEDULES,
+    PRECISIONS,
+    SCHEDULES,
+    SERVER_MODES,
+    SHARDED,
+    SHARES,
+    SPLITS,
+    STRATEGIES,
+    TENSOR_STYLES,
+    JobConfig,
+    MeshConfig,
+    StrategyConfig,
+    value_of,
+)
+from toolkit.config.step_checks import check_compression, check_step
+from toolkit.config.words import at_least, one_of
+from toolkit.errors import ConfigError
+
+
+def validate(
+    config: JobConfig, *, ranks: int | None = None, login_node: bool = True, project: Path | None = None
+) -> None:
+    """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
+
+    ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
+    leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
+    holds the job, the current one if None.
+    """
+    _check_values(config)
+    check_cluster(config)
+    if config.job == FOREIGN_JOB:  # the rest is the script's own business
+        return
+    check_job(config, project)
+    if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
+        raise ConfigError(
+            "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
+            "cluster.tasks_per_node to 1"
+        )
+    goes_on = rundir.RUN_DIR_VARIABLE in os.environ  # then the first weights may be gone
+    if config.model.init_from is not None and not goes_on:
+        origin.find(config.model.init_from)
+    ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
+    check_batch(config, ranks)
+    check_compiled(config.strategy, config.train, ranks)
+    if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
+        raise ConfigError(
+            "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
+            "or dist.backend to auto or gloo"
+        )
+    if login_node and config.cluster.container is not None:
+        container.refuse_missing(config.cluster.container)
+    from toolkit.data.catalog import check_datasets
+
+    check_datasets(config.data)
+
+
+def _check_values(config: JobConfig) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
+        raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
+    for key, words in _WORDS.items():
+        one_of(key, value_of(config, key), words)
+    for key, least in _LEAST.items():
+        at_least(key, value_of(config, key), least)
+    _check_strategy(config.strategy)
+    _check_local_sgd(config)
+    _check_custom(config)
+    if config.checkpoint.keep < 2:
+        raise ConfigError(
+            f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
+            "is left to resume from; use 2 or more"
+        )
+    if (config.notify and not config.notify[0]) or any("\0" in word for word in config.notify):
+        raise ConfigError(
+            f"notify: {config.notify!r} is no command: a list of a program and its arguments, such as "
+            "[mail, -s, done, me@example.org]"
+        )
+    if config.checkpoint.keep_best is not None and not re.fullmatch(r"-?[^\s-].*", config.checkpoint.keep_best):
+        raise ConfigError(
+            f"checkpoint.keep_best: {config.checkpoint.keep_best!r} is no metric: give its name as in TensorBoard, "
+            "such as eval/accuracy, with a minus before it (-eval/loss) if less is better"
+        )
+    copy_to = config.checkpoint.copy_to
+    if copy_to is not None and not Path(copy_to).expanduser().is_absolute():
+        raise ConfigError(
+            f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
+        )
+    _check_parts(config)
+    check_step(config.train, config.strategy)
+    if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
+        raise ConfigError(
+            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {config.strategy.name} cuts; "
+            "use optim.name adam or adamw, or strategy.name ddp"
+        )
+    _check_every("train.eval_every", config.train.eval_every, "epoch")
+    if config.checkpoint.every_steps is not None:
+        _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
+    check_compression(config)
+
+
+def _check_strategy(strategy: StrategyConfig) -> None:
+    """Keys that concern some strategies only are refused for the others, never silently ignored."""
+    if strategy.cpu_offload and strategy.name != "fsdp":
+        raise ConfigError(
+            f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
+            f"{strategy.name}; use fsdp, or set it to false"
+        )
+    if strategy.name == "auto" and strategy.mesh != MeshConfig():
+        raise ConfigError("strategy.mesh: auto lays out the ranks itself; leave the mesh at null, or name a strategy")
+    for key in ("tensor_plan", "sequence_parallel"):
+        if getattr(strategy, key) and strategy.name != "tensor":
+            raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
+    for pattern, style in strategy.tensor_plan.items():
+        one_of(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
+
+
+def _check_local_sgd(config: JobConfig) -> None:
+    local, every = config.strategy.local_sgd, config.checkpoint.every_steps
+    if local.outer_momentum >= 1:
+        raise ConfigError(
+            f"strategy.local_sgd.outer_momentum: {local.outer_momentum} never forgets anything; use less than 1"
+        )
+    is_between = not isinstance(every, int) or every % local.round_steps != 0 or config.checkpoint.every_min is not None
+    if config.strategy.name == "local_sgd" and config.retry.allow_fewer_nodes and is_between:
+        raise ConfigError(
+            "retry.allow_fewer_nodes: with local_sgd fewer ranks go on from the end of a round only, and checkpoints "
+            f"would be made inside of rounds, too; set checkpoint.every_steps to a multiple of {local.round_steps} "
+            "(strategy.local_sgd.round_steps) and checkpoint.every_min to null"
+        )
+
+
+def _check_custom(config: JobConfig) -> None:
+    """The job's own step takes no notice of these."""
+    if config.strategy.name != "custom":
+        return
+    defaults = JobConfig()
+    for key in ("strategy.activation_checkpointing", "train.accumulate", "train.compile", "train.precision"):
+        if value_of(config, key) != value_of(defaults, key):
+            raise ConfigError(
+                f"{key}: the step of {config.job} is its own (strategy.name: custom), and it would have to do this "
+                f"itself; leave it at {value_of(defaults, key)!r}"
+            )
+
+
+_WORDS: Mapping[str, Collection[str]] = {
+    "strategy.name": STRATEGIES,
+    "strategy.compression": COMPRESSIONS,
+    "strategy.parameter_server.mode": SERVER_MODES,
+    "dist.backend": BACKENDS,
+    "data.name": DATASETS,
+    "data.bad_samples": BAD_SAMPLES,
+    "data.share": SHARES,
+    "data.split": SPLITS,
+    "optim.name": OPTIMIZERS,
+    "optim.schedule": SCHEDULES,
+    "train.precision": PRECISIONS,
+    "strategy.pipeline.schedule": PIPELINE_SCHEDULES,
+    "strategy.local_sgd.outer": OUTER_STEPS,
+}
+_LEAST: Mapping[str, float] = {
+    "cluster.nodes": 1,
+    "cluster.tasks_per_node": 1,
+    "cluster.cpus_per_task": 1,
+    "cluster.gpus_per_node": 0,
+    "cluster.spare_nodes": 0,
+    "cluster.mem_gb": 0.001,
+    "cluster.time_min": 1,
+    "cluster.signal_delay_s": 0,
+    "retry.max_failures": 0,
+    "retry.max_requeues": 0,
+    "dist.timeout_s": 1,
+    "strategy.compression_rank": 1,
+    "strategy.mesh.replicas": 1,
+    "strategy.mesh.shards": 1,
+    "strategy.mesh.tensor": 1,
+    "strategy.mesh.stages": 1,
+    "strategy.parameter_server.servers": 1,
+    "strategy.parameter_server.staleness": 0,
+    "strategy.pipeline.micro_batches": 1,
+    "strategy.pipeline.stages_per_rank": 2,
+    "strategy.local_sgd.round_steps": 1,
+    "strategy.local_sgd.after_steps": 0,
+    "strategy.local_sgd.outer_lr": 0,
+    "strategy.local_sgd.outer_momentum": 0,
+    "data.global_batch_size": 1,
+    "data.workers": 0,
+    "data.image_size": 1,
+    "data.max_bad_samples": 0,
+    "optim.lr": 0,
+    "optim.momentum": 0,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "train.accumulate": 1,
+    "train.log_every": 1,
+    "train.clip_norm": 1e-12,
+    "train.spike_factor": 1.01,
+    "train.rollback_after": 1,
+    "train.pruning.start_step": 0,
+    "train.pruning.end_step": 1,
+    "train.pruning.every_steps": 1,
+    "checkpoint.every_min": 0.01,
+    "checkpoint.keep_every": 1,
+}
+
+
+def _check_parts(config: JobConfig) -> None:
+    """Who may be given which samples: what goes with shares that move, and with parts that never do."""
+    data, name = config.data, config.strategy.name
+    if data.share == "auto" and name not in OWN_TIME:
+        raise ConfigError(
+            f"data.share: auto needs each rank's own time of a step, and shares of any size; with strategy.name {name} "
+            f"ranks wait for each other all through a step, or shapes are fixed: use {', '.join(OWN_TIME)}, or even"
+        )
+    if data.split == "global":
+        return
+    for key, value, why in (
+        ("data.share", data.share == "auto", "auto would change how far each rank is in its part; use even"),
+        ("data.bad_samples", data.bad_samples == "skip", "skip takes another sample, of any part; use fail"),
+        ("retry.allow_fewer_nodes", config.retry.allow_fewer_nodes, "fewer ranks would have other parts; use false"),
+    ):
+        if value:
+            raise ConfigError(f"{key}: does not go with data.split: {data.split}: {why}, or data.split: global")
+
+
+def _check_every(key: str, value: int | str, word: str) -> None:
+    if value != word and not (isinstance(value, int) and value >= 1):
+        raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more) or {word!r}")

@@ -1,0 +1,216 @@
+"""Servers: keep a part of the parameters each, and make of the gradients that come new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.config import ParameterServerConfig, TrainConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session
+from toolkit.strategies.parameter_server.cuts import Flat
+from toolkit.strategies.parameter_server.mail import Kind, Message
+from toolkit.strategies.parameter_server.side import Side
+from toolkit.strategies.parameter_server.ticket import Push
+from toolkit.strategies.protocol import Again, Criterion, Measure, StepOutput, Sums
+
+
+class Server(Side):
+    """Keeps a part of the parameters and of the optimizer's state."""
+
+    share = Share(0, 0)
+
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
+        super().__init__(session, config, train)
+        self._serving = False  #: in a step; who dies between two is missed when the next one begins
+        self._asked: dict[int, int] = {}  #: the worker that computes a share in place of a dead one
+
+    def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
+        assert self._server is not None
+        self._model = self._part
+        self._parameters = [p for p, _ in self._exchanged(self._part, self._server)]
+        self._place = Flat(self._parameters)
+        self._packed: Tensor | None = None
+        self._is_packed = False  #: whether that is the newest weights
+        self._version = 0  #: updates done
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        """Returns when a ticket of each share has come for this step; rank 0's loss is that of all."""
+        self._settled, self._serving = False, True
+        self._asked.clear()
+        self._reissue()
+        loss = self._serve(lr)
+        self._serving = False
+        self._n += 1
+        return StepOutput(torch.tensor(loss if self._rank == 0 else 0.0, dtype=torch.float64, device=self._device))
+
+    def _serve(self, lr: float) -> float:
+        raise AssertionError("each mode does it in its own way")
+
+    def _is_missing(self, share: int) -> bool:
+        """Whether the ticket of ``share`` in this step has not come."""
+        raise AssertionError("each mode knows in its own way")
+
+    def _mourn(self, rank: int) -> None:
+        super()._mourn(rank)
+        if self._serving:
+            self._reissue()
+
+    def _reissue(self) -> None:
+        """Have the tickets of this step that dead workers owe computed by others: in turn, and by the same for all
+        servers unless they have heard of different deaths, so that it is computed once."""
+        living = self._living
+        for share in range(self._count):
+            holder = self._asked.get(share, self._workers[share])
+            if holder in self._gone and self._is_missing(share):
+                self._asked[share] = living[(self._n + share) % len(living)]
+                self._mail.send(self._asked[share], Kind.REISSUE, (self._n, share))
+
+    def _apply(self, gradients: Sequence[Tensor], lr: float) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient.to(self._device)
+        for parameter in self._part.parameters():  # of no rows here; the optimizer counts their steps all the same
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._update.apply(lr)
+        self._version += 1
+        self._is_packed = False
+
+    def _send_weights(self, worker: int) -> None:
+        if not self._is_packed:
+            self._packed = self._place.pack([p.detach() for p in self._parameters], self._packed)
+            self._is_packed = True
+        self._mail.send(worker, Kind.WEIGHTS, (self._version,), self._packed)
+
+    def _refresh(self) -> None:
+        self._is_packed = False  # a checkpoint may have been read into them
+        for worker in self._living:
+            self._send_weights(worker)
+
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        """Nothing is evaluated here."""
+        return Sums({}, 0)
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        return self._update.figures()
+
+    def live(self) -> dict[str, Tensor]:
+        return super().live() | self._update.live()
+
+
+class SyncServer(Server):
+    """One update a step, of all shares."""
+
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
+        super().__init__(session, config, train)
+        self._arrived: dict[int, Message] = {}
+        self._folded = 0  #: so many shares of this step are in the sum
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.PUSH:
+            pushed = Push.of(message)
+            assert pushed.step == self._n, "a ticket comes in its step"
+            assert self._is_missing(pushed.share), "and once"
+            self._arrived[pushed.share] = message
+        else:
+            super()._take(message)
+
+    def _is_missing(self, share: int) -> bool:
+        return share >= self._folded and share not in self._arrived
+
+    def _serve(self, lr: float) -> float:
+        """In the order of the shares, whichever comes first: else the sum would have other last bits each time."""
+        gradients: list[Tensor] = []
+        loss = weight = 0.0
+        for share in range(self._count):
+            while share not in self._arrived:
+                self._take(self._mail.receive())
+            message = self._arrived.pop(share)
+            self._folded = share + 1
+            pushed, part = Push.of(message), self._place.views(message.payload)
+            if gradients:
+                torch._foreach_add_(gradients, part)
+            gradients = gradients or part
+            loss, weight = loss + pushed.loss, weight + pushed.weight
+        factor = _scale(gradients, pushed.assumed / max(weight, 1e-30))
+        self._apply(gradients, lr)
+        self._folded = 0
+        self._refresh()
+        return loss * factor
+
+
+def _scale(gradients: list[Tensor], factor: float) -> float:
+    """In place, and nothing where it changes nothing."""
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    return factor
+
+
+class AsyncServer(Server):
+    """An update for each ticket."""
+
+    def __init__(
+        self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, ahead: int | None
+    ) -> None:
+        super().__init__(session, config, train)
+        self._ahead = ahead
+        self._done = [0] * self._count  #: tickets of each share
+        self._held: set[int] = set()  #: shares whose workers wait for weights
+        self._lr = 0.0
+        self._loss = 0.0
+        self._stale: list[int] = []
+
+    def begin(self, step: int, again: Again) -> None:
+        super().begin(step, again)
+        self._done = [step] * self._count
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.PUSH:
+            self._push(message)
+        else:
+            super()._take(message)
+
+    def _is_missing(self, share: int) -> bool:
+        return self._done[share] <= self._n
+
+    def _serve(self, lr: float) -> float:
+        """Tickets of later steps, by faster workers, are applied as well, with this step's rate."""
+        self._lr = lr
+        while min(self._done) <= self._n:
+            self._take(self._mail.receive())
+        loss, self._loss = self._loss, 0.0
+        return loss
+
+    def _push(self, message: Message) -> None:
+        pushed, gradients = Push.of(message), self._place.views(message.payload)
+        factor = _scale(gradients, pushed.assumed / max(pushed.weight, 1e-30))
+        self._stale.append(self._version - pushed.version)
+        self._apply(gradients, self._lr * pushed.part)
+        self._loss += pushed.loss * factor * pushed.part
+        assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"
+        self._done[pushed.share] += 1
+        if message.sender == self._workers[pushed.share]:
+            self._held.add(pushed.share)
+        self._release()
+
+    def _release(self) -> None:
+        """Give new weights to those who are not too far ahead."""
+        slowest = min(self._done)
+        for share in sorted(self._held):
+            if self._ahead is None or self._done[share] - slowest <= self._ahead:
+                self._held.discard(share)
+                self._send_weights(self._workers[share])
+
+    def figures(self) -> Mapping[str, float | Tensor]:
+        """How many updates lay between the weights that a ticket was computed with and those that it changed."""
+        if not self._stale:
+            return super().figures()
+        stale, self._stale = torch.tensor(self._stale), []
+        return {
+            **super().figures(),
+            "staleness/mean": stale.double().mean().item(),
+            "staleness/max": float(stale.max()),
+            "staleness/tickets": stale,
+        }

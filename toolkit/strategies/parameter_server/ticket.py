@@ -1,0 +1,37 @@
+"""A ticket as it is pushed: its numbers, beside the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TypeAlias
+
+from toolkit.strategies.parameter_server.mail import Message
+
+#: Loss, weight, samples, samples of the global batch: see Push.
+Told: TypeAlias = tuple[float, float, int, int]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a worker says of a ticket beside its gradient, which is that of ``loss``."""
+
+    step: int
+    share: int
+    version: int  #: of the weights that it was computed with
+    loss: float  #: the sum over its samples, divided by ``assumed``
+    weight: float  #: what that sum weighs; without weights, the number of samples
+    samples: int
+    assumed: int  #: samples of the global batch
+
+    @property
+    def part(self) -> float:
+        """Of the global batch."""
+        return self.samples / self.assumed
+
+    def numbers(self) -> tuple[float, ...]:
+        return astuple(self)
+
+    @staticmethod
+    def of(message: Message) -> Push:
+        step, share, version, loss, weight, samples, assumed = message.numbers
+        return Push(int(step), int(share), int(version), loss, weight, int(samples), int(assumed))

@@ -1,0 +1,180 @@
+"""Workers: compute the tickets, also those of the dead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.activity import PRIMING
+from toolkit.config import ParameterServerConfig, TrainConfig
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError, listing
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.layouts import autocast
+from toolkit.strategies.parameter_server.cuts import Flat
+from toolkit.strategies.parameter_server.mail import Kind, Message
+from toolkit.strategies.parameter_server.side import Side
+from toolkit.strategies.parameter_server.ticket import Push, Told
+from toolkit.strategies.protocol import Criterion, Measure, StepOutput, Sums
+from toolkit.strategies.spmd import compile_errors
+
+
+class Worker(Side):
+    """Has the whole model, of which the servers have the newest weights, and computes gradients."""
+
+    def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: bool) -> None:
+        super().__init__(session, config, train)
+        self._mine = self._rank - config.servers  #: the share of training
+        self._recompute = recompute
+        self._versions = dict.fromkeys(self._servers, 0)
+        self._again_done: dict[int, tuple[int, dict[int, Tensor], Told]] = {}  #: by share
+
+    @property
+    def share(self) -> Share:
+        """Of the living: where the training began with a loader of another one, that one stays its own."""
+        living = [rank for rank in self._workers if rank not in self.lost]
+        return Share(living.index(self._rank), len(living))
+
+    def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
+        if sample is None or sample.global_count < self._count:
+            size = "fewer samples than workers" if sample is None else f"{sample.global_count} samples"
+            raise ConfigError(
+                f"data.global_batch_size: {size} cannot be shared by {self._count} workers: some would have none; "
+                f"use {self._count} or more"
+            )
+        self._model, self._criterion = model, criterion
+        if self._recompute:
+            checkpoint_activations(model)
+        if self._train.compile:
+            model.compile()
+        self._placed = {server: self._exchanged(model, server) for server in self._servers}
+        self._places = {
+            server: Flat([rows_of(p, rows) for p, rows in placed]) for server, placed in self._placed.items()
+        }
+        self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)
+        with compile_errors(self._train.compile):
+            self._prime(sample)
+
+    def _prime(self, sample: Batch) -> None:
+        """One pass that leaves nothing behind: it compiles, and tells which parameters are not used."""
+        self._session.activity.phase = PRIMING
+        devices = [self._device] if self._device.type != "cpu" else []
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"), self._buffers_kept():
+            self._pass(sample)
+        named = self._model.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        self._model.zero_grad()
+        if unused:
+            raise ConfigError(
+                f"model: the loss does not depend on {listing(unused, 5)}; freeze such parameters "
+                "(requires_grad_(False)) or use them in forward()"
+            )
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """What a pass that is not ours counts in BatchNorm's statistics is undone."""
+        before = [buffer.clone() for buffer in self._model.buffers()]
+        yield
+        for buffer, value in zip(self._model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        """Compute the ticket, push it, and wait for the weights that its mode has us wait for."""
+        assert batch is not None, "build() made sure that every worker has a sample"
+        self._settled = False
+        told = self._pass(batch)
+        self.own_time.stop()
+        for server in self._servers:
+            self._push(server, self._mine, self._n, told, self._packed(server))
+        self._model.zero_grad()
+        self._refresh()
+        self._n += 1
+        return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
+
+    def _pass(self, batch: Batch) -> Told:
+        """Leave the gradient in ``.grad``; what else a push says of it, from the loss on."""
+        batch = batch.to(self._device)
+        parts = min(self._train.accumulate, batch.global_count // self._count)
+        losses, weights = [], []
+        for part in [batch] if parts == 1 else batch.split(parts):
+            with self._precision():
+                total, weight = self._criterion(self._model(part.inputs), part.targets)
+            loss = total / batch.global_count
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            weights.append(torch.tensor(len(part)) if weight is None else weight.detach().double())
+        return float(sum(losses)), float(sum(weights)), len(batch), batch.global_count
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return autocast(self._device, self._train.precision)
+
+    def _packed(self, server: int) -> Tensor:
+        """The gradients that concern ``server``, in memory that the next step overwrites."""
+        gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
+        packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
+        return packed
+
+    def _push(self, server: int, share: int, step: int, told: Told, payload: Tensor) -> None:
+        pushed = Push(step, share, self._versions[server], *told)
+        self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
+
+    def _refresh(self) -> None:
+        """Take new weights from every server, and only when all have come: until then a server may ask for a share of
+        the same step, which needs the old ones."""
+        come = [self._await(Kind.WEIGHTS) for _ in self._servers]
+        with torch.no_grad():
+            for message in come:
+                self._fill(message)
+                self._versions[message.sender] = int(message.numbers[0])
+
+    def _fill(self, message: Message) -> None:
+        placed = self._placed[message.sender]
+        if placed:
+            views = self._places[message.sender].views(message.payload)
+            torch._foreach_copy_([rows_of(p, rows) for p, rows in placed], views)
+
+    # ------------------------------------------------------------------------------------------- for others and for all
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.REISSUE:
+            self._stand_in(message.sender, int(message.numbers[0]), int(message.numbers[1]))
+        elif message.kind is Kind.ASK:
+            buffers = [*self._part.buffers()]
+            self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
+        else:
+            super()._take(message)
+
+    def _stand_in(self, server: int, step: int, share: int) -> None:
+        """Compute a dead worker's ticket for ``server``; once, if other servers ask for it as well."""
+        assert self._again is not None, "begin() comes before the first step"
+        if self._again_done.get(share, (-1,))[0] != step:
+            batch = self._again(step, Share(share, self._count))
+            with self._buffers_kept():
+                told = self._pass(batch)
+            payloads = {server: self._packed(server).clone() for server in self._servers}
+            self._again_done[share] = step, payloads, told
+            self._model.zero_grad()
+        _, payloads, told = self._again_done[share]
+        self._push(server, share, step, told, payloads[server])
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        self._model.eval()
+        with self._precision():
+            batch = batch.to(self._device)
+            found = Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
+        self._model.train()
+        return found
+
+
+def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """These rows of it, live; None: all of it."""
+    return tensor if rows is None else tensor[rows[0] : rows[1]]
