@@ -577,7 +577,7 @@ def main(folder: Path) -> None:
     from toolkit.dist import mpi
 
     torch.set_num_threads(1)
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group(mpi.register(), store=store, rank=rank, world_size=WORLD)
     outcomes = run_cases(json.loads((folder / "cases.json").read_text()))

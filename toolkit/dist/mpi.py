@@ -13,6 +13,7 @@ Sums of half precision are made in fp32 and rounded once. Tensors on a GPU go th
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +78,12 @@ def register() -> str:
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
+
+
+def launch_key(rank: int, size: int) -> str:
+    """A name that all ranks of this launch have and no other launch does. Every rank calls it."""
+    _open(rank, size)
+    return str(MPI.COMM_WORLD.bcast(secrets.token_hex(8)))
 
 
 def _create(options: Any, _: object) -> MpiGroup:

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,18 +30,21 @@ NONCE_KEY = "toolkit/nonce"
 RETRY_S = 0.2
 
 
-def open_store(rank: int, world_size: int, timeout: timedelta, folder: Path) -> Store:
+def open_store(
+    rank: int, world_size: int, timeout: timedelta, folder: Path, own_key: Callable[[], str] | None = None
+) -> Store:
     """The store of this launch, connected. ``folder`` is shared by the ranks and holds the rendezvous file if one is
-    needed. Raises ToolkitError when rank 0 cannot be found within ``timeout``."""
+    needed, under the name that the launcher gives this launch, or else ``own_key()``. Raises ToolkitError when rank 0
+    cannot be found within ``timeout``."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return store_of_environment(rank, world_size, timeout)
     if world_size == 1:
         return TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout, wait_for_workers=False)
-    key = os.environ.get(LAUNCH_KEY_VARIABLE)
+    key = os.environ.get(LAUNCH_KEY_VARIABLE) or (own_key() if own_key is not None else None)
     if key is None:
         raise ToolkitError(
             f"rank {rank} of {world_size}: nothing says where rank 0 is; start with `toolkit submit`, `toolkit run` "
-            "under srun, torchrun or mpirun, or set MASTER_ADDR and MASTER_PORT"
+            "under srun, torchrun or Open MPI's mpirun, set MASTER_ADDR and MASTER_PORT, or use dist.backend: mpi"
         )
     path = fsio.make_dir(folder) / f"{key}.json"
     if rank == 0:

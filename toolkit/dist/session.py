@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,10 +108,12 @@ def open_session(config: DistConfig) -> Iterator[Session]:
     backend = choose_backend(config.backend)
     device = choose_device(backend, local_rank)
     with ExitStack() as stack:
+        key: Callable[[], str] | None = None
         if config.backend == "mpi" and backend != "mpi":
             stack.push(_mpi().finalize)
+            key = partial(_mpi().launch_key, rank, world_size)
         folder = rundir.runs_root() / ".rendezvous"
-        store = rendezvous.open_store(rank, world_size, timeout, folder)
+        store = rendezvous.open_store(rank, world_size, timeout, folder, key)
         dist.init_process_group(
             backend,
             store=store,

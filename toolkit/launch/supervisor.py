@@ -38,7 +38,7 @@ from toolkit.errors import (
     EXIT_STOPPED,
     ToolkitError,
 )
-from toolkit.launch import ending, hang, intent, patience
+from toolkit.launch import ending, hang, intent, patience, pmi
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback
@@ -694,7 +694,7 @@ def _build(run: RunDir, where: str) -> Supervisor:
         rundir.remember_job(run, allocation.job_key)
     slurm = Slurm()
     container = _container(run, config, allocation)
-    launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), _mpi_plugin(config, slurm))
+    launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), pmi.plugin(config, slurm))
     return Supervisor(run, config, allocation, launcher, slurm, container)
 
 
@@ -708,14 +708,6 @@ def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Contai
     gpus = allocation.gpus_per_node > 0
     image = parse_image(config.cluster.container)
     return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
-
-
-def _mpi_plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
-    """Ranks over MPI find each other through srun, which by default helps with nothing: each would be alone."""
-    if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
-        return None
-    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
-    return "pmix" if settings.mpi_default == "none" else None
 
 
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
