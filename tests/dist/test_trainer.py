@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
@@ -301,3 +303,21 @@ def refused(session: Session, run_dir: Path) -> str:
 def test_a_resume_as_another_run_is_refused_with_each_key_and_both_values(undisturbed: Any) -> None:
     (message,) = run_ranks(1, refused, undisturbed[0])
     assert "model.name was 'mlp' and is now 'lenet'; train.seed was 0 and is now 8. Set them back" in message
+
+
+def wait_in_vain(session: Session, run_dir: Path) -> list[str]:
+    """What rank 0 is told that waits for rank 1 in a group with the session's limit, and in one with its own."""
+    ours, own = (dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in (2, 3))
+    train(replace(session, timeout=timedelta(seconds=2)), run_dir, replace(CONFIG, max_steps=1))
+    said = []
+    for group in (ours, own) if session.rank == 0 else ():
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.zeros(1), group=group)
+        said.append(str(caught.value))
+    return said
+
+
+def test_once_a_step_is_made_ranks_wait_less_long_for_each_other(tmp_path: Path) -> None:
+    ours, own = run_ranks(2, wait_in_vain, tmp_path)[0]
+    assert "1400ms" in ours
+    assert "3000ms" in own

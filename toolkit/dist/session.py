@@ -19,7 +19,7 @@ import torch.distributed as dist
 from toolkit import logs, rundir, signals
 from toolkit.activity import Activity
 from toolkit.config import DistConfig
-from toolkit.dist import rendezvous
+from toolkit.dist import rendezvous, timeouts
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
 from toolkit.dist.stop import STOP, Gate, Hang
 from toolkit.dist.stop_store import connector
@@ -46,6 +46,8 @@ class Session:
     store: dist.Store
     reporter: Reporter
     gate: Gate
+    #: The process group's, until the first step has been made.
+    timeout: timedelta = timedelta(minutes=10)
     #: What this rank is doing, for the supervisor: a run in which no rank's changes for long is ended as a hang.
     activity: Activity = field(default_factory=Activity)
     #: Ranks that have died and that the attempt goes on without; none but under a strategy that can.
@@ -55,6 +57,10 @@ class Session:
     def is_main(self) -> bool:
         """Rank 0."""
         return self.rank == 0
+
+    def step_made(self) -> None:
+        """The first step of this attempt is done: from now on no rank has reason to keep others waiting for long."""
+        timeouts.tighten(self.timeout)
 
     def progress(self, **fields: Any) -> None:
         """Say where this rank is (phase, step, loss, ...); cheap, and never blocks on I/O."""
@@ -130,7 +136,8 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         gate = stack.enter_context(_open_gate(store, rank, world_size))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        yield Session(rank, world_size, local_rank, device, run.path, attempt, store, reporter, gate, activity)
+        place = rank, world_size, local_rank, device, run.path, attempt
+        yield Session(*place, store, reporter, gate, timeout, activity)
 
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))

@@ -231,6 +231,8 @@ class Trainer:
     def _step_done(self, output: StepOutput) -> None:
         self._skipped.note(self._step, output.skipped)
         self._step += 1
+        if self._doing.step is None:
+            self._session.step_made()
         self._doing.step = self._step
         self._loss.add(output.counted_loss())
         self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
