@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# Two tests at a time, each with a Slurm of its own: most of a story is waiting. More would wait for the CPU.
-TWICE := -n 2 --dist worksteal
+# Three tests at a time, each with a Slurm of its own, on two CPUs: most of a story is waiting.
+ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check box bench soak soak-local lock clean
@@ -34,7 +34,7 @@ train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm 
 	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
 
 test: .venv/ready-dev  ## every suite, with a real Slurm in a box where that can be had
-	$(PYTEST) $(TWICE) -m "not soak"
+	$(PYTEST) $(ABREAST) -m "not soak"
 
 check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
@@ -60,9 +60,9 @@ STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
 soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours. A part: soak-24.11-strict STORIES=tests/slurm/test_stop.py
 soak-local: .venv/ready-dev
-	$(PYTEST) $(TWICE) -m "soak and not slurm"
+	$(PYTEST) $(ABREAST) -m "soak and not slurm"
 soak-%: .venv/ready-dev
-	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) $(TWICE) -m slurm $(STORIES)
+	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) $(ABREAST) -m slurm $(STORIES)
 
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock

@@ -1,4 +1,4 @@
-"""What `toolkit evaluate` finds on one process is what the ranks of a real run found."""
+"""What `toolkit evaluate` finds on one process is what the ranks of a real run found; a program needs only torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from jobs.models import lenet
 from toolkit import rundir
+from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 
@@ -18,19 +23,48 @@ ROOT = Path(__file__).parents[2]
 TOOLKIT = [sys.executable, "-m", "toolkit"]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 3), ("fsdp", 4)])
-def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ranks: int, tmp_path: Path) -> None:
-    env = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+ALONE = """
+import json, sys, torch
+program, inputs, outputs = sys.argv[1:]
+torch.save(torch.export.load(program).module()(torch.load(inputs)), outputs)
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] in ("toolkit", "jobs", "omegaconf")]))
+"""
+
+
+def trained(runs: Path, strategy: str, ranks: int) -> RunDir:
+    env = {**os.environ, "TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
     settings = [f"strategy.name={strategy}", f"cluster.tasks_per_node={ranks}", "train.max_steps=12"]
     submit = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", *settings, "model.name=lenet", "--executor", "local"]
     subprocess.run([*submit, "--wait"], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    run = rundir.find("digits-ddp", tmp_path)
-    argv = [*TOOLKIT, "evaluate", str(run.path), "--json"]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    return rundir.find("digits-ddp", runs)
+
+
+def said(*argv: str, folder: Path) -> str:
+    """From a folder in which there is nothing of the project."""
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found, result = json.loads(done.stdout), run.result()
+    return done.stdout
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 3), ("fsdp", 4)])
+def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ranks: int, tmp_path: Path) -> None:
+    run = trained(tmp_path, strategy, ranks)
+    found, result = json.loads(said(*TOOLKIT, "evaluate", str(run.path), "--json", folder=tmp_path)), run.result()
     assert result is not None
     assert found["step"] == result["step"] == 12
     assert found["metrics"]["eval/accuracy"] == result["metrics"]["eval/accuracy"]
     assert found["metrics"]["eval/loss"] == pytest.approx(result["metrics"]["eval/loss"], rel=1e-6)
     assert found["recorded"] == {name: value for name, value in result["metrics"].items() if name.startswith("eval/")}
+
+
+def test_an_exported_program_needs_torch_alone(tmp_path: Path) -> None:
+    out, inputs = tmp_path / "out", torch.randn(5, 1, 8, 8)
+    said(*TOOLKIT, "export", str(trained(tmp_path, "ddp", 2).path), str(out), folder=tmp_path)
+    torch.save(inputs, tmp_path / "inputs.pt")
+    bare = ["env", "-i", f"PATH={os.environ['PATH']}", f"PYTHONPATH={sysconfig.get_path('purelib')}", sys.executable]
+    files = [str(out / "model.pt2"), str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
+    # -S: no .pth file is read there, and so the project is not found
+    assert json.loads(said(*bare, "-S", "-P", "-c", ALONE, *files, folder=tmp_path)) == []
+    model = lenet(10, (1, 8, 8)).eval()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    assert torch.equal(torch.load(tmp_path / "outputs.pt"), model(inputs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ RANKS = {
 ALLOWED_UP = {("config", "toolkit.data.catalog"), ("config", "toolkit.cluster")}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -7,8 +7,9 @@ Later ones win: the defaults of schema.py, the site's defaults (``$TOOLKIT_SITE`
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,37 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, site:
     :func:`validate`. Raises ConfigError.
     """
     files = [] if path is None else _file_layers(Path(path), ())
-    layers: list[tuple[str, Any]] = [*_site_layer(site), *files, *_override_layers(overrides)]
-    merged = OmegaConf.structured(JobConfig() if path is None else JobConfig(name=Path(path).stem))
+    name = [] if path is None else [("its name", OmegaConf.create({"name": Path(path).stem}))]
+    layers: list[tuple[str, Any]] = [*name, *_site_layer(site), *files, *_override_layers(overrides)]
     for source, layer in layers:
         _check_keys(layer, JobConfig, source)
+    try:
+        merged = OmegaConf.merge(_defaults(), *(layer for _, layer in layers))  # one by one takes several times as long
+    except OmegaConfBaseException:
+        _blame(layers)
+        raise
+    return _typed(merged)
+
+
+@cache
+def _defaults() -> Any:
+    """Not to be changed."""
+    return OmegaConf.structured(JobConfig)
+
+
+def _blame(layers: Iterable[tuple[str, Any]]) -> None:
+    """Raises ConfigError that names the first of the layers whose values do not fit."""
+    merged = _defaults()
+    for source, layer in layers:
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise _type_error(error, source) from None
-    return _typed(merged)
 
 
 def dump_config(config: JobConfig) -> str:
     """The config as YAML that :func:`load_config` reads back to an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def _typed(merged: Any) -> JobConfig:

@@ -22,7 +22,7 @@ NAMED = 10
 log = logs.get(__name__)
 
 
-class Ledger:
+class BadSamples:
     """One rank's end of it. ``most`` is ``data.max_bad_samples``; None where a bad sample ends the run at once.
 
     Raises ConfigError on rank 0 when the run has more than ``most``: a restart would meet them again.

@@ -180,7 +180,6 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     That may just have been cut off. If it comes back and is chosen again while it still has the job of before, it
     refuses ("Duplicate jobid"), and Slurm drains the node and holds the job until somebody releases it.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue ends us, too; KillWait is time enough for the rest
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
     is_lost = row is not None and has_lost(row, watched.batch_host)
     if ending.how_slurm_sees_it(row, watched.restart_count) is ending.Slurm.CANCELLED and not is_lost:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit import activity, logs
 from toolkit.config import TrainConfig
-from toolkit.data.bad_samples import Ledger
+from toolkit.data.bad_samples import BadSamples
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
@@ -122,7 +122,7 @@ class Trainer:
         self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
-        self._bad_samples = Ledger(session, loader.max_bad_samples)
+        self._bad_samples = BadSamples(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._sink: Sink = NullSink()
         self._show: Show = lambda sink, step: None

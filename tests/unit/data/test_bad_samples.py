@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from tests.unit.data.samples import Damaged, Noisy
 from toolkit import fsio
 from toolkit.config import DataConfig
-from toolkit.data.bad_samples import NAMED, Ledger
+from toolkit.data.bad_samples import NAMED, BadSamples
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import TRIES
@@ -100,13 +100,13 @@ def test_the_config_says_what_becomes_of_bad_samples(policy: str, most: int | No
 
 
 class Run:
-    """The ledgers of two ranks; ``again`` gives those of the next attempt."""
+    """The two ranks of a run; ``again`` gives those of the next attempt."""
 
     def __init__(self, folder: Path, most: int | None = 100) -> None:
         self.folder = folder
         self.most = most
         self.attempt = 0
-        self.ledgers: list[Ledger] = []
+        self.ends: list[BadSamples] = []
 
     def again(self) -> Run:
         store = HashStore()
@@ -115,18 +115,18 @@ class Run:
             SimpleNamespace(run_dir=self.folder, attempt=self.attempt, store=store, is_main=rank == 0)
             for rank in (0, 1)
         ]
-        self.ledgers = [Ledger(session, self.most) for session in sessions]
+        self.ends = [BadSamples(session, self.most) for session in sessions]
         return self
 
     def meet(self, rank: int, *bad: tuple[int, int]) -> None:
         """``bad``: index and position of each."""
         found = tuple(BadSample(index, position, f"OSError: {index}") for index, position in bad)
         nothing = torch.empty(0)
-        self.ledgers[rank].note(Batch(nothing, nothing, nothing, 4, found))
+        self.ends[rank].note(Batch(nothing, nothing, nothing, 4, found))
 
     def collect(self) -> None:
-        for ledger in self.ledgers:
-            ledger.collect()
+        for end in self.ends:
+            end.collect()
 
     def lines(self) -> list[dict[str, Any]]:
         path = self.folder / "bad_samples.jsonl"
@@ -176,9 +176,9 @@ def test_a_list_whose_last_line_a_crash_cut_off_is_mended(tmp_path: Path) -> Non
 def test_the_curve_counts_bad_samples_up_to_its_step_also_when_later_ones_are_known(tmp_path: Path) -> None:
     run = Run(tmp_path).again()
     run.meet(0, (5, 2), (6, 3), (7, 20))
-    assert run.ledgers[0].figures(24) == {"data/bad_samples": 3}
+    assert run.ends[0].figures(24) == {"data/bad_samples": 3}
     run.again()
-    assert [run.ledgers[0].figures(position) for position in (3, 8)] == [
+    assert [run.ends[0].figures(position) for position in (3, 8)] == [
         {"data/bad_samples": 1},
         {"data/bad_samples": 2},
     ]
@@ -186,8 +186,8 @@ def test_the_curve_counts_bad_samples_up_to_its_step_also_when_later_ones_are_kn
 
 def test_a_run_that_fails_at_bad_samples_has_no_figure_and_asks_no_store(tmp_path: Path) -> None:
     run = Run(tmp_path, None).again()
-    run.ledgers[0]._session = SimpleNamespace(is_main=True)  # type: ignore[assignment]
-    assert run.ledgers[0].figures(8) == {}
+    run.ends[0]._session = SimpleNamespace(is_main=True)  # type: ignore[assignment]
+    assert run.ends[0].figures(8) == {}
 
 
 def test_one_bad_sample_too_many_ends_the_run_and_every_later_start_of_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +91,7 @@ def test_a_job_that_slurm_ends_because_its_batch_host_came_back_is_brought_back(
     world.slurm._set(job, node_list="node2", state="COMPLETING", reason="JobLaunchFailure")
     world.watch.hurry()
     assert "node list" in (world.watch.look() or "")
-    before = signal.getsignal(signal.SIGTERM)
     sentinel.requeue(world.watched, world.slurm)
-    signal.signal(signal.SIGTERM, before)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.restarts == 1
@@ -169,21 +166,15 @@ print(slurm.show_job(job).restarts)
 def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world: World) -> None:
     world.slurm._set(world.slurm._one(world.job), excluded="node7")
     nodes.remember(world.run, "node1", "is gone")
-    before = signal.getsignal(signal.SIGTERM)
     sentinel.requeue(world.watched, world.slurm)
-    signal.signal(signal.SIGTERM, before)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        world.slurm.cancel(world.job)
-        sentinel.requeue(world.watched, world.slurm)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    world.slurm.cancel(world.job)
+    sentinel.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
