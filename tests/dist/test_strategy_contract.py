@@ -162,7 +162,7 @@ def names(session: Session, name: str) -> tuple[set[str], set[str]]:
 
 
 #: What some strategies need beside weights, buffers and slots.
-STRATEGYS_OWN = ("residual/rank", "powersgd/")
+STRATEGYS_OWN = ("residual/rank", "moving/rank", "powersgd/")
 
 
 @pytest.mark.parametrize("strategy", SAMPLE)
