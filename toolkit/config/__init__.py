@@ -5,7 +5,7 @@ Nothing here imports torch or the job: a config is checked on the login node in 
 
 from toolkit.config.job_module import job_source, torchvision_models
 from toolkit.config.layers import dump_config, load_config
-from toolkit.config.ranks import check_batch, check_compiled, check_pipeline, mesh_of, micro_batches
+from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
 from toolkit.config.schema import (
     DATASETS,
     FIXED_ON_RESUME,
@@ -60,7 +60,6 @@ __all__ = [
     "TrainConfig",
     "all_keys",
     "check_batch",
-    "check_compiled",
     "check_pipeline",
     "check_step",
     "dump_config",

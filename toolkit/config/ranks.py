@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 
-from toolkit.config.schema import JobConfig, MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
+from toolkit.config.schema import JobConfig, MeshConfig, PipelineConfig, StrategyConfig
 from toolkit.errors import ConfigError
 
 
@@ -82,6 +82,12 @@ def check_batch(config: JobConfig, ranks: int) -> None:
             f"train.accumulate: {config.train.accumulate} parts of a share of {size // ranks} samples "
             f"(data.global_batch_size {size} on {ranks} {who}) would be empty; use {size // ranks} or less"
         )
+    if config.train.compile and config.strategy.name == "tensor" and size // ranks // config.train.accumulate < 2:
+        raise ConfigError(
+            "train.compile: with torch 2.15 compiled layers that are cut fail, or train to wrong weights, where a part "
+            f"of a batch is a single sample (data.global_batch_size {size} on {ranks} {who} in train.accumulate "
+            f"{config.train.accumulate} parts); use more samples, fewer parts, or set it to false"
+        )
 
 
 def _servers(config: JobConfig, ranks: int) -> int:
@@ -105,17 +111,6 @@ _DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "tensor": ("tensor", "replicas", "shards"),
     "pipeline": ("stages", "replicas"),
 }
-
-
-def check_compiled(strategy: StrategyConfig, train: TrainConfig, ranks: int) -> None:
-    """Refuse what torch.compile makes wrong in silence: layers that are cut and sharded as well. Raises ConfigError."""
-    sizes = mesh_of(strategy, ranks)
-    if train.compile and strategy.name == "tensor" and (sizes.shards or 1) > 1:
-        raise ConfigError(
-            f"train.compile: compiled layers that are cut (strategy.name tensor) and sharded as well "
-            f"(strategy.mesh.shards {sizes.shards}) train to other weights than plain ones, with torch 2.15; set it to "
-            "false, or use replicas instead of shards"
-        )
 
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:

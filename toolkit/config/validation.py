@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit import origin, rundir
 from toolkit.cluster import container
 from toolkit.config.job_module import check_job
-from toolkit.config.ranks import check_batch, check_compiled
+from toolkit.config.ranks import check_batch
 from toolkit.config.request import check_cluster
 from toolkit.config.schema import (
     BACKENDS,
@@ -64,7 +64,6 @@ def validate(
         origin.find(config.model.init_from)
     ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
     check_batch(config, ranks)
-    check_compiled(config.strategy, config.train, ranks)
     if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
         raise ConfigError(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "

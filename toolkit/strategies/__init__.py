@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config import StrategyConfig, TrainConfig, check_compiled, check_step, mesh_of
+from toolkit.config import StrategyConfig, TrainConfig, check_step, mesh_of
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
 from toolkit.strategies.custom import Custom
@@ -104,7 +104,6 @@ def _custom() -> Strategy:
 
 def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:
     sizes = mesh_of(replace(config, name=name), session.world_size)
-    check_compiled(config, train, session.world_size)
     how: dict[str, Any] = {
         "precision": train.precision,
         "compile": train.compile,
