@@ -35,6 +35,7 @@ def test_what_may_happen_to_a_step_is_compared() -> None:
     assert [line.split()[0] for line in lines] == ["sgd"] * 6 + ["adamw"] * 6
 
 
+@pytest.mark.soak
 def test_the_backends_are_compared() -> None:
     pytest.importorskip("mpi4py")
     argv = [sys.executable, "-m", "tests.bench.collectives", "--rounds", "1"]

@@ -204,6 +204,7 @@ def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.soak  # on Slurm the same holds for all launchers
 def test_one_rank_alone_and_torchrun_reach_the_same_loss(env: dict[str, str]) -> None:
     job = ["run", "configs/digits_ddp.yaml", *SHORT]
     alone = [*TOOLKIT, *job]

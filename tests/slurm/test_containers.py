@@ -54,7 +54,7 @@ exec SRUN "$@"
 """
 
 
-@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+@pytest.mark.parametrize("runtime", [pytest.param("apptainer", marks=pytest.mark.soak), "pyxis"])
 def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(site: Site, runtime: str) -> None:
     log, programs = site.folder / "container.log", site.folder / "bin"
     image = site.folder / ("torch.sif" if runtime == "apptainer" else "torch.sqsh")

@@ -22,7 +22,7 @@ LONG = ["train.epochs=20000", "checkpoint.every_steps=20"]
 # ------------------------------------------------------------------------------------------------------- both doors
 
 
-@pytest.mark.parametrize("tasks_per_node", [1, 2])
+@pytest.mark.parametrize("tasks_per_node", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_sbatch_trains_on_four_nodes(site: Site, tasks_per_node: int) -> None:
     job = site.sbatch(f"--ntasks-per-node={tasks_per_node}", "sbatch/ddp_4node.sh")
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"

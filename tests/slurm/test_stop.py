@@ -185,7 +185,10 @@ def to_the_supervisor(site: Site, job: str) -> None:
     site.run("scancel", "--batch", "--signal=USR2", job)
 
 
-@pytest.mark.parametrize("deliver", [to_one_rank, to_all_at_different_times_and_twice, to_the_supervisor])
+@pytest.mark.parametrize(
+    "deliver",
+    [pytest.param(to_one_rank, marks=pytest.mark.soak), to_all_at_different_times_and_twice, to_the_supervisor],
+)
 def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
     site: Site, deliver: Callable[[Site, str], None]
 ) -> None:
@@ -411,6 +414,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
     assert [a["cause"] for a in run.attempts()] == ["completed"]
 
 
+@pytest.mark.soak
 def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
     reached(run, 50)

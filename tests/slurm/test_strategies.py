@@ -25,7 +25,7 @@ CASES = {
 
 
 #: The others are for `make soak`: what they have in common with these, or with test_stop's ddp, is the longest part.
-SAMPLE = ("fsdp", "mpi", "parameter_server", "pipeline")
+SAMPLE = ("mpi", "parameter_server", "pipeline")
 
 
 @pytest.mark.parametrize(
