@@ -34,9 +34,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, site:
         _check_keys(layer, JobConfig, source)
     try:
         merged = OmegaConf.merge(_defaults(), *(layer for _, layer in layers))  # one by one takes several times as long
-    except OmegaConfBaseException:
+    except OmegaConfBaseException as error:
         _blame(layers)
-        raise
+        raise _type_error(error, "the merged config") from None
     return _typed(merged)
 
 

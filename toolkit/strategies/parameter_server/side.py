@@ -26,7 +26,7 @@ from toolkit.strategies.update import Update
 
 
 class Side:
-    """What servers and workers have in common: who is there, the messages, the state."""
+    """See :class:`~toolkit.strategies.protocol.Strategy`; the rest of it servers and workers do each in their way."""
 
     round_steps = 1
     evaluates_together = False
