@@ -44,7 +44,7 @@ check: .venv/ready-dev  ## lint, format, types
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell
 
-bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, pipelines, slow links
+bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
 	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" "torchdata>=0.11" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.steps
@@ -55,6 +55,7 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.collectives
 	$(BIN)/python -m tests.bench.links
 	$(BIN)/python -m tests.bench.pipeline
+	$(BIN)/python -m tests.scale
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict

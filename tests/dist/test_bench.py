@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.scale import curves
+
 pytestmark = pytest.mark.dist
 
 
@@ -42,3 +44,10 @@ def test_the_backends_are_compared() -> None:
     out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "all-reduce 64 MB" in out
     assert "DDP step" in out
+
+
+def test_every_mechanism_that_grows_with_the_size_of_a_run_has_its_curve() -> None:
+    lines = output_of("tests.scale", "--small").splitlines()
+    names = [line for line in lines if not line.startswith(" ")]
+    assert names == [curve.name for curve in curves()]
+    assert len(lines) == 3 * len(names)  # name, columns, one size

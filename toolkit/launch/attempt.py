@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from toolkit.launch import ending
@@ -43,6 +45,33 @@ class Attempt:
     slurm: ending.Slurm = ending.Slurm.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
+
+    @cached_property
+    def rank_hosts(self) -> list[str]:
+        """The node of each rank."""
+        return self.plan.rank_hosts
+
+    @cached_property
+    def _left(self) -> Counter[str]:
+        """The number of ranks that have not ended, by node; nodes with none are left out."""
+        return Counter(self.rank_hosts)
+
+    def note_gone(self, ranks: Collection[int]) -> None:
+        """Note that ``ranks`` have ended, with whatever exit code."""
+        for rank in set(ranks) - self.gone:
+            host = self.rank_hosts[rank]
+            self._left[host] -= 1
+            if not self._left[host]:
+                del self._left[host]
+        self.gone |= set(ranks)
+
+    @property
+    def all_reachable_have_ended(self) -> bool:
+        """Whether a node is lost and every rank on the other nodes has ended.
+
+        Ranks on lost nodes cannot be waited for. Each of the others must be gone before the next attempt.
+        """
+        return bool(self.lost_nodes) and self._left.keys() <= self.lost_nodes
 
     def hear(self, rank: int, report: Mapping[str, Any]) -> None:
         """Take a rank's report. Rank 0's says how long its loop has worked, and so, by our clock, since when: best the

@@ -40,10 +40,14 @@ class Lookout:
         self._unanswered: dict[str, int] = {}
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next questions may be asked; who the silent nodes are need not be found out before."""
+        return self._clock() >= self._next and not (self._thread is not None and self._thread.is_alive())
+
     def look(self, silent: Collection[str]) -> None:
         """Have ``silent`` nodes asked, in the background; a dead one arrives in the queue as NodeFailed."""
-        busy = self._thread is not None and self._thread.is_alive()
-        if not silent or busy or self._clock() < self._next:
+        if not silent or not self.is_due:
             return
         self._next = self._clock() + ASK_EVERY_S
         self._thread = threading.Thread(target=self._ask, args=[frozenset(silent)], daemon=True)

@@ -333,7 +333,7 @@ class Supervisor:
                 step.kill()
                 if attempt.leave_at is not None:
                     attempt.leave_at = min(attempt.leave_at, now + DYING_S)
-            if attempt.killed and self._all_reachable_have_ended(attempt):
+            if attempt.killed and attempt.all_reachable_have_ended:
                 step.abandon()
             if now >= next_status:
                 self._leave_if_overtaken(step)
@@ -348,14 +348,6 @@ class Supervisor:
                 self._handle(attempt, self._events.get(timeout=max(0.0, wake - time.monotonic())), step, store)
             except Empty:
                 continue
-
-    @staticmethod
-    def _all_reachable_have_ended(attempt: Attempt) -> bool:
-        """Ranks on lost nodes cannot be waited for; each of the others must be gone before the next attempt."""
-        if not attempt.lost_nodes:
-            return False
-        hosts = enumerate(attempt.plan.rank_hosts)
-        return all(rank in attempt.gone for rank, host in hosts if host not in attempt.lost_nodes)
 
     def _leave_if_overtaken(self, step: Step) -> None:
         """Our node was cut off and Slurm has started the job again elsewhere: nothing here is ours to write now."""
@@ -398,7 +390,7 @@ class Supervisor:
                 attempt.watchdog.hear(int(rank), report)
 
     def _take_rank_ended(self, attempt: Attempt, ended: RankEnded) -> None:
-        attempt.gone |= set(ended.ranks)
+        attempt.note_gone(ended.ranks)
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
@@ -427,7 +419,9 @@ class Supervisor:
         dog, lookout = attempt.watchdog, attempt.lookout
         if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
             return
-        hosts, late = attempt.plan.rank_hosts, time.time() - attempt.started > SLOW_START_S
+        if not lookout.is_due:
+            return
+        hosts, late = attempt.rank_hosts, time.time() - attempt.started > SLOW_START_S
         speaking = {host for rank, host in enumerate(hosts) if rank not in attempt.lost_ranks}
         alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
         lookout.look(speaking - alive - {self._allocation.hosts[0]})  # there we are ourselves
@@ -442,7 +436,7 @@ class Supervisor:
             dog.still_s,
             self._config.dist.timeout_s,
         )
-        hosts = attempt.plan.rank_hosts
+        hosts = attempt.rank_hosts
         standings = [standing for standing in dog.standings() if standing.rank not in attempt.lost_ranks]
         attempt.hang = hang.investigate(step, standings, hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
@@ -525,14 +519,17 @@ class Supervisor:
 
     def _read_error_files(self, attempt: Attempt) -> None:
         """What failing ranks wrote about themselves: more telling than an exit code, and timed at its cause."""
+        told: dict[int, RankFailure] = {}
         for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
             failure = read_error_file(path)
-            assert failure.rank is not None
-            if failure.rank in attempt.lost_ranks:
+            rank = failure.rank
+            assert rank is not None
+            if rank in attempt.lost_ranks:
                 continue
-            if failure.host == "?":  # torch's format has none
-                failure = replace(failure, host=attempt.plan.rank_hosts[failure.rank])
-            attempt.failures = [f for f in attempt.failures if f.rank != failure.rank or f.by_signal] + [failure]
+            # torch's format has no host
+            told[rank] = replace(failure, host=attempt.rank_hosts[rank]) if failure.host == "?" else failure
+        kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
+        attempt.failures = [*kept, *told.values()]
 
     def _facts(self, attempt: Attempt) -> Facts:
         assert attempt.exit_code is not None

@@ -1,0 +1,30 @@
+"""What failing ranks wrote about themselves, read by the supervisor at the end of an attempt."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.scale import Curve
+from toolkit import fsio
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.attempt import Attempt
+from toolkit.launch.supervisor import Supervisor
+from toolkit.rundir import RunDir
+
+
+def read(ranks: int) -> Mapping[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        logs = fsio.make_dir(run.attempt_logs(1))
+        for rank in range(ranks):
+            (logs / f"error-{rank}.json").write_text('{"host": "node1", "time": 1.0, "type": "E", "message": "m"}')
+        attempt = Attempt(1, time.time(), Allocation(("node1",), (ranks,), 1))
+        Supervisor._read_error_files(SimpleNamespace(_run=run), attempt)  # type: ignore[arg-type]
+        return {"failures": len(attempt.failures)}
+
+
+CURVES = [Curve("error files", "ranks", (1000, 4000, 16_000), read)]

@@ -1,0 +1,56 @@
+"""The end of an attempt that lost one of its nodes, from srun's first word to the verdict, by the real supervisor."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.scale import Curve
+from tests.unit.launch.test_supervisor import Ranks, Store
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.cluster.fake import FakeSlurm
+from toolkit.config import JobConfig
+from toolkit.launch import supervisor
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import NodeFailed, RankEnded
+
+RANKS_A_NODE = 8
+
+
+def end(nodes: int) -> Mapping[str, object]:
+    def dies(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.events.put(NodeFailed("node1"))
+        for node in range(nodes):
+            if node != 1:
+                gone = tuple(range(node * RANKS_A_NODE, (node + 1) * RANKS_A_NODE))
+                ranks.events.put(RankEnded(gone, f"node{node}", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    config, slurm = JobConfig(), FakeSlurm()
+    config.cluster.preflight = False
+    slurm.start(slurm.sbatch(["job.sh"]), f"node[0-{nodes - 1}]")
+    hosts = tuple(f"node{node}" for node in range(nodes))
+    allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(supervisor, "StoreHost", Store),
+        patch.object(supervisor, "LAST_WORDS_S", 0.01),
+        patch.object(supervisor, "unreachable", lambda hosts, port, here: set()),
+        patch.object(supervisor.log, "error"),
+    ):
+        run = rundir.create("scale", Path(folder))
+        fsio.write_atomic(run.config, configs.dump_config(config))
+        before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+        code = supervisor.Supervisor(run, config, allocation, Ranks(dies), slurm).run()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        (line,) = run.attempts()
+    return {"exit code": code, "cause": line["cause"]}
+
+
+CURVES = [Curve("lost node", "nodes", (1000, 4096, 10_000), end)]
