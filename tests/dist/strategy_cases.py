@@ -26,7 +26,20 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1),
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), 0.01),  # its first slots are not zeros
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.01),  # has its slots before the first step
+    "groups": lambda model: torch.optim.AdamW(groups(model), 0.01, weight_decay=0.1),
 }
+#: What the biases' group of ``groups`` has of the schedule's learning rate.
+SLOW = 1e-3
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases with a rate, a decay and betas of their own, and the rest; the pieces of a model may have either alone."""
+    named = list(model.named_parameters())
+    own = {"lr": 0.01 * SLOW, "weight_decay": 0.0, "betas": (0.5, 0.9)}
+    return [
+        {"params": [parameter for name, parameter in named if name.endswith("bias")], **own},
+        {"params": [parameter for name, parameter in named if not name.endswith("bias")]},
+    ]
 
 
 #: Every way to train, to be held to the contract: its section of the config, and on how many ranks.
@@ -150,13 +163,14 @@ def oracle(optimizer: str, criterion: Criterion, size: int) -> tuple[list[float]
     """The same training, written as anyone would write it without ranks."""
     model = plain_model()
     stepper = OPTIMIZERS[optimizer](model)
+    ratios = [group["lr"] / stepper.defaults["lr"] for group in stepper.param_groups]
     losses = []
     for step in range(STEPS):
         inputs, targets = global_batch(step, size)
         total, weight = criterion(model(inputs), targets)
         loss = total / (len(inputs) if weight is None else weight)
-        for group in stepper.param_groups:
-            group["lr"] = rates(step)
+        for group, ratio in zip(stepper.param_groups, ratios, strict=True):
+            group["lr"] = rates(step) * ratio
         stepper.zero_grad()
         loss.backward()
         stepper.step()
@@ -174,6 +188,7 @@ CASES = [
     ("sgd", cross_entropy, 3, 5),  # shares of one and two samples, worked through in three parts
     ("sgd", token_loss, 1, 10),
     ("adamw", token_loss, 3, 10),
+    ("groups", cross_entropy, 1, 10),
 ]
 
 

@@ -147,11 +147,10 @@ def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
     if not config.augment:
         return dataset
     if config.name != "cifar10":
-        return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name]))
-    v2 = _transforms()
-    _, height, width = catalog.sample_shape(config)
-    crop = v2.RandomCrop((height, width), padding=max(height // 8, 1))  # 4 pixels of 32
-    return Augmented(dataset, v2.Compose([crop, v2.RandomHorizontalFlip()]))
+        return Augmented(dataset, RandomShift(_SHIFT_PIXELS[config.name], dataset.background))
+    height = catalog.sample_shape(config)[1]
+    shift = RandomShift(max(height // 8, 1), dataset.background)  # 4 pixels of 32
+    return Augmented(dataset, _transforms().Compose([shift, _transforms().RandomHorizontalFlip()]))
 
 
 def _image_folder(config: DataConfig) -> Datasets:

@@ -31,6 +31,8 @@ class InMemory:
     ) -> None:
         self._scale = 1 / torch.tensor(std).view(-1, 1, 1)
         self._shift = -torch.tensor(mean).view(-1, 1, 1) * self._scale
+        #: What a pixel of 0 has become, (c, 1, 1).
+        self.background = self._shift
         self._resize = image_size if image_size != images.shape[-1] or image_size != images.shape[-2] else None
         self._ready = images.is_floating_point() and self._resize is None
         self._images = self._prepare(images) if self._ready else images.contiguous()
@@ -65,6 +67,7 @@ class Synthetic:
     """
 
     CLASSES = 10
+    background = torch.zeros(1, 1, 1)  #: as InMemory's; here it is the mean
     _NOISES = 32
 
     def __init__(self, size: int, shape: tuple[int, int, int], *, first: int = 0) -> None:
@@ -113,12 +116,17 @@ class Augmented:
 
 
 class RandomShift:
-    """Moves an image (c, h, w) by up to ``pixels`` in each direction, zeros coming in from the edge."""
+    """Moves an image (c, h, w) by up to ``pixels`` in each direction; ``background`` (c, 1, 1) comes in at the edge."""
 
-    def __init__(self, pixels: int) -> None:
+    def __init__(self, pixels: int, background: Tensor) -> None:
         self.pixels = pixels
+        self._background = background
 
     def __call__(self, image: Tensor) -> Tensor:
         down, right = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
-        padded = functional.pad(image, [self.pixels] * 4)
-        return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+        channels, height, width = image.shape
+        padded = self._background.repeat(
+            channels // len(self._background), *(s + 2 * self.pixels for s in (height, width))
+        )
+        padded[:, self.pixels : -self.pixels, self.pixels : -self.pixels] = image
+        return padded[:, down : down + height, right : right + width]

@@ -232,10 +232,22 @@ def test_synthetic_data_are_distinct_balanced_and_learnable() -> None:
 
 
 def test_digits_augmentation_shifts_by_at_most_a_pixel() -> None:
-    image = torch.arange(1.0, 65.0).view(1, 8, 8)
-    padded = functional.pad(image, [1] * 4)
+    image = torch.arange(1.0, 129.0).view(2, 8, 8)
+    background = torch.tensor([-3.0, -7.0]).view(2, 1, 1)
+    padded = functional.pad(image - background, [1] * 4) + background
     shifts = {tuple(padded[:, y : y + 8, x : x + 8].flatten().tolist()) for y in range(3) for x in range(3)}
-    assert {tuple(RandomShift(1)(image).flatten().tolist()) for _ in range(300)} == shifts
+    assert {tuple(RandomShift(1, background)(image).flatten().tolist()) for _ in range(300)} == shifts
+
+
+def test_what_comes_in_at_the_edge_of_a_shifted_image_is_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not 0, which after the normalisation is a grey."""
+    write_cifar10(tmp_path, monkeypatch)
+    for name in ("digits", "cifar10"):
+        sets = build_datasets(DataConfig(name=name, root=str(tmp_path), augment=True))
+        black, shifted = sets.train._dataset.background, torch.stack([sets.train[0][0] for _ in range(40)])  # type: ignore[union-attr]
+        assert (black < -0.8).all()
+        edges = shifted[..., 0, :] == black[..., 0]
+        assert edges.all(1).all(1).any(), f"{name}: of 40 images some have moved down"
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])

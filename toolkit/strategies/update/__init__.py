@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError
@@ -23,6 +24,8 @@ from toolkit.strategies.update.gradients import Gradients
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.strategies.update.parts import Total
 from toolkit.strategies.update.pruning import Pruning
+
+log = logs.get(__name__)
 
 
 class Update:
@@ -38,6 +41,7 @@ class Update:
         train = train or TrainConfig()
         self._optimizer = optimizer
         _split_groups(optimizer)
+        self._ratios = _ratios(optimizer)
         self._slots = OptimizerState(model, optimizer)
         looks = Gradients.are_looked_at(train)
         self._gradients = Gradients(model.parameters(), train, total) if looks else None
@@ -66,11 +70,12 @@ class Update:
     def apply(self, lr: float) -> Tensor | None:
         """One optimizer step along the gradients in ``.grad``, which are gone after it.
 
-        Returns why the step was left out, see ``StepOutput.skipped``.
+        ``lr`` is the schedule's; a group with a rate of its own keeps the ratio to it that it was made with. Returns
+        why the step was left out, see ``StepOutput.skipped``.
         """
         self._slots.forget_unfilled()
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
         skipped = None if self._gradients is None else self._gradients.tame()
         made = None if skipped is None else self._step_unless(skipped)
         if made is None:
@@ -165,6 +170,26 @@ def _split_groups(optimizer: Optimizer) -> None:
         cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
         plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
         optimizer.param_groups += [{**group, "params": kind} for kind in (cut, plain) if kind] or [group]
+
+
+def _ratios(optimizer: Optimizer) -> list[float]:
+    """Return each group's learning rate as a part of the optimizer's own one, for which the schedule's stands.
+
+    Raises ConfigError where that is 0 and a group's is not.
+    """
+    groups, own = optimizer.param_groups, float(optimizer.defaults.get("lr", 0.0))
+    if not own:
+        if any(float(group.get("lr", 0.0)) for group in groups):
+            raise ConfigError(
+                f"optim.lr: this {type(optimizer).__name__} has no learning rate of its own, for which the schedule's "
+                "could stand; give it the config's: lr=config.lr"
+            )
+        return [1.0] * len(groups)
+    ratios = [float(group["lr"]) / own for group in groups]
+    if any(ratio != 1 for ratio in ratios):
+        parts = ", ".join(f"{ratio:g} ({len(g['params'])} tensors)" for ratio, g in zip(ratios, groups, strict=True))
+        log.info("parameter groups have their own part of the learning rate: %s", parts)
+    return ratios
 
 
 def _refuse_without_skip(optimizer: Optimizer, train: TrainConfig) -> None:
