@@ -118,7 +118,12 @@ class Exchange:
                 return None
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        message: dict[str, Any] = json.loads(self._kv.get(key))
+        try:
+            message = json.loads(self._kv.get(key))
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise CheckpointError(f"the store's key {key} holds no message of a rank: another program writes there")
         return message
 
     def _key(self, name: str, number: int | None = None) -> str:

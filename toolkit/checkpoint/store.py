@@ -121,6 +121,15 @@ class CheckpointStore:
         """Where the checkpoint of `step` is, once committed."""
         return self.folder / f"step-{step:08d}"
 
+    def named(self, name: str) -> Path:
+        """The folder ``name``, as rank 0 has told it, of a checkpoint or of one being written; CheckpointError if not.
+
+        It came through a store that anybody on the network may write: a path must not lead elsewhere.
+        """
+        if not (_COMMITTED.fullmatch(name) or _TEMPORARY.fullmatch(name)):
+            raise CheckpointError(f"{name!r} is no name of a checkpoint in {self.folder}: rank 0 did not say this")
+        return self.folder / name
+
     def list(self) -> Sequence[Path]:
         """The committed checkpoints, newest first."""
         return committed(self.folder)

@@ -121,7 +121,7 @@ def _follow(store: CheckpointStore, step: int, state: State, talk: Exchange, ran
     try:
         if begun["step"] != step:
             raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
-        part = _write_own(store, store.folder / begun["folder"], rank, state)
+        part = _write_own(store, store.named(begun["folder"]), rank, state)
         talk.report({"part": part.to_json(), "replicas": _replica_digests(state) if check_replicas else None})
     except Exception as error:
         talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit import logs
 from toolkit.errors import ToolkitError
 
 SYSFS = Path("/sys")
+
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,39 @@ def rank_address(environ: Mapping[str, str], peer: str) -> str:
     if not addresses:
         raise ToolkitError(f"GLOO_SOCKET_IFNAME={named}: this interface of {socket.gethostname()} has no address")
     return addresses[0]
+
+
+def wildcard() -> str:
+    """The address that stands for all of this node's."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of ``address``, which may be the wildcard."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=4096, dualstack_ipv6=address == "::")
+
+
+def reachable_at(address: str) -> str:
+    """The address by which this node itself reaches what listens on ``address``."""
+    return "localhost" if address in ("::", "0.0.0.0") else address
+
+
+def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> str:
+    """The address of ``here``, this node, on the network that its ranks on ``hosts`` share; of one node the loopback.
+
+    What listens there is not offered to other networks. It is the wildcard, with a warning, where the host names do not
+    lead to one network. The first and the last of the other hosts are asked for: a lookup of each would take long.
+    """
+    others = [host for host in hosts if host != here]
+    if not others:
+        return "127.0.0.1"
+    try:
+        (address,) = {rank_address(environ, peer) for peer in {others[0], others[-1]}}
+    except (ToolkitError, ValueError) as error:
+        log.warning("listening on all addresses: no single one leads to %s and %s: %s", others[0], others[-1], error)
+        return wildcard()
+    return address
 
 
 def interfaces(sysfs: Path = SYSFS) -> list[Interface]:

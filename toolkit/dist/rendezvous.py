@@ -39,7 +39,7 @@ def open_store(
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return store_of_environment(rank, world_size, timeout)
     if world_size == 1:
-        return TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout, wait_for_workers=False)
+        return _served("127.0.0.1", 1, timeout)
     key = os.environ.get(LAUNCH_KEY_VARIABLE) or (own_key() if own_key is not None else None)
     if key is None:
         raise ToolkitError(
@@ -63,10 +63,10 @@ def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
     nonce = secrets.token_hex(8)
-    # torch looks the address up backwards; the wildcard binds on all, and the others connect to the address below
-    store = TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    address = _interface_address()
+    store = _served(address or network.wildcard(), world_size, timeout)
     store.set(NONCE_KEY, nonce)
-    fsio.write_json(path, {"host": own_address(), "port": store.port, "nonce": nonce})
+    fsio.write_json(path, {"host": address or socket.gethostname(), "port": store.port, "nonce": nonce})
     store.set("toolkit/joined/0", "1")
     try:
         store.wait([f"toolkit/joined/{rank}" for rank in range(world_size)], timeout)
@@ -100,8 +100,22 @@ def _connect(written: dict[str, object], timeout: timedelta) -> Store:
     return store
 
 
-def own_address() -> str:
-    """The address under which the other nodes reach this one."""
+def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
+    """A store that listens on ``address`` alone: torch's own socket would listen on every address."""
+    with network.listen(address) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            network.reachable_at(address),
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _interface_address() -> str | None:
+    """The address under which the other nodes reach this one; None where only its name is known."""
     peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    address = network.interface_for(peer).address if peer else None
-    return address or socket.gethostname()
+    return network.interface_for(peer).address if peer else None

@@ -23,9 +23,44 @@ HEARTBEAT_S = 0.5
 log = logs.get(__name__)
 
 
+_NONE = type(None)
+#: The fields of a report with which the supervisor reckons. The first three are in every report.
+_DOING = {"doing": str, "done": (int, _NONE), "count": int}
+_PROGRESS = {"step": (int, _NONE), "step_start": (int, _NONE), "save_s": (int, float, _NONE), "metrics": dict}
+_RESULT = {"step": int, "epoch": (int, float), "samples": int, "metrics": dict}
+
+
 def rank_key(rank: int) -> str:
     """The store key that holds a rank's latest report."""
     return f"toolkit/rank/{rank}"
+
+
+def parse_report(text: bytes) -> dict[str, Any] | None:
+    """Return a rank's report from the store; None for what none of our ranks can have written.
+
+    The store knows no user: any process that reaches its port may write any key.
+    """
+    report = _parse(text, _DOING | _PROGRESS)
+    if report is None or not report.keys() >= _DOING.keys():
+        return None
+    spent, expendable = report.get("spent", {}), report.get("expendable", [])
+    numbers = isinstance(spent, dict) and all(isinstance(value, int | float) for value in spent.values())
+    ranks = isinstance(expendable, list) and all(isinstance(rank, int) for rank in expendable)
+    return report if numbers and ranks else None
+
+
+def parse_result(text: bytes) -> dict[str, Any] | None:
+    """Return the run's result from the store; None as for :func:`parse_report`."""
+    return _parse(text, _RESULT)
+
+
+def _parse(text: bytes, types: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_ours = isinstance(value, dict) and all(isinstance(value[key], types[key]) for key in types.keys() & value.keys())
+    return value if is_ours else None
 
 
 class Reporter(Protocol):

@@ -181,13 +181,13 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
-    """Rank 0 knows the run folder (the supervisor or ``toolkit run`` made it); the others read it from the store."""
+    """Return the run folder: the environment's, else what rank 0 of an unsupervised run has made and tells."""
     known = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if rank == 0:
         if known is None:
             raise ConfigError(f"{rundir.RUN_DIR_VARIABLE} is not set: start this job with `toolkit run`")
         store.set("toolkit/run_dir", known)
-    return Path(store.get("toolkit/run_dir").decode())
+    return Path(known if known is not None else store.get("toolkit/run_dir").decode())
 
 
 def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: timedelta, activity: Activity) -> Reporter:

@@ -168,11 +168,25 @@ def propose(
     while since is None and store.exists(keys.decision):
         keys = keys.next()
     while (winner := store.claim(keys.proposal, mine)) != mine:
-        if json.loads(winner)[0] in (kind, STOP):
+        proposal = _parse_proposal(winner)
+        if proposal is None:
+            log.warning("the store's key %s holds no proposal of ours: replaced", keys.proposal)
+            store.set({keys.proposal: mine})
+            break
+        if proposal[0] in (kind, STOP):
             return keys.number
         keys = keys.next()
     store.set({keys.call(rank): mine for rank in range(world_size)})
     return keys.number
+
+
+def _parse_proposal(text: str) -> tuple[str, str] | None:
+    """Return kind and author; None for what none of ours has written: the store takes it from anybody."""
+    try:
+        kind, by = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (kind, by) if isinstance(kind, str) and isinstance(by, str) else None
 
 
 class Gate:
@@ -295,12 +309,11 @@ class Gate:
 
     def _take_part(self, store: Transport, keys: _Round) -> bool:
         """See one round through; False when it was this rank's last."""
-        while not (self._leaving or store.wait(keys.call(self._rank), IDLE_S)):
-            pass
-        if self._leaving:
+        called = self._await_call(store, keys.call(self._rank))
+        if called is None:
             self._acknowledge(store, keys, left=True)
             return False
-        kind, by = json.loads(store.get([keys.call(self._rank)])[0])
+        kind, by = called
         self._shut(kind, by, keys)
         self._acknowledge(store, keys, left=False)
         while not store.wait(keys.decision, DECISION_S):
@@ -310,6 +323,19 @@ class Gate:
         self._handed_out.wait()
         self._tidy(store, keys)
         return bool(kind != STOP)
+
+    def _await_call(self, store: Transport, key: str) -> tuple[str, str] | None:
+        """Wait until this rank is called; None when it leaves first."""
+        while True:
+            while not (self._leaving or store.wait(key, IDLE_S)):
+                pass
+            if self._leaving:
+                return None
+            called = _parse_proposal(store.get([key])[0])
+            if called is not None:
+                return called
+            log.warning("the store's key %s holds no call of ours: removed", key)
+            store.delete(key)
 
     def _shut(self, kind: str, by: str, keys: _Round) -> None:
         log.log(logging.INFO if self._rank == 0 else logging.DEBUG, "%s asks all ranks for %r", by, kind)

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from toolkit.dist.report import RESULT_KEY, rank_key
+from toolkit.cluster.network import listen, reachable_at
+from toolkit.dist.report import RESULT_KEY, parse_report, parse_result, rank_key
 from toolkit.dist.stop import propose
 from toolkit.dist.stop_store import StoreTransport
 
@@ -34,10 +36,14 @@ OTHERS_EVERY_S = 1.0
 #: What Slurm sends to all processes of a job that is to end: the ranks need us to agree on where to stop.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING = "null"
+_PARSERS = {RESULT_KEY: parse_result}
 
 
 def serve(store: TCPStore, world_size: int, requests: int) -> None:
     """Print the ranks' reports, ``{"reports": {rank: report}}`` and ``{"result": {...}}``, until stdin closes.
+
+    What is in their place and none of our ranks can have written is left out, and told once a key as ``{"ignored":
+    key}``.
 
     ``requests`` is the file descriptor from which ``{"propose": kind, "by": who}`` is read.
     """
@@ -58,6 +64,7 @@ class _Relay:
         self._others = [rank_key(rank) for rank in range(1, world_size)]
         self._ranks = {rank_key(rank): rank for rank in range(world_size)}
         self._seen: dict[str, bytes] = {}
+        self._ignored: set[str] = set()
         self._next_others = 0.0
         for key in (*self._first, *self._others):
             store.compare_set(key, "", NOTHING)  # to get several keys at once would wait for a missing one
@@ -69,12 +76,17 @@ class _Relay:
             keys, self._next_others = self._first + self._others, now + OTHERS_EVERY_S
         new = {key: value for key, value in self._values(keys) if self._seen.get(key) != value}
         self._seen |= new
-        told = {key: json.loads(value) for key, value in new.items() if value != NOTHING.encode()}
-        reports = {self._ranks[key]: report for key, report in told.items() if key != RESULT_KEY}
+        read = {key: _PARSERS.get(key, parse_report)(value) for key, value in new.items() if value != NOTHING.encode()}
+        for key in [key for key, value in read.items() if value is None]:
+            del read[key]
+            if key not in self._ignored:
+                self._ignored.add(key)
+                _say({"ignored": key})
+        reports = {self._ranks[key]: report for key, report in read.items() if key != RESULT_KEY}
         if reports:
             _say({"reports": reports})
-        if RESULT_KEY in told:
-            _say({"result": told[RESULT_KEY]})
+        if RESULT_KEY in read:
+            _say({"result": read[RESULT_KEY]})
 
     def _values(self, keys: list[str]) -> Iterator[tuple[str, bytes]]:
         return zip(keys, self._store.multi_get(keys), strict=True)
@@ -105,16 +117,19 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", required=True)
     parser.add_argument("--world-size", type=int, required=True)
     args = parser.parse_args()
+    # TCPStore itself would listen on every address
+    listener = socket.socket(fileno=args.fd) if args.fd is not None else listen(args.host)
+    port = listener.getsockname()[1]
     store = TCPStore(
-        "localhost",
-        args.port,
+        reachable_at(args.host),
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=30),
-        master_listen_fd=args.fd,
+        master_listen_fd=listener.detach(),
     )
     _say({"ready": True, "port": store.port})
     serve(store, args.world_size, sys.stdin.fileno())

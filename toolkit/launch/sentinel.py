@@ -31,13 +31,13 @@ from pathlib import Path
 from toolkit import fsio, logs
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands, Step, srun_argv, step_environment
+from toolkit.cluster.network import listen, wildcard
 from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import ending, nodes, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import EXCLUDE_S, to_exclude
 from toolkit.launch.steps import silence, tethered
-from toolkit.launch.store import listen, wildcard
 from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 5.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 from toolkit import logs
 from toolkit.cluster.commands import srun_here_argv, step_environment
 from toolkit.cluster.container import Container
+from toolkit.cluster.network import listen
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
 
@@ -51,8 +51,11 @@ class StoreHost:
         log_path: Path,
         container: Container | None = None,
     ) -> None:
-        """In ``container`` if there is one. Raises RequestError where it does not start there."""
-        module = ["toolkit.dist.store_host", "--world-size", str(world_size)]
+        """Listen on the address ``host``. In ``container`` if there is one: RequestError where it does not start there.
+
+        The socket is bound before the ranks start, so that no other job can take the port.
+        """
+        module = ["toolkit.dist.store_host", "--world-size", str(world_size), "--host", host]
         self._events = events
         self._closing = False
         self._is_ready = False
@@ -65,7 +68,7 @@ class StoreHost:
             with listen(host) as listener:
                 listener.set_inheritable(True)
                 self.port = listener.getsockname()[1]
-                module += ["--fd", str(listener.fileno()), "--port", str(self.port)]
+                module += ["--fd", str(listener.fileno())]
                 command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
                 # deaf: the ranks need it to agree on where to stop
                 command = tethered(command, signal.SIGKILL, deaf=True)
@@ -90,6 +93,8 @@ class StoreHost:
             try:
                 content = json.loads(line)
                 self._is_ready = self._is_ready or "ready" in content
+                if "ignored" in content:
+                    log.warning("the store's key %s holds no word of this run's ranks: ignored", content["ignored"])
                 self._events.put(Report(content))
             except ValueError:  # a library that prints: the next line is ours again
                 log.warning("the store host says: %s", line.rstrip())
@@ -132,14 +137,3 @@ def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds:
             pass_fds=fds,
             start_new_session=True,
         )
-
-
-def wildcard() -> str:
-    """The address that stands for all of this node's."""
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-
-
-def listen(host: str) -> socket.socket:
-    """A listening socket on a free port: bound before the ranks start, so that no other job can take the port."""
-    family = socket.AF_INET6 if host == "::" else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6)

@@ -29,6 +29,7 @@ from toolkit import fsio, logs, rundir
 from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
 from toolkit.cluster.container import Container, outermost
 from toolkit.cluster.container import parse as parse_image
+from toolkit.cluster.network import job_address, wildcard
 from toolkit.cluster.reachable import unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
@@ -53,7 +54,7 @@ from toolkit.launch.notify import notify
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
-from toolkit.launch.store import Report, StoreHost, StoreHostEnded, wildcard
+from toolkit.launch.store import Report, StoreHost, StoreHostEnded
 from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
@@ -269,11 +270,13 @@ class Supervisor:
         self._journal.set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
-        host = "127.0.0.1" if self._allocation.job_id is None else wildcard()
+        host = job_address(self._allocation.hosts[0], plan.hosts, environ)
         store_log = self._run.attempt_logs(attempt.number) / "store.log"
         store = StoreHost(plan.world_size, host, environ, self._events, store_log, self._container)
         try:
             environ["MASTER_PORT"] = str(store.port)
+            if host != wildcard():  # else each rank takes the address from which srun has started it
+                environ["MASTER_ADDR"] = host
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
             self._watch(attempt, step, store)
         finally:

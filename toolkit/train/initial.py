@@ -59,6 +59,8 @@ def _read(source: str, session: Session) -> tuple[Path, dict[str, Tensor]]:
 
     told = session.from_main("model.init_from", look)
     path = Path(told["path"])
+    if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
+        raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
     return (path, found) if session.is_main else weights.read(Origin(told["kind"], path))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
 from toolkit.checkpoint.reader import load
@@ -92,3 +94,15 @@ def test_all_ranks_hear_of_it(store: CheckpointStore) -> None:
 
     outcomes = on_ranks(3, read)
     assert all(isinstance(outcome, CheckpointError) and "has mode 0770" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("word", [b"not JSON", b"[7]", json.dumps({"try": "../../strangers/step-00000900"}).encode()])
+def test_no_rank_reads_what_is_no_checkpoint_of_the_run_whoever_says_so(store: CheckpointStore, word: bytes) -> None:
+    kv = HashStore()
+    kv.set("checkpoint/checkpoints/1/1/told/0", word.decode())
+    kv.set("checkpoint/checkpoints/1/1/told/1", json.dumps({"error": "the end"}))
+    with pytest.raises(CheckpointError):
+        load(CheckpointStore(store.folder), weights(0.0), kv=kv, rank=1, world_size=2, attempt=1, timeout_s=1.0)
+    if b"try" in word:
+        assert kv.check(["checkpoint/checkpoints/1/1/reports/0/1"])
+        assert b"no name of a checkpoint" in kv.get("checkpoint/checkpoints/1/1/reports/0/1")

@@ -135,3 +135,33 @@ def test_what_the_user_set_is_left_alone() -> None:
 def test_infiniband_is_named_to_nccl_only_by_a_site_profile(profile: str, value: str) -> None:
     assert "NCCL_IB_HCA" not in rank_network_environment({}, "127.0.0.1")
     assert rank_network_environment({}, "127.0.0.1", nccl_ib_hca=profile)["NCCL_IB_HCA"] == value
+
+
+def test_a_job_of_one_node_needs_no_address_but_the_loopback() -> None:
+    assert network.job_address("n1", ["n1"], {}) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("ways", "address"),
+    [({"n2": "10.0.0.1", "n9": "10.0.0.1"}, "10.0.0.1"), ({"n2": "10.0.0.1", "n9": "192.168.0.1"}, None), ({}, None)],
+    ids=["one network", "two networks", "names that do not resolve"],
+)
+def test_a_job_listens_on_its_own_network_or_where_there_is_no_one_says_so(
+    ways: dict[str, str], address: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def way(environ: object, peer: str) -> str:
+        if peer not in ways:
+            raise ToolkitError(f"the host name {peer!r} does not resolve")
+        return ways[peer]
+
+    monkeypatch.setattr(network, "rank_address", way)
+    assert network.job_address("n1", ["n1", "n2", "n5", "n9"], {}) == (address or network.wildcard())
+    assert ("listening on all addresses" in caplog.text) == (address is None)
+
+
+def test_what_listens_on_one_address_is_not_reached_by_another() -> None:
+    with network.listen("127.0.0.1") as one, network.listen(network.wildcard()) as every:
+        socket.create_connection(("127.0.0.1", one.getsockname()[1]), timeout=5).close()
+        socket.create_connection(("127.0.0.2", every.getsockname()[1]), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", one.getsockname()[1]), timeout=5)

@@ -309,16 +309,57 @@ def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_end
         said.append(capsys.readouterr().out)
         return text in "".join(said)
 
-    store.set(rank_key(1), '{"step": 1}')
+    store.set(rank_key(1), json.dumps({**DOING, "step": 1}))
     wait_for(lambda: heard('"step": 1'), TIMEOUT_S, "the first report")
-    store.set(rank_key(2), '{"step": 8}')  # there is no rank 2 of 2
-    store.set(rank_key(1), '{"step": 2}')
+    store.set(rank_key(2), json.dumps({**DOING, "step": 8}))  # there is no rank 2 of 2
+    store.set(rank_key(1), json.dumps({**DOING, "step": 2}))
     store.set(RESULT_KEY, '{"step": 2}')
     writer.close()
     thread.join(TIMEOUT_S)
     heard("")
     assert [json.loads(line) for line in "".join(said).splitlines()] == [
-        {"reports": {"1": {"step": 1}}},
-        {"reports": {"1": {"step": 2}}},
+        {"reports": {"1": {**DOING, "step": 1}}},
+        {"reports": {"1": {**DOING, "step": 2}}},
         {"result": {"step": 2}},
     ]
+
+
+DOING = {"doing": "in a step", "done": 3, "count": 1, "beat": 7}
+STRANGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}"]
+ODD_REPORTS = [{"doing": 1}, {"done": "3"}, {"count": None}, {"step": "x"}, {"save_s": []}, {"metrics": [1]}]
+ODD_REPORTS += [{"spent": [1]}, {"spent": {"train": "long"}}, {"expendable": 3}, {"expendable": ["all"]}]
+
+
+@pytest.mark.parametrize("text", STRANGE + [json.dumps({**DOING, **odd}).encode() for odd in ODD_REPORTS])
+def test_a_report_that_no_rank_of_ours_can_have_written_is_none(text: bytes) -> None:
+    assert report.parse_report(json.dumps(DOING).encode()) == DOING
+    assert report.parse_report(text) is None
+
+
+def test_a_strangers_messages_end_no_store_host_and_are_told_once(
+    pipe: tuple[int, FileIO], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = pipe
+    store: Any = HashStore()
+    store.set("toolkit/agree/0/proposal", "not JSON")
+    thread = threading.Thread(target=store_host.serve, args=(store, 2, reader))
+    thread.start()
+    said: list[str] = []
+
+    def heard(text: str) -> bool:
+        said.append(capsys.readouterr().out)
+        return text in "".join(said)
+
+    for key in (rank_key(0), RESULT_KEY):
+        store.set(key, "not JSON")
+        wait_for(lambda key=key: heard(key), TIMEOUT_S, "the word that it was ignored")
+    store.set(rank_key(0), "nor is this")
+    store.set(rank_key(1), json.dumps(DOING))
+    writer.write(LINES[0])
+    wait_for(lambda: store.check(["toolkit/agree/0/call/1"]), TIMEOUT_S, "the call of all ranks to stop")
+    assert json.loads(store.get("toolkit/agree/0/call/1")) == ["stop", "user 0"]
+    writer.close()
+    thread.join(TIMEOUT_S)
+    heard("")
+    lines = [json.loads(line) for line in "".join(said).splitlines()]
+    assert lines == [{"ignored": rank_key(0)}, {"ignored": RESULT_KEY}, {"reports": {"1": DOING}}]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.dist.simulation import case_of, faults, play
+from tests.waiting import wait_for
 from toolkit.dist.stop import PREFIX, STOP, Gate, Hang, MemoryStore, Transport, propose
 from toolkit.errors import ToolkitError
 
@@ -224,6 +225,20 @@ def test_a_stop_from_outside_the_ranks_is_served_by_the_first_open_round(
     assert propose(store, 1, STOP, by="the supervisor") == 1
     agreed([gate])
     assert gate.boundary(0) == STOP
+
+
+@pytest.mark.parametrize("text", ["", "not JSON", "7", '["stop"]', '["stop", 7]', "[" * 100_000])
+def test_a_strangers_word_on_the_gates_keys_ends_no_rank_and_stops_none(
+    text: str, gates: Callable[..., list[Watched]], store: MemoryStore
+) -> None:
+    """The store takes any key from anybody who reaches its port."""
+    store.set({f"{PREFIX}/0/proposal": text or "-", f"{PREFIX}/0/call/1": text or "-"})
+    both = gates(2)
+    wait_for(lambda: not store.exists(f"{PREFIX}/0/call/1"), LIMIT_S, "the removal of what nobody of ours has said")
+    assert [gate.boundary(0) for gate in both] == [None, None]
+    propose(store, 2, STOP, by="the supervisor")
+    assert all(gate.acknowledged.wait(LIMIT_S) for gate in both)
+    assert [gate.boundary(1) for gate in both] == [STOP, STOP]
 
 
 def test_a_closed_round_leaves_two_keys(gates: Callable[..., list[Watched]], store: MemoryStore) -> None:

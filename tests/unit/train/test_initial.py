@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,16 @@ def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, m
         return float(model.state_dict()["weight"].mean())
 
     assert on_ranks(3, start) == [10.0] * 3
+
+
+def test_no_rank_reads_weights_from_a_place_that_the_config_does_not_name(tmp_path: Path) -> None:
+    """The store over which rank 0 tells it takes messages from anybody who reaches its port."""
+    for name in ("named", "strangers"):
+        (tmp_path / name).mkdir()
+    elsewhere, kv = source_run(tmp_path / "strangers").path(10), HashStore()
+    kv.set("toolkit/model.init_from/1", json.dumps({"kind": "checkpoint", "path": str(elsewhere)}))
+    with pytest.raises(ConfigError, match=r"rank 0 cannot have read .*strangers"):
+        initialised(linear, str(tmp_path / "named"), session_of(tmp_path / "run", 1, kv))
 
 
 def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
