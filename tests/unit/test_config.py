@@ -202,6 +202,8 @@ SERVERS = ["cluster.tasks_per_node=4", "strategy.name=parameter_server", "strate
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["retry.no_progress_attempts=0"], ["retry.no_progress_attempts", "1 or more"]),
+        (["retry.no_progress_attempts=-1"], ["retry.no_progress_attempts", "1 or more"]),
         (["train.clip_norm=0"], ["train.clip_norm", "1e-12 or more"]),
         (["train.spike_factor=5"], ["train.spike_factor", "train.skip_bad_steps: true"]),
         (["train.rollback_after=5"], ["train.rollback_after", "train.skip_bad_steps: true"]),

@@ -189,6 +189,7 @@ _LEAST: Mapping[str, float] = {
     "cluster.signal_delay_s": 0,
     "retry.max_failures": 0,
     "retry.max_requeues": 0,
+    "retry.no_progress_attempts": 1,
     "dist.timeout_s": 1,
     "strategy.compression_rank": 1,
     "strategy.mesh.replicas": 1,

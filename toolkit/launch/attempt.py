@@ -93,11 +93,6 @@ class Attempt:
         return set(ranks) <= expendable and not expendable <= self.gone
 
     @property
-    def has_completed(self) -> bool:
-        """Whether all that were needed came to the run's end, whatever srun makes of those that were not."""
-        return self.result is not None and not self.failures and not self.stopped and not self.lost_nodes
-
-    @property
     def phase(self) -> str:
         """The run's state while it runs."""
         if self.stop is not None:

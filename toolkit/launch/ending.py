@@ -1,8 +1,9 @@
 """What the end of an attempt means: a pure function from what was seen to (cause, decision, one line).
 
-Three witnesses are heard: srun and the ranks' own words (which ranks ended how), the store (was a stop agreed and
-committed), and one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of their strength; the
-rows that they were made for, recorded on Slurm 22.05 and 24.11, are in ``tests/unit/launch/test_ending.py``.
+Three sources are read: srun and the ranks' error files (which ranks ended how), the store (the result, and whether a
+stop was agreed and committed), and one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of
+their strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, are in
+``tests/unit/launch/test_ending.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 from toolkit.cluster.commands import JobRow
 
@@ -37,8 +39,10 @@ class Decision(StrEnum):
     GIVE_UP = "give_up"
 
 
-#: So many attempts that a node ended, by a signal from nowhere or a hang, make it a bad one.
+#: A node that ended this many attempts is bad: by a signal that nobody sent, a device error, or a hang.
 SUSPICIONS_TO_CONDEMN = 2
+#: After this many requeues in a row for bad nodes, without a step in between, a job takes the nodes that it gets.
+MAX_FRUITLESS_REQUEUES = 2
 #: Causes that are the run's own fault and count against ``retry``.
 OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
@@ -121,6 +125,8 @@ class RankFailure:
     traceback: str = ""
     out_of_memory: bool = False
     is_request_error: bool = False  #: a wrong config, data that are not there: no restart mends it
+    at_launch: bool = False  #: Slurm could not start it
+    blames_node: bool = False  #: a device or driver error, or an end before the rank's first report
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class Past:
     cause: str
     decision: str
     step_end: int | None
-    suspect: str | None = None  #: the node that may have been to blame
+    suspect: str | None = None  #: the node that may have been to blame; with a node failure: that was
 
 
 @dataclass(frozen=True)
@@ -153,10 +159,13 @@ class Facts:
     slurm: Slurm = Slurm.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: srun, or nobody on them answering, said so
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
+    condemned: str | None = None  #: a node that this attempt's suspicion has put out of use, with others to go on
     hang: RankFailure | None = None  #: the rank that all waited for when the attempt was ended for lack of progress
     step_start: int | None = None
     step_end: int | None = None
-    tells_steps: bool = True  #: a foreign script does not: nobody can say whether it gets anywhere
+    has_result: bool = False  #: rank 0 has handed over the run's result
+    lost_ranks: bool = False  #: ranks have died that the strategy can do without
+    is_foreign: bool = False  #: a script that knows nothing of us: no result, and no steps to see progress by
     history: Sequence[Past] = ()
     budgets: Budgets = Budgets()
 
@@ -169,21 +178,67 @@ class Ending:
     decision: Decision
     line: str
     first_failure: RankFailure | None = None
+    suspect: str | None = None  #: the node that may be to blame
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that caused the others.
 
     A rank that dies takes its peers with it: their collectives raise within milliseconds, often before anybody has
-    reported the death. So a rank that a signal killed comes first, then the earliest exception, then the earliest
-    bare exit code.
+    reported the death. So one that could not be started comes first, then one that a signal killed, a device error, the
+    earliest exception, the earliest bare exit code.
     """
-    return min(failures, key=lambda f: (not f.by_signal, not f.traceback, f.time), default=None)
+
+    def order(failure: RankFailure) -> tuple[bool, bool, bool, bool, float]:
+        return (
+            not failure.at_launch,
+            not failure.by_signal,
+            not failure.blames_node,
+            not failure.traceback,
+            failure.time,
+        )
+
+    return min(failures, key=order, default=None)
+
+
+def unfit_nodes(facts: Facts, hosts: Sequence[str]) -> set[str]:
+    """Return the nodes on which Slurm could not start ranks, if that is the nodes' fault. ``hosts`` are by rank.
+
+    It is not where more than half of the nodes failed: then a folder is missing, or a path is wrong. Nor after requeues
+    for bad nodes that were all in vain, nor in a job that is being ended.
+    """
+    unfit = {failure.host for failure in facts.failures if failure.at_launch and failure.rank is not None}
+    is_common = len(unfit) > len({*hosts}) / 2
+    is_hopeless = fruitless_requeues(facts.history) >= MAX_FRUITLESS_REQUEUES
+    return set() if is_common or is_hopeless or not _is_left_alone(facts) else unfit
+
+
+def fruitless_requeues(history: Sequence[Past]) -> int:
+    """Count the latest attempts that ended in a requeue for bad nodes, before their first step."""
+
+    def is_fruitless(past: Past) -> bool:
+        return past.step_end is None and past.cause == Cause.NODE_FAILURE and past.decision == Decision.REQUEUE
+
+    return sum(1 for _ in takewhile(is_fruitless, reversed(history)))
+
+
+def has_completed(facts: Facts) -> bool:
+    """Whether the run is done: rank 0 has handed over its result, and every rank that was needed ended with 0.
+
+    Exit codes alone say little: srun ends with 0 after ``task 0 launch failed``. A foreign script hands over nothing.
+    It has completed if all its ranks ended with 0 and nothing had told it to end: one that saves and exits with 0 at
+    SIGTERM has more to do.
+    """
+    if facts.failures or facts.stopped_cleanly or facts.lost_nodes:
+        return False
+    if facts.is_foreign:
+        return facts.exit_code == 0 and _is_left_alone(facts)
+    return facts.has_result and (facts.exit_code == 0 or facts.lost_ranks)
 
 
 def judge(facts: Facts) -> Ending:
     """Cause and decision of an attempt's end. What was cancelled is never brought back."""
-    if facts.exit_code == 0 and not facts.failures and not facts.stopped_cleanly:
+    if has_completed(facts):
         return Ending(Cause.COMPLETED, Decision.FINISH, "completed")
     if facts.stop is Stop.CANCEL or facts.slurm is Slurm.CANCELLED:
         return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
@@ -196,8 +251,8 @@ def judge(facts: Facts) -> Ending:
     if facts.slurm is Slurm.TIMEOUT or facts.stop is Stop.CLOCK:
         return _judge_timeout(facts)
     if facts.lost_nodes:
-        line = f"lost {', '.join(facts.lost_nodes)}{_at(facts)}; {_kept(facts)}, on other nodes of the job"
-        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line)
+        line = f"{_loss(facts)}; {_kept(facts)}, on other nodes of the job"
+        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
     if facts.stopped_cleanly:
         return _judge_stopped(facts)
     if facts.stop is Stop.SIGNAL:
@@ -207,14 +262,25 @@ def judge(facts: Facts) -> Ending:
 
 def _is_mendable(facts: Facts) -> bool:
     """Whether a lost node can be replaced right here. A job that is about to be taken away is not worth it."""
-    return facts.can_go_on and facts.stop is None and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
+    return facts.can_go_on and _is_left_alone(facts)
+
+
+def _is_left_alone(facts: Facts) -> bool:
+    """True if nobody has asked for a stop and Slurm is not ending the job, as far as it answers."""
+    return facts.stop is None and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
 
 
 def _judge_taken_away(facts: Facts) -> Ending:
     if facts.lost_nodes or facts.slurm is Slurm.NODE_FAILED:
-        who = f"lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else "a node failed"
-        return _requeue(facts, Cause.NODE_FAILURE, f"{who}{_at(facts)}; {_kept(facts)}")
+        return _requeue(facts, Cause.NODE_FAILURE, f"{_loss(facts)}; {_kept(facts)}")
     return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
+
+
+def _loss(facts: Facts) -> str:
+    first = first_failure(facts.failures)
+    if first is not None and first.at_launch:
+        return _describe(first)
+    return (f"lost {', '.join(facts.lost_nodes)}" if facts.lost_nodes else "a node failed") + _at(facts)
 
 
 def _judge_timeout(facts: Facts) -> Ending:
@@ -245,21 +311,60 @@ def _judge_told_to_end(facts: Facts) -> Ending:
 def _judge_fault(facts: Facts) -> Ending:
     first = facts.hang or first_failure(facts.failures)
     cause = Cause.HANG if facts.hang else Cause.CRASHED
-    what = _describe(first) if first else f"the ranks ended with exit code {facts.exit_code}"
+    what = _describe(first) if first else _describe_exit(facts)
     if any(failure.out_of_memory for failure in facts.failures):
         line = f"{what}: out of memory; would fail again unchanged: give it more (cluster.mem_gb) or less to hold"
         return Ending(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.is_request_error:
         return Ending(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
-    faults = 1 + sum(past.cause in OWN_FAULT for past in facts.history)
-    budgets = facts.budgets
+    suspect = _suspect(first, cause)
+    if facts.condemned is not None and _is_first_to_blame(facts):
+        line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
+        return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
+    faults, budgets = 1 + len(_own_faults(facts)), facts.budgets
     if faults > budgets.max_failures:
         line = f"{what}; given up after {faults} failures (retry.max_failures: {budgets.max_failures})"
-        return Ending(cause, Decision.GIVE_UP, line, first)
+        return Ending(cause, Decision.GIVE_UP, line, first, suspect)
     if _stuck(facts) >= budgets.no_progress_attempts:
         line = f"{what}; given up: {_stuck(facts)} attempts in a row got no further than step {_best(facts.history)}"
-        return Ending(cause, Decision.GIVE_UP, line, first)
-    return Ending(cause, Decision.RESTART, f"{what}; restart {faults} of {budgets.max_failures}", first)
+        return Ending(cause, Decision.GIVE_UP, line, first, suspect)
+    return Ending(cause, Decision.RESTART, f"{what}; restart {faults} of {budgets.max_failures}", first, suspect)
+
+
+def _describe_exit(facts: Facts) -> str:
+    if facts.exit_code != 0:
+        return f"the ranks ended with exit code {facts.exit_code}"
+    return "every rank ended with exit code 0, but rank 0 handed over no result (Trainer.fit does, or Session.finish)"
+
+
+def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
+    """The node that may be to blame: nobody knows who sent a signal, or why a rank hung or a device failed."""
+    if first is None or first.rank is None:
+        return None
+    is_odd = first.by_signal or first.blames_node or first.at_launch or cause is Cause.HANG
+    return first.host if is_odd else None
+
+
+def _is_first_to_blame(facts: Facts) -> bool:
+    """Whether no other node was condemned since the last new step. With a second one it is the run that fails."""
+    for index in range(len(facts.history), 0, -1):
+        past, before = facts.history[index - 1], facts.history[: index - 1]
+        if (past.step_end or 0) > _best(before):
+            return True
+        if past.cause == Cause.NODE_FAILURE and past.suspect not in (None, facts.condemned):
+            return False
+    return True
+
+
+def _own_faults(facts: Facts) -> list[Past]:
+    """The past attempts that count against ``retry``: not those for which a node was condemned later."""
+    own, condemned = [], set[str | None]()
+    for past in reversed(facts.history):
+        if past.cause == Cause.NODE_FAILURE and past.suspect is not None:
+            condemned.add(past.suspect)
+        elif past.cause in OWN_FAULT and past.suspect not in condemned:
+            own.append(past)
+    return own
 
 
 def _requeue(facts: Facts, cause: Cause, line: str) -> Ending:
@@ -276,18 +381,22 @@ def _best(history: Sequence[Past]) -> int:
 def _stuck(facts: Facts) -> int:
     """Attempts in a row, this one the last, that by their own doing got no further than an earlier one had.
 
-    An attempt that was taken away before its first step could not get anywhere and is left out.
+    An attempt that was taken away before its first step could not get anywhere and is left out. So is one that a node
+    ended.
     """
-    if not facts.tells_steps:
+    if facts.is_foreign:
         return 0
     attempts = [*facts.history, Past("now", "", facts.step_end)]
+    own = [id(past) for past in _own_faults(facts)]
     count = 0
     for index in range(len(attempts) - 1, -1, -1):
         past = attempts[index]
         if (past.step_end or 0) > _best(attempts[:index]):
             break
-        if past.step_end is not None or past.cause in (*OWN_FAULT, Cause.TIMEOUT, "now"):
-            count += 1
+        if past.cause in OWN_FAULT:
+            count += id(past) in own
+        elif past.cause != Cause.NODE_FAILURE:
+            count += past.step_end is not None or past.cause in (Cause.TIMEOUT, "now")
     return count
 
 
@@ -300,5 +409,5 @@ def _kept(facts: Facts) -> str:
 
 
 def _describe(failure: RankFailure) -> str:
-    who = "the store host" if failure.rank is None else f"rank {failure.rank}"
-    return f"{who} on {failure.host}: {failure.how}"
+    who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
+    return f"{who}: {failure.how}"

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio
 from toolkit.errors import EXIT_REQUEST
 from toolkit.launch.ending import RankFailure
+
+#: Texts of CUDA, NCCL and their drivers that speak of this node's devices. A failed assertion in a kernel, a wrong
+#: argument and memory that ran out are the program's, and ncclRemoteError speaks of some other node.
+_DEVICE_ERROR = re.compile(
+    r"(?:CUDA|HIP) error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
+    r"|no kernel image|out of memory|operation not)"
+    r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No CUDA GPUs are available|CUDA unknown error"
+    r"|CUDA driver initialization failed|Unexpected error from cudaGetDeviceCount"
+    r"|ncclSystemError|ncclUnhandledCudaError",
+)
 
 
 def read_error_file(path: Path) -> RankFailure:
@@ -23,6 +34,7 @@ def read_error_file(path: Path) -> RankFailure:
         time=float(said.get("time") or path.stat().st_mtime),
         traceback=str(said.get("traceback", "")),
         out_of_memory=memory,
+        blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
         is_request_error=said.get("exit_code") == EXIT_REQUEST,
     )
 

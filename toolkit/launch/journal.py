@@ -13,7 +13,7 @@ from toolkit.cluster.commands import JobRow
 from toolkit.launch import goodput
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.ending import Cause, Decision, Ending, Past
+from toolkit.launch.ending import Decision, Ending, Past
 from toolkit.launch.goodput import Start, moment
 from toolkit.launch.nodes import Nodes
 from toolkit.rundir import RunDir
@@ -89,7 +89,7 @@ class Journal:
                 "step_start": attempt.progress.get("step_start"),
                 "step_end": attempt.progress.get("step"),
                 "lost_nodes": sorted(attempt.lost_nodes),
-                "suspect": suspected(verdict),
+                "suspect": verdict.suspect,
                 **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
                 "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
                 "line": verdict.line,
@@ -140,14 +140,6 @@ class Journal:
         if self._unwritten is not None:  # said again: a log on the same disk could not take the line above
             log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
             self._unwritten = None
-
-
-def suspected(verdict: Ending) -> str | None:
-    """The node that may be to blame for the end: nobody knows who sent the signal, or why the rank hung."""
-    first = verdict.first_failure
-    if first is None or first.rank is None or verdict.cause not in (Cause.CRASHED, Cause.HANG):
-        return None
-    return first.host if first.by_signal or verdict.cause is Cause.HANG else None
 
 
 def _iso(seconds: float) -> str:

@@ -72,17 +72,18 @@ class Nodes:
         self._out[host] = why
         self._remember(host, why)
 
-    def suspect(self, host: str, count: int) -> None:
-        """``count`` attempts of this run were ended by ``host``. The second time it is out, if there is another."""
+    def suspect(self, host: str, count: int) -> bool:
+        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and others go on."""
         if count < SUSPICIONS_TO_CONDEMN or host in self._out:
-            return
+            return False
         why = f"ended {count} attempts"
         self._out[host] = why
         if self.plan() is None:  # better than no node at all, until the job is requeued without it
             del self._out[host]
             self._remember(host, why)
-        else:
-            self.condemn(host, why)
+            return False
+        self.condemn(host, why)
+        return True
 
     def _remember(self, host: str, why: str) -> None:
         self._bad = {**self._bad, host: BadNode(why, time.time())}

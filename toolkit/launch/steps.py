@@ -53,6 +53,15 @@ class NodeFailed:
 
 
 @dataclass(frozen=True)
+class LaunchFailed:
+    """Slurm could not start these ranks on ``host``; no ranks: it refused the whole step."""
+
+    ranks: tuple[int, ...]
+    host: str | None
+    why: str
+
+
+@dataclass(frozen=True)
 class StepEnded:
     """All ranks have ended; 0 when all did so with exit code 0."""
 
@@ -287,6 +296,11 @@ def silence(srun: subprocess.Popen[str]) -> None:
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
 #: A node that was away and has started again, before Slurm has noticed: its slurmd knows nothing of the step.
 _NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on node (?P<index>\d+)")
+_TASK_NOT_LAUNCHED = re.compile(r"srun: error: task (?P<rank>\d+) launch failed: (?P<why>.+?)\s*$")
+_NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<why>.+?)\s*$")
+_STEP_NOT_LAUNCHED = re.compile(
+    r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
+)
 _SRUN_ENDED = re.compile(
     r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
 )
@@ -295,9 +309,12 @@ _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def parse_srun_line(line: str, hosts: Sequence[str] = ()) -> RankEnded | NodeFailed | None:
-    """Which ranks ended badly, from srun's ``srun: error: node2: tasks 2-3: Exited with exit code 1``, or which node
-    was lost; None for the other lines. ``hosts`` are the step's, for lines that say a node's number in the step."""
+def parse_srun_line(line: str, hosts: Sequence[str] = ()) -> RankEnded | NodeFailed | LaunchFailed | None:
+    """Which ranks ended badly or did not start, or which node was lost; None for the other lines of srun.
+
+    Such as ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for lines that
+    name only one of the two, or a node by its number in the step.
+    """
     lost = _NODE_FAILED.match(line)
     if lost:
         return NodeFailed(lost["host"])
@@ -305,7 +322,19 @@ def parse_srun_line(line: str, hosts: Sequence[str] = ()) -> RankEnded | NodeFai
     if forgot:
         return NodeFailed(sorted(set(hosts), key=_slurms_order)[int(forgot["index"])])
     match = _SRUN_ENDED.match(line)
-    return None if match is None else _rank_ended(match)
+    return _launch_failed(line, hosts) if match is None else _rank_ended(match)
+
+
+def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
+    """From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary`` makes tasks ranks."""
+    if task := _TASK_NOT_LAUNCHED.match(line):
+        rank = int(task["rank"])
+        return LaunchFailed((rank,), hosts[rank], task["why"])
+    if node := _NODE_NOT_LAUNCHED.match(line):
+        ranks = tuple(rank for rank, host in enumerate(hosts) if host == node["host"])
+        return LaunchFailed(ranks, node["host"], node["why"])
+    step = _STEP_NOT_LAUNCHED.match(line)
+    return None if step is None else LaunchFailed((), None, step["why"])
 
 
 def _slurms_order(host: str) -> tuple[str, int]:

@@ -20,8 +20,6 @@ from toolkit.cluster.network import listen
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
 
-LAST_WORDS_S = 3.0
-
 log = logs.get(__name__)
 
 
@@ -109,18 +107,17 @@ class StoreHost:
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
-    def close(self) -> None:
-        """Let it say its last words, which are in the queue when this returns, and end it.
+    def close(self, patience_s: float) -> None:
+        """Let it pass on what it has, which is in the queue when this returns, and end it.
 
-        While it still imports torch no rank can have told it anything, and a job that is being cancelled has but
-        KillWait to write down how it ended.
+        Wait ``patience_s`` at most, and not at all while it still imports torch: no rank can have told it anything.
         """
         self._closing = True
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         if self._is_ready:
-            self._thread.join(timeout=LAST_WORDS_S)
+            self._thread.join(timeout=patience_s)
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -47,22 +46,33 @@ from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankF
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
-from toolkit.launch.journal import Journal, suspected
+from toolkit.launch.journal import Journal
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
-from toolkit.launch.steps import Events, Launcher, LocalLauncher, NodeFailed, RankEnded, SrunLauncher, Step, StepEnded
+from toolkit.launch.steps import (
+    Events,
+    Launcher,
+    LaunchFailed,
+    LocalLauncher,
+    NodeFailed,
+    RankEnded,
+    SrunLauncher,
+    Step,
+    StepEnded,
+)
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded
 from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
+#: The last reports may take this long to come through a busy store host; the result of ranks that all ended well, this
+#: long. A job that is being cancelled has but KillWait to write down how it ended.
+REPORTS_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 STATUS_EVERY_S = 0.5
-#: In a row, for nodes that did not pass the preflight. The third job start takes what it gets.
-MAX_FRUITLESS_REQUEUES = 2
 #: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
 SLOW_START_S = 60.0
 KILL_AGAIN_S = 10.0
@@ -193,7 +203,7 @@ class Supervisor:
             return None  # what ends us ended the checks, too: they say nothing of the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
-        if self._fruitless_requeues() >= MAX_FRUITLESS_REQUEUES:
+        if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
             return None
         for host, why in report.bad.items():
             self._nodes.condemn(host, why)
@@ -202,13 +212,6 @@ class Supervisor:
     def _is_being_ended(self) -> bool:
         now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
         return not self._events.empty() or now not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
-
-    def _fruitless_requeues(self) -> int:
-        """The latest attempts that ended before any rank had started, for bad nodes."""
-        fruitless = (
-            past.step_end is None and past.cause == Cause.NODE_FAILURE for past in reversed(self._journal.history())
-        )
-        return sum(1 for _ in takewhile(bool, fruitless))
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
         attempt = self._new_attempt(self._allocation)
@@ -237,12 +240,10 @@ class Supervisor:
             self._run_ranks(attempt)
         attempt.ended = time.time()
         self._read_error_files(attempt)
-        if attempt.lost_ranks and attempt.has_completed:
-            attempt.exit_code = EXIT_DONE
+        self._excuse_nodes(attempt)
         hang.remove_unused(self._run.attempt_logs(attempt.number))
         self._look_after_nodes(attempt)
-        verdict = judge(self._facts(attempt))
-        self._suspect(verdict)
+        verdict = self._judge(attempt)
         self._record(attempt, verdict)
         return verdict
 
@@ -280,26 +281,37 @@ class Supervisor:
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
             self._watch(attempt, step, store)
         finally:
-            store.close()
+            well = attempt.exit_code == 0 and not attempt.failures and attempt.stop is None
+            store.close(RESULT_PATIENCE_S if well else REPORTS_PATIENCE_S)
         self._drain(attempt, step, store)
 
     def _look_after_nodes(self, attempt: Attempt) -> None:
         """Which are lost; a job that Slurm has put back into the queue may have been so for a dead node."""
-        well = attempt.exit_code == 0 and not attempt.failures
-        attempt.slurm = ending.Slurm.RUNNING if well else self._ask_slurm()
+        if self._foreign or not ending.has_completed(self._facts(attempt)):
+            attempt.slurm = self._ask_slurm()
         if attempt.slurm is ending.Slurm.REQUEUED:
             attempt.lost_nodes |= self._unreachable(attempt.plan.hosts) | self._nodes.given_up(attempt.started)
         for host in attempt.lost_nodes:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
+        for host in ending.unfit_nodes(self._facts(attempt), attempt.rank_hosts):
+            self._nodes.condemn(host, f"ranks of attempt {attempt.number} could not be started there")
+            attempt.lost_nodes.add(host)
 
     def _unreachable(self, hosts: Sequence[str]) -> set[str]:
         return unreachable(hosts, self._settings.slurmd_port, here=self._allocation.hosts[0])
 
-    def _suspect(self, verdict: Ending) -> None:
-        """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node."""
-        host = suspected(verdict)
-        if host is not None and self._slurm is not None:  # without Slurm there is no other
-            self._nodes.suspect(host, 1 + sum(past.suspect == host for past in self._journal.history()))
+    def _judge(self, attempt: Attempt) -> Ending:
+        """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node.
+
+        An attempt for which a node is put out of use, and which can go on elsewhere, is no fault of the run.
+        """
+        facts = self._facts(attempt)
+        verdict = judge(facts)
+        host = verdict.suspect
+        if host is None or self._slurm is None:  # without Slurm there is no other node
+            return verdict
+        count = 1 + sum(past.suspect == host for past in facts.history)
+        return judge(replace(facts, condemned=host)) if self._nodes.suspect(host, count) else verdict
 
     def _rank_command(self) -> list[str]:
         module = ["toolkit.launch.foreign"] if self._foreign else ["toolkit", "run"]
@@ -375,6 +387,8 @@ class Supervisor:
             case NodeFailed(host):
                 attempt.lost_nodes.add(host)
                 self._kill_soon(attempt)
+            case LaunchFailed():
+                self._take_launch_failed(attempt, event)
             case StepEnded(exit_code):
                 attempt.exit_code = exit_code
             case StoreHostEnded(exit_code):
@@ -403,11 +417,31 @@ class Supervisor:
             return
         if not attempt.killed:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
-        by_signal = ended.signal is not None and not attempt.killed
-        for rank in ended.ranks:
-            attempt.failures.append(
-                RankFailure(rank, ended.host, ended.how, ended.time, by_signal, out_of_memory=ended.out_of_memory)
-            )
+        failure = RankFailure(
+            None,
+            ended.host,
+            ended.how,
+            ended.time,
+            by_signal=ended.signal is not None and not attempt.killed,
+            out_of_memory=ended.out_of_memory,
+            blames_node=ended.exit_code is not None and not attempt.killed and self._is_mute(attempt, ended.ranks),
+        )
+        attempt.failures += [replace(failure, rank=rank) for rank in ended.ranks]
+        self._kill_soon(attempt)
+
+    @staticmethod
+    def _is_mute(attempt: Attempt, ranks: Sequence[int]) -> bool:
+        """True if none of ``ranks`` has ever reported: the node may lack the interpreter, a library or a mount."""
+        return attempt.watchdog is not None and attempt.reports.keys().isdisjoint(ranks)
+
+    def _take_launch_failed(self, attempt: Attempt, failed: LaunchFailed) -> None:
+        attempt.note_gone(failed.ranks)
+        how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
+        if attempt.killed and not any(failure.how == how for failure in attempt.failures):
+            return  # the kill came between
+        log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        failure = RankFailure(None, failed.host or self._allocation.hosts[0], how, time.time(), at_launch=True)
+        attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
         self._kill_soon(attempt)
 
     @staticmethod
@@ -534,6 +568,13 @@ class Supervisor:
         kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
         attempt.failures = [*kept, *told.values()]
 
+    @staticmethod
+    def _excuse_nodes(attempt: Attempt) -> None:
+        """Blame no node for ranks that ended before their first report where the ranks of most nodes did so."""
+        mute = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+        if len(mute) > len({*attempt.rank_hosts}) / 2:
+            attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+
     def _facts(self, attempt: Attempt) -> Facts:
         assert attempt.exit_code is not None
         retry = self._config.retry
@@ -545,10 +586,12 @@ class Supervisor:
             slurm=attempt.slurm,
             lost_nodes=tuple(sorted(attempt.lost_nodes)),
             can_go_on=self._nodes.plan() is not None,
+            has_result=attempt.result is not None,
+            lost_ranks=bool(attempt.lost_ranks),
             hang=attempt.hang,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
-            tells_steps=not self._foreign,
+            is_foreign=self._foreign,
             history=self._journal.history(),
             budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
         )

@@ -17,8 +17,10 @@ from toolkit.launch.ending import (
     Slurm,
     Stop,
     first_failure,
+    has_completed,
     how_slurm_sees_it,
     judge,
+    unfit_nodes,
 )
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
@@ -85,11 +87,42 @@ def test_a_restart_that_was_ours_is_no_requeue() -> None:
     assert how_slurm_sees_it(job, restart_count=2) is Slurm.RUNNING
 
 
+DONE = Facts(0, has_result=True)
+UNSTARTED = RankFailure(1, "node2", "could not be started: Slurmd could not connect IO", 10.0, at_launch=True)
 CLEAN = Facts(75, stopped_cleanly=True, step_start=100, step_end=150)
 DEAD = Facts(143, (KILLED,), step_start=100, step_end=150)
 VERDICTS = {
-    "all ranks done": (Facts(0), Cause.COMPLETED, Decision.FINISH),
-    "done although a stop was asked for": (Facts(0, stop=Stop.CLOCK), Cause.COMPLETED, Decision.FINISH),
+    "all ranks done": (DONE, Cause.COMPLETED, Decision.FINISH),
+    "done although a stop was asked for": (replace(DONE, stop=Stop.CLOCK), Cause.COMPLETED, Decision.FINISH),
+    "exit code 0 without a result": (Facts(0, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
+    "cancelled before rank 0 had a result": (Facts(0, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "some node could not start its ranks": (
+        Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING, lost_nodes=("node2",), can_go_on=True),
+        Cause.NODE_FAILURE,
+        Decision.RESTART,
+    ),
+    "a foreign script is done": (Facts(0, is_foreign=True, slurm=Slurm.RUNNING), Cause.COMPLETED, Decision.FINISH),
+    "a foreign script is done, no Slurm": (Facts(0, is_foreign=True), Cause.COMPLETED, Decision.FINISH),
+    "a foreign script saved and ended with 0 in a preemption": (
+        Facts(0, is_foreign=True, stop=Stop.SIGNAL, slurm=Slurm.PREEMPTED),
+        Cause.PREEMPTED,
+        Decision.REQUEUE,
+    ),
+    "the same at Slurm's own SIGTERM, of which we have heard nothing": (
+        Facts(0, is_foreign=True, slurm=Slurm.PREEMPTED),
+        Cause.PREEMPTED,
+        Decision.REQUEUE,
+    ),
+    "a foreign script saved and ended with 0 before the limit": (
+        Facts(0, is_foreign=True, stop=Stop.CLOCK, slurm=Slurm.RUNNING),
+        Cause.TIMEOUT,
+        Decision.REQUEUE,
+    ),
+    "a foreign script saved and ended with 0 at toolkit stop": (
+        Facts(0, is_foreign=True, stop=Stop.USER, slurm=Slurm.RUNNING),
+        Cause.STOPPED,
+        Decision.FINISH,
+    ),
     "preempted, committed in the grace": (replace(CLEAN, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
     "preempted, killed": (replace(DEAD, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
     "preempted, TERM at the batch host": (
@@ -207,11 +240,11 @@ def test_time_limits_are_free_while_steps_are_gained() -> None:
 
 
 def test_a_foreign_script_tells_no_steps_and_has_all_its_failures_and_time_limits() -> None:
-    facts = Facts(1, (RAISED,), tells_steps=False, history=[crashed(None)] * 3)
+    facts = Facts(1, (RAISED,), is_foreign=True, history=[crashed(None)] * 3)
     assert judge(facts).decision is Decision.RESTART
     assert judge(replace(facts, history=[crashed(None)] * 4)).decision is Decision.GIVE_UP
     links = [Past("timeout", "requeue", None)] * 20
-    assert judge(replace(CLEAN, stop=Stop.CLOCK, tells_steps=False, history=links)).decision is Decision.REQUEUE
+    assert judge(replace(CLEAN, stop=Stop.CLOCK, is_foreign=True, history=links)).decision is Decision.REQUEUE
 
 
 def test_requeues_have_a_budget() -> None:
@@ -243,3 +276,75 @@ def test_the_rank_that_the_others_waited_for_is_the_first_failure_of_a_hang_what
     assert ending.first_failure is behind
     assert ending.line == "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce; restart 1 of 4"
     assert judge(Facts(137, (KILLED,), hang=behind, history=[crashed(None)] * 4)).cause is Cause.HANG
+
+
+def test_ranks_that_were_not_needed_may_have_died_once_there_is_a_result() -> None:
+    assert has_completed(replace(DONE, exit_code=137, lost_ranks=True))
+    assert not has_completed(replace(DONE, exit_code=137))
+    assert not has_completed(Facts(137, lost_ranks=True))
+
+
+# ---------------------------------------------------------------------------------------------- nodes that are to blame
+
+HOSTS = ("node1", "node1", "node2", "node2")
+
+
+def test_a_node_that_cannot_start_ranks_is_unfit_unless_most_nodes_cannot() -> None:
+    facts = Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING)
+    assert unfit_nodes(facts, HOSTS) == {"node2"}
+    everywhere = (UNSTARTED, replace(UNSTARTED, rank=0, host="node1"))
+    assert unfit_nodes(replace(facts, failures=everywhere), HOSTS) == set()
+    assert unfit_nodes(facts, ("node2",)) == set()
+    line = judge(replace(facts, failures=everywhere)).line
+    assert line == "rank 1 on node2: could not be started: Slurmd could not connect IO; restart 1 of 4"
+
+
+def test_no_node_is_unfit_in_a_job_that_ends_or_after_two_requeues_in_vain() -> None:
+    facts = Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING)
+    for disturbed in (replace(facts, slurm=Slurm.PREEMPTED), replace(facts, stop=Stop.SIGNAL)):
+        assert unfit_nodes(disturbed, HOSTS) == set()
+    in_vain = Past("node_failure", "requeue", None)
+    assert unfit_nodes(replace(facts, history=[in_vain]), HOSTS) == {"node2"}
+    assert unfit_nodes(replace(facts, history=[in_vain] * 2), HOSTS) == set()
+
+
+def blamed(host: str, step_end: int | None = None) -> list[Past]:
+    """Two attempts that ``host`` ended: the second time it was put out of use."""
+    first = Past("crashed", "restart", step_end, suspect=host)
+    return [first, Past("node_failure", "restart", step_end, suspect=host)]
+
+
+def test_an_attempt_for_which_a_node_is_condemned_is_no_fault_of_the_run() -> None:
+    """Before, the attempt that condemned the node also gave the run up, and the spare was never used."""
+    facts = Facts(137, (KILLED,), slurm=Slurm.RUNNING, history=blamed("node2")[:1])
+    assert judge(facts).decision is Decision.GIVE_UP
+    ending = judge(replace(facts, condemned="node2", can_go_on=True))
+    assert (ending.cause, ending.decision, ending.suspect) == (Cause.NODE_FAILURE, Decision.RESTART, "node2")
+    assert "node node2 is to blame" in ending.line
+
+
+def test_what_a_condemned_node_ended_before_counts_no_more() -> None:
+    facts = Facts(1, (RAISED,), slurm=Slurm.RUNNING, history=blamed("node2"))
+    assert judge(facts).line.endswith("restart 1 of 4")
+    assert judge(replace(facts, history=[*blamed("node2"), crashed(None)])).decision is Decision.GIVE_UP
+
+
+def test_a_second_node_in_a_row_is_not_believed_to_be_the_cause() -> None:
+    history = [*blamed("node2"), Past("crashed", "restart", None, suspect="node3")]
+    facts = Facts(137, (replace(KILLED, host="node3"),), condemned="node3", can_go_on=True, history=history)
+    assert judge(facts).decision is Decision.GIVE_UP
+    progress = [*blamed("node2"), Past("crashed", "restart", 10, suspect="node3")]
+    assert judge(replace(facts, history=progress)).cause is Cause.NODE_FAILURE
+
+
+def test_a_node_that_is_used_again_for_want_of_others_does_not_excuse_the_run_for_ever() -> None:
+    again = Past("crashed", "restart", None, suspect="node2")
+    facts = Facts(137, (KILLED,), history=[*blamed("node2"), again])
+    assert judge(facts).decision is Decision.GIVE_UP
+
+
+def test_a_device_error_comes_before_the_exceptions_of_the_others_and_casts_suspicion() -> None:
+    device = replace(RAISED, rank=2, host="node2", time=12.0, blames_node=True)
+    ending = judge(Facts(1, (PEER, RAISED, device)))
+    assert (ending.first_failure, ending.suspect) == (device, "node2")
+    assert judge(Facts(1, (PEER, RAISED))).suspect is None

@@ -15,7 +15,15 @@ import pytest
 
 from toolkit import rundir
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import LocalLauncher, NodeFailed, RankEnded, StepEnded, parse_srun_line, tethered
+from toolkit.launch.steps import (
+    LaunchFailed,
+    LocalLauncher,
+    NodeFailed,
+    RankEnded,
+    StepEnded,
+    parse_srun_line,
+    tethered,
+)
 
 TIMEOUT_S = 20
 
@@ -46,7 +54,7 @@ def test_srun_says_which_rank_ended_how(
     [
         "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
         "slurmstepd: error: *** STEP 1.0 ON node1 CANCELLED AT 2026-11-20T15:00:00 ***",
-        "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        "srun: error: Application launch failed: Communication connection failure",
         "",
     ],
 )
@@ -57,6 +65,28 @@ def test_other_lines_of_srun_end_no_rank(line: str) -> None:
 def test_a_node_that_srun_gives_by_its_number_is_found_in_slurms_order() -> None:
     line = "srun: error: Aborting, io error and missing step on node 1\n"
     assert parse_srun_line(line, ["node10", "node10", "node9", "node11"]) == NodeFailed("node10")
+
+
+@pytest.mark.parametrize(
+    ("line", "event"),
+    [
+        (
+            "srun: error: task 2 launch failed: Slurmd could not connect IO",
+            LaunchFailed((2,), "node9", "Slurmd could not connect IO"),
+        ),
+        (
+            "srun: error: Task launch for StepId=3.0 failed on node node10: Communication connection failure",
+            LaunchFailed((0, 1), "node10", "Communication connection failure"),
+        ),
+        (
+            "srun: error: Unable to create step for job 3: Requested node configuration is not available",
+            LaunchFailed((), None, "Unable to create step for job 3: Requested node configuration is not available"),
+        ),
+    ],
+)
+def test_ranks_that_srun_could_not_start_are_named_with_their_node(line: str, event: LaunchFailed) -> None:
+    """As Slurm 22.05 prints them; with the first, srun's exit code is 0."""
+    assert parse_srun_line(line + "\n", ["node10", "node10", "node9", "node11"]) == event
 
 
 def gone(pid: int) -> bool:

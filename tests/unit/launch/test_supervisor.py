@@ -42,7 +42,7 @@ class Store:
         Store.proposed.append(kind)
         Store.on_propose()
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         self._closed = True
 
 
@@ -119,6 +119,13 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
     result = run.result()
     assert result is not None
     assert (result["state"], result["step"], result["metrics"]) == ("completed", 10, {"eval/accuracy": 0.5})
+
+
+def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(StepEnded(0)), completes)) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], second["cause"]) == ("crashed", "restart", "completed")
+    assert "handed over no result" in first["line"]
 
 
 def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunDir) -> None:
@@ -336,6 +343,30 @@ def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None
         ranks.events.put(StepEnded(1))
 
     return fails
+
+
+@pytest.mark.parametrize(
+    ("message", "blames_node"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: the launch timed out and was terminated", True),
+        ("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclSystemError: System call (e.g. socket, malloc) failed", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclRemoteError: a remote process exited prematurely", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: invalid argument", False),
+        ("CUDA error: out of memory", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_device_error_in_an_error_file_blames_the_node_of_its_rank(
+    run: RunDir, message: str, blames_node: bool
+) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
+    assert read_error_file(run.error_file(1, 0)).blames_node is blames_node
 
 
 @pytest.mark.parametrize(

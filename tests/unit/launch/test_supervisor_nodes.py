@@ -21,7 +21,7 @@ from toolkit.config import JobConfig
 from toolkit.launch import nodes, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import Report
-from toolkit.launch.steps import NodeFailed, RankEnded, StepEnded
+from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
 from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
@@ -167,6 +167,68 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
     assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node2"]
     assert list(nodes.remembered(run)) == ["node1"]
     assert run.status()["bad_nodes"] == {"node1": "ended 2 attempts"}
+
+
+def is_refused_by_node2(ranks: Ranks) -> None:
+    """The rank on node2 cannot be started; the other one ends well, and srun with 0."""
+    ranks.answers_kill = False
+    for rank in [rank for rank, host in enumerate(ranks.hosts) if host == "node2"]:
+        ranks.events.put(LaunchFailed((rank,), "node2", "Slurmd could not connect IO"))
+    ranks.events.put(StepEnded(0))
+
+
+def test_a_node_that_cannot_start_ranks_is_replaced_at_once(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, the run counted as completed: srun ends with 0."""
+    assert supervise(run, slurm, Ranks(is_refused_by_node2, completes), spare=1) == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
+    assert first["line"].startswith("rank 1 on node2: could not be started: Slurmd could not connect IO")
+    assert (second["nodes"], second["cause"]) == (["node1", "node3"], "completed")
+
+
+def test_without_a_spare_the_job_is_requeued_off_the_node_that_cannot_start_ranks(
+    run: RunDir, slurm: FakeSlurm
+) -> None:
+    assert supervise(run, slurm, Ranks(is_refused_by_node2)) == 75
+    assert run.attempts()[0]["cause"] == "node_failure"
+    assert slurm.excluded == {"1": "node2"}
+
+
+def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slurm: FakeSlurm) -> None:
+    def is_refused(ranks: Ranks) -> None:
+        ranks.events.put(LaunchFailed((), None, "Unable to create step for job 1: Requested nodes are busy"))
+        ranks.events.put(StepEnded(1))
+
+    assert supervise(run, slurm, Ranks(is_refused, completes)) == 0
+    first, _ = run.attempts()
+    assert (first["cause"], first["lost_nodes"], first["suspect"]) == ("crashed", [], None)
+    assert "Unable to create step for job 1: Requested nodes are busy" in first["line"]
+    assert run.status()["bad_nodes"] == {}
+
+
+def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
+    """Ranks end with exit code 127 before they report anything and leave no error file."""
+
+    def act(ranks: Ranks) -> None:
+        for rank, host in ranks_and_hosts:
+            ranks.events.put(RankEnded((rank,), host, "exit code 127", None, time.time(), 127))
+
+    return act
+
+
+def test_a_node_on_which_ranks_end_before_their_first_report_is_used_twice_only(run: RunDir, slurm: FakeSlurm) -> None:
+    """Without a word or a step: that was the end of the run, in the very attempt that condemned the node."""
+    on_node2 = dies_mute((1, "node2"))
+    assert supervise(run, slurm, Ranks(on_node2, on_node2, completes), spare=1) == 0
+    assert [line["suspect"] for line in run.attempts()] == ["node2", "node2", None]
+    assert [line["decision"] for line in run.attempts()] == ["restart", "restart", "finish"]
+    assert run.attempts()[2]["nodes"] == ["node1", "node3"]
+
+
+def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: FakeSlurm) -> None:
+    everywhere = dies_mute((0, "node1"), (1, "node2"))
+    assert supervise(run, slurm, Ranks(everywhere, everywhere), spare=1) == 1
+    assert [line["suspect"] for line in run.attempts()] == [None, None]
 
 
 def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
