@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.config.conftest import ROOT
 from toolkit import config as configs
 from toolkit.config import JobConfig, MeshConfig, StrategyConfig, load_config, validate
 from toolkit.errors import ConfigError, RequestError
 from toolkit.rundir import RUN_DIR_VARIABLE
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def in_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("TOOLKIT_SITE", raising=False)
-    monkeypatch.delenv("TOOLKIT_DATA", raising=False)
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -51,11 +42,11 @@ def test_dumped_config_reads_back_equal(tmp_path: Path) -> None:
         ("optim.lrr=1", ["'optim.lrr'", "did you mean 'optim.lr'?", "momentum"]),
         ("lr=1", ["'lr'", "did you mean 'optim.lr'?"]),
         ("trian.epochs=1", ["'trian'", "did you mean 'train'?"]),
-        ("optim.lr=fast", ["optim.lr", "'fast'", "Float"]),
-        ("cluster.nodes=two", ["cluster.nodes", "Integer"]),
+        ("optim.lr=fast", ["optim.lr", "'fast' is text", "takes a number"]),
+        ("cluster.nodes=two", ["cluster.nodes", "takes a whole number"]),
         ("optim=3", ["optim is a section"]),
         ("notify=mail me", ["notify is a list"]),
-        ("notify=[mail,null]", ["notify[1]", "NoneType"]),
+        ("notify=[mail,null]", ["notify[1]", "is empty"]),
         ("optim.lr", ["key=value"]),
         ("optim.lr=[", ["not valid YAML"]),
     ],

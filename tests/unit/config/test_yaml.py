@@ -1,0 +1,268 @@
+"""What a value in a file or an argument means: YAML 1.2, text keys take text, and what is written reads back equal."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.config import JobConfig, all_keys, dump_config, load_config, value_of
+from toolkit.errors import ConfigError
+
+Load = Callable[[str, str], JobConfig]
+
+
+def from_file(key: str, value: str, folder: Path) -> JobConfig:
+    section, _, leaf = key.rpartition(".")
+    inner = "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(section.split(".") if section else ()))
+    path = folder / "c.yaml"
+    path.write_text(f"{inner}{'  ' * len(inner.splitlines())}{leaf}: {value}\n")
+    return load_config(path)
+
+
+def from_extended_file(key: str, value: str, folder: Path) -> JobConfig:
+    from_file(key, value, folder)
+    (folder / "top.yaml").write_text("extends: c.yaml\n")
+    return load_config(folder / "top.yaml")
+
+
+def from_argument(key: str, value: str, folder: Path) -> JobConfig:
+    return load_config(None, [f"{key}={value}"])
+
+
+@pytest.fixture(params=[from_file, from_extended_file, from_argument, "the site's file"])
+def load(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Every layer gives a value the same meaning."""
+
+    def from_site(key: str, value: str, folder: Path) -> JobConfig:
+        monkeypatch.delenv("TOOLKIT_SITE", raising=False)
+        from_file(key, value, folder)
+        monkeypatch.setenv("TOOLKIT_SITE", str(folder / "c.yaml"))
+        return load_config(None)
+
+    way = request.param if callable(request.param) else from_site
+    return lambda key, value: way(key, value, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("cluster.partition", "no", "no"),
+        ("cluster.partition", "on", "on"),
+        ("cluster.account", "'0755'", "0755"),
+        ("cluster.account", "12:30:45", "12:30:45"),
+        ("cluster.account", "2026-01-01", "2026-01-01"),
+        ("cluster.account", "1_000", "1_000"),
+        ("cluster.constraint", '"1.10"', "1.10"),
+        ("cluster.constraint", "!!str 1.10", "1.10"),
+        ("cluster.qos", "~", None),
+        ("cluster.exclusive", "True", True),
+        ("cluster.nodes", "010", 10),
+        ("cluster.nodes", "0o10", 8),
+        ("cluster.nodes", "0x10", 16),
+        ("optim.lr", "1e-3", 0.001),
+        ("optim.lr", "1", 1.0),
+        ("train.eval_every", "5", 5),
+        ("train.eval_every", "epoch", "epoch"),
+        ("cluster.extra.begin", "16:00", "16:00"),
+        ("cluster.extra.begin", "2026-01-01", "2026-01-01"),
+        ("cluster.extra.comment", "0755", "0755"),
+        ("cluster.extra.comment", "1.10", "1.10"),
+        ("cluster.extra.comment", "1e3", "1e3"),
+        ("cluster.extra.comment", "off", "off"),
+        ("cluster.extra.nice", "10", 10),
+        ("cluster.extra.hold", "true", True),
+    ],
+)
+def test_a_scalar_means_in_every_layer_what_yaml_1_2_says(load: Load, key: str, written: str, value: object) -> None:
+    config = load(key, written)
+    *sections, leaf = key.split(".")
+    found = value_of(config, ".".join(sections))
+    found = found[leaf] if isinstance(found, dict) else getattr(found, leaf)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "says"),
+    [
+        ("cluster.account", "0755", "takes text, and 0755 is a whole number to YAML; quote it: "),
+        ("cluster.constraint", "1.10", "takes text, and 1.10 is a number to YAML; quote it: "),
+        ("cluster.partition", "true", "takes text, and true is true or false to YAML; quote it: "),
+        ("cluster.time_min", "24:00:00", "takes a whole number; in minutes that is 1440"),
+        ("cluster.time_min", "1-12:00:00", "takes a whole number; in minutes that is 2160"),
+        ("cluster.exclusive", "yes", "'yes' is text, and this key takes true or false"),
+        ("cluster.nodes", "'3'", "'3' is text, and this key takes a whole number"),
+        ("cluster.nodes", "3.0", "'3.0' is a number, and this key takes a whole number"),
+        ("cluster.nodes", "null", "is empty (null), and this key takes a whole number"),
+        ("cluster.nodes", "[3]", "takes a whole number, not a list or a mapping"),
+        ("cluster.nodes", "!!python/name:os.system x", "is not of the type tag:yaml.org,2002:python/name:os.system"),
+        ("cluster.nodes", "9" * 5000, "a number of 5000 digits"),
+        ("cluster.setup", "[ls, 3]", "takes text, and 3 is a whole number to YAML"),
+        ("cluster.extra", "[a]", "is a mapping: {key: value}"),
+    ],
+)
+def test_another_type_is_refused_in_every_layer_and_says_what_to_write(
+    load: Load, key: str, written: str, says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(key, written)
+    assert says in str(caught.value)
+    assert key in str(caught.value)
+
+
+def test_the_error_names_file_and_line_and_what_it_says_to_write_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: x\ncluster:\n  account: 0755\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml, line 3: cluster\.account: .*; quote it: account: '0755'"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"quote it: 'cluster\.account=\"0755\"'"):
+        load_config(None, ["cluster.account=0755"])
+    assert load_config(None, ['cluster.account="0755"']).cluster.account == "0755"
+
+
+def test_the_rest_of_an_argument_is_no_comment() -> None:
+    with pytest.raises(ConfigError, match="'# 3' is a comment to YAML; put quotes around the value"):
+        load_config(None, ["cluster.extra.comment=job # 3"])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "- " * 10_000, "a: &x {b: *x}", "a: &x {<<: *x}", "optim: {lr: 1, lr: 2}", "a\0b: 1"]
+)
+def test_yaml_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_merged_mappings_and_anchors_are_read_in_no_time(tmp_path: Path) -> None:
+    lines = ["optim: &a0 {lr: 0.25}", *(f"x{n}: &a{n + 1} {{<<: [*a{n}, *a{n}]}}" for n in range(40))]
+    (tmp_path / "c.yaml").write_text("\n".join([*lines, "train: {<<: *a40}"]))
+    with pytest.raises(ConfigError, match="unknown key 'x0'"):
+        load_config(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("cluster: {extra: {<<: {comment: a, nice: 1}, comment: b}}")
+    assert load_config(tmp_path / "c.yaml").cluster.extra == {"nice": 1, "comment": "b"}
+
+
+# ------------------------------------------------------------------------------------------------------- references
+
+
+def test_a_reference_stands_for_another_value() -> None:
+    config = load_config(None, ["optim.lr=${optim.momentum}", "cluster.account=p${train.seed}", "cluster.qos=${name}"])
+    assert (config.optim.lr, config.cluster.account, config.cluster.qos) == (0.9, "p0", "run")
+
+
+def test_a_backslash_makes_a_reference_text() -> None:
+    assert load_config(None, [r"cluster.account=\${X}"]).cluster.account == "${X}"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("${nowhere}", "Interpolation key 'nowhere' not found"),
+        ("${", r"write \${ for a text"),
+        ("${cluster.account}", "ecursive"),
+        ("${optim}", "this key takes text"),
+        ("???", "still to be given"),
+    ],
+)
+def test_a_reference_to_nothing_is_refused_by_the_key(value: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"cluster.account={value}"])
+    assert str(caught.value).startswith("cluster.account: ")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["${oc.env:TOKEN}", "x${oc.decode:${oc.env:TOKEN,null}}", r"\\${oc.env:TOKEN}"])
+def test_an_environment_variable_is_not_written_into_a_run(
+    load: Load, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "hunter2")
+    with pytest.raises(ConfigError, match=r"cluster\.account: .* is refused.*key=\$VARIABLE") as caught:
+        load("cluster.account", value)
+    assert "hunter2" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------- there and back
+
+TEXTS = st.one_of(
+    st.text(max_size=12).filter(lambda text: text != "???"),  # stands for a value that is still to be given
+    st.text(alphabet="\\${}? ", max_size=8).filter(lambda text: text != "???"),
+    st.sampled_from(
+        ["no", "0755", "16:00", "1e3", "1.10", "1_000", "0o17", "0x1f", "null", "~", "<<", "=", "2026-01-01"]
+    ),
+    st.sampled_from(["<<", "=", "2026-01-01", "${X}", "\\${oc.env:X}", ".inf", "", "a\x85b", " a\n b\n"]),
+)
+SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    str: TEXTS,
+    int: st.integers(-(2**63), 2**63),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    types.NoneType: st.none(),
+    Any: st.one_of(TEXTS, st.integers(), st.floats(allow_nan=False), st.booleans()),
+}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if get_origin(hint) is list:
+        return st.lists(TEXTS, max_size=3)
+    if get_origin(hint) is dict:
+        return st.dictionaries(st.text(max_size=8), SCALARS[get_args(hint)[1]], max_size=3)
+    return st.one_of(*(SCALARS[kind] for kind in get_args(hint) or [hint]))
+
+
+def section_of(config: JobConfig, key: str) -> Any:
+    section = key.rpartition(".")[0]
+    return value_of(config, section) if section else config
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> JobConfig:
+    """With other values than the defaults at some keys."""
+    config = JobConfig()
+    for key in draw(st.lists(st.sampled_from(all_keys()), min_size=1, max_size=8)):
+        section, leaf = section_of(config, key), key.rpartition(".")[2]
+        setattr(section, leaf, draw(values_of(get_type_hints(type(section))[leaf])))
+    return config
+
+
+@settings(max_examples=30, deadline=None)
+@given(configs())
+def test_what_is_written_reads_back_equal_and_means_the_same_to_other_readers(
+    tmp_path_factory: pytest.TempPathFactory, config: JobConfig
+) -> None:
+    """The other reader is PyYAML, of YAML 1.1; it finds the mark before a `${` that is text."""
+    path = tmp_path_factory.getbasetemp() / "there-and-back.yaml"
+    text = dump_config(config)
+    path.write_text(text, encoding="utf-8")
+    assert repr(load_config(path, site=False)) == repr(config)  # also 1 is not 1.0, and 0.0 is not -0.0
+    assert without_marks(yaml.load(text, yaml.CSafeLoader)) == without_marks(asdict(config))
+
+
+def without_marks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_marks(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_marks(item) for item in value]
+    return value.replace("\\", "") if isinstance(value, str) and "${" in value else value
+
+
+def test_every_key_reads_back_equal(tmp_path: Path) -> None:
+    texts = dict.fromkeys(all_keys(), "no ${X} \\${Y} 0755")
+    config = JobConfig()
+    for key, text in texts.items():
+        section, leaf = section_of(config, key), key.rpartition(".")[2]
+        hint = get_type_hints(type(section))[leaf]
+        if get_origin(hint) in (list, dict):
+            setattr(section, leaf, [text, "0755"] if get_origin(hint) is list else {"${a}.0755": text, "b": "no"})
+        elif str in (get_args(hint) or [hint]):
+            setattr(section, leaf, text)
+    path = tmp_path / "c.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path, site=False) == config
