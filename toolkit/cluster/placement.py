@@ -13,6 +13,7 @@ globally); torch's ``LocalElasticAgent``; PRRTE's and Open MPI's ``OMPI_COMM_WOR
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from toolkit.errors import PlacementError, RequestError
 
 #: Step ids from here up are none: batch script, interactive shell, extern step (SLURM_MAX_NORMAL_STEP_ID).
 FIRST_SPECIAL_STEP_ID = 0xFFFFFFF0
+
+_NODE_NOTE = "{} no node numbers: node_rank and nodes assume that nodes are filled one after the other"
 
 Environ = Mapping[str, str]
 
@@ -219,9 +222,11 @@ def _placement(
 # ------------------------------------------------------------------------- torchrun and the supervisor's local ranks
 
 _EXPLICIT_ADVICE = (
-    "start the script with torchrun, `toolkit exec` or srun, which set all of RANK, WORLD_SIZE, LOCAL_RANK and "
-    "LOCAL_WORLD_SIZE, or unset RANK and WORLD_SIZE"
+    "set LOCAL_RANK and LOCAL_WORLD_SIZE as well (0 and 1 where each rank has a machine to itself), or start the "
+    "ranks with torchrun, `toolkit exec` or srun, which set them all, or unset RANK and WORLD_SIZE"
 )
+#: MASTER_ADDR that no other machine could reach: all ranks are on this one.
+_LOOPBACK = re.compile(r"localhost|ip6-localhost|127\.[0-9.]+|::1")
 
 
 def _from_explicit(environ: Environ, hostname: str) -> Placement | None:
@@ -230,7 +235,8 @@ def _from_explicit(environ: Environ, hostname: str) -> Placement | None:
     numbers = _explicit_numbers(environ)
     numbers.check(_EXPLICIT_ADVICE)
     hosts = (hostname,) if numbers.nodes.value == 1 else ()
-    return _placement(environ, _explicit_launcher(environ), hostname, numbers, hosts)
+    notes = (_NODE_NOTE.format("RANK and its companions name"),) if "/" in numbers.node_rank.source else ()
+    return _placement(environ, _explicit_launcher(environ), hostname, numbers, hosts, notes)
 
 
 def _is_explicit(environ: Environ) -> bool:
@@ -267,17 +273,53 @@ def _explicit_numbers(environ: Environ) -> _Numbers:
     world_size = _required(environ, "WORLD_SIZE", because=rank, advice=_EXPLICIT_ADVICE)
     if world_size.value == 1:
         return _single(rank, world_size, _number(environ, "LOCAL_RANK"))
-    local_rank = _required(environ, "LOCAL_RANK", because=rank, advice=_EXPLICIT_ADVICE)
-    local_size = _required(environ, "LOCAL_WORLD_SIZE", because=rank, advice=_EXPLICIT_ADVICE)
-    return _Numbers(rank, world_size, local_rank, local_size, *_groups(environ, world_size, local_size))
+    local_size = _explicit_local_size(environ, rank, world_size)
+    local_rank = _number(environ, "LOCAL_RANK")
+    if local_rank is None and local_size.value == world_size.value:
+        local_rank = _Number(rank.value, f"RANK, as all ranks are on one node ({local_size.source})")
+    if local_rank is None and local_size.value == 1:
+        local_rank = _Number(0, f"the only rank of its node ({local_size})")
+    if local_rank is None:
+        _refuse(f"{rank}, {world_size} and {local_size} leave open which of its node's ranks it is", _EXPLICIT_ADVICE)
+    return _Numbers(rank, world_size, local_rank, local_size, *_groups(environ, rank, world_size, local_size))
 
 
-def _groups(environ: Environ, world_size: _Number, local_size: _Number) -> tuple[_Number, _Number]:
+def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -> _Number:
+    """Return LOCAL_WORLD_SIZE, or what follows from the number of nodes or a MASTER_ADDR that is this machine.
+
+    ``init_process_group`` needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, so launchers set no more than these.
+    """
+    local_size = _number(environ, "LOCAL_WORLD_SIZE")
+    if local_size is not None:
+        return local_size
+    nodes = _number(environ, "GROUP_WORLD_SIZE", "NNODES")
+    if nodes is not None and nodes.value in (1, world_size.value):
+        return _Number(world_size.value // nodes.value, f"WORLD_SIZE and {nodes}")
+    master = environ.get("MASTER_ADDR", "")
+    if nodes is None and _LOOPBACK.fullmatch(master):
+        return _Number(world_size.value, f"WORLD_SIZE, as MASTER_ADDR={master} is this machine")
+    where = f"MASTER_ADDR={master}" if master else "MASTER_ADDR is not set"
+    _refuse(
+        f"{rank} and {world_size} are set, but LOCAL_WORLD_SIZE is not, and {where}: nothing says which of the ranks "
+        "share this machine (LOCAL_RANK)",
+        _EXPLICIT_ADVICE,
+    )
+
+
+def _groups(
+    environ: Environ, rank: _Number, world_size: _Number, local_size: _Number
+) -> tuple[_Number, _Number]:
+    """Return the node's number and how many there are. Where nobody says so, nodes hold equally many ranks in a row."""
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
         return _Number(0, "one node"), _Number(1, "one node")
-    node_rank = _required(environ, "GROUP_RANK", "NODE_RANK", because=local_size, advice=_EXPLICIT_ADVICE)
-    nodes = _required(environ, "GROUP_WORLD_SIZE", "NNODES", because=node_rank, advice=_EXPLICIT_ADVICE)
-    return node_rank, nodes
+    node_rank, nodes = _number(environ, "GROUP_RANK", "NODE_RANK"), _number(environ, "GROUP_WORLD_SIZE", "NNODES")
+    if node_rank is not None and nodes is not None:
+        return node_rank, nodes
+    if local_size.value == 0 or world_size.value % local_size.value:
+        advice = "set GROUP_RANK and GROUP_WORLD_SIZE: the number of this rank's node, and how many there are"
+        _refuse(f"nodes that do not all have {local_size} ranks of {world_size} have no number", advice)
+    source = f"{rank.source} / {local_size.source}"
+    return _Number(rank.value // local_size.value, source), _Number(world_size.value // local_size.value, source)
 
 
 def _single(rank: _Number, size: _Number, local_rank: _Number | None = None) -> _Numbers:
@@ -328,7 +370,6 @@ _MPI_FAMILIES = (
     ),
 )
 _MPI_ADVICE = "start the ranks with one launcher only: `mpirun ...` (Open MPI, MPICH, Intel MPI) or `srun ...`"
-_MPI_NODE_NOTE = "mpirun names no node numbers: node_rank and nodes assume that nodes are filled one after the other"
 
 
 def _from_mpi(environ: Environ, hostname: str) -> Placement | None:
@@ -340,7 +381,7 @@ def _from_mpi(environ: Environ, hostname: str) -> Placement | None:
     numbers = _mpi_numbers(environ, families[0])
     numbers.check(_MPI_ADVICE)
     is_one_node = numbers.nodes.value == 1
-    notes = () if is_one_node else (_MPI_NODE_NOTE,)
+    notes = () if is_one_node else (_NODE_NOTE.format("mpirun names"),)
     return _placement(environ, "mpi", hostname, numbers, (hostname,) if is_one_node else (), notes)
 
 

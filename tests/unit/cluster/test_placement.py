@@ -174,6 +174,41 @@ def test_the_innermost_launcher_tells_the_rank(
     assert numbers(placement) == expected
 
 
+def torch_minimum(rank: int, world: int, master: str, **more: str) -> dict[str, str]:
+    """What ``init_process_group("env://")`` needs, and nothing else."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": master, "MASTER_PORT": "29500", **more}
+
+
+#: Without LOCAL_WORLD_SIZE or without node numbers: the six numbers, and from what the local size was taken.
+MINIMAL: dict[str, tuple[dict[str, str], tuple[int, ...], str]] = {
+    "loopback": (torch_minimum(1, 2, "127.0.0.1"), (1, 2, 1, 2, 0, 1), "MASTER_ADDR=127.0.0.1"),
+    "localhost, local rank": (torch_minimum(1, 2, "localhost", LOCAL_RANK="1"), (1, 2, 1, 2, 0, 1), "MASTER_ADDR"),
+    "a pod for each rank": (
+        torch_minimum(2, 3, "job-master-0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"),
+        (2, 3, 0, 1, 2, 3),
+        "LOCAL_WORLD_SIZE",
+    ),
+    "one node each": (torch_minimum(2, 3, "job-master-0", NNODES="3"), (2, 3, 0, 1, 2, 3), "NNODES=3"),
+    "one node": (torch_minimum(2, 3, "node1", GROUP_WORLD_SIZE="1"), (2, 3, 2, 3, 0, 1), "GROUP_WORLD_SIZE=1"),
+    "no node numbers": (
+        torch_minimum(5, 8, "node1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4"),
+        (5, 8, 1, 4, 1, 2),
+        "LOCAL_WORLD_SIZE",
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected", "source"), MINIMAL.values(), ids=MINIMAL.keys())
+def test_torchs_minimal_environment_is_enough_where_the_rest_follows(
+    environ: dict[str, str], expected: tuple[int, ...], source: str
+) -> None:
+    placement = derive(environ, "here")
+    assert numbers(placement) == expected
+    assert source in placement.sources["local_world_size"]
+    assert bool(placement.notes) == (placement.nodes > 1)
+    assert numbers(derive(rank_environment(placement, "10.0.0.1", 4000), "here")) == expected
+
+
 CONTRADICTIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "rank beyond the step": (step(7, 3, 0), ("SLURM_PROCID=7", "SLURM_STEP_NUM_TASKS=7")),
     "local rank beyond the node": (step(6, 3, 1), ("SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE=1")),
@@ -192,6 +227,13 @@ CONTRADICTIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "rank without world size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
     "rank beyond the world": ({**torchrun(4, 4, 1, 4, 0, 1)}, ("RANK=4", "WORLD_SIZE=4")),
     "rank without local rank": ({"RANK": "0", "WORLD_SIZE": "2"}, ("RANK=0", "LOCAL_RANK")),
+    "a master elsewhere": (torch_minimum(1, 2, "node7"), ("MASTER_ADDR=node7", "set LOCAL_RANK and LOCAL_WORLD_SIZE")),
+    "a master elsewhere, local rank": (torch_minimum(1, 2, "node7", LOCAL_RANK="1"), ("LOCAL_WORLD_SIZE is not",)),
+    "which of its node's": (torch_minimum(1, 4, "node7", LOCAL_WORLD_SIZE="2"), ("LOCAL_WORLD_SIZE=2", "LOCAL_RANK")),
+    "nodes of different sizes": (
+        torch_minimum(1, 5, "node7", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
+        ("LOCAL_WORLD_SIZE=2", "WORLD_SIZE=5", "set GROUP_RANK and GROUP_WORLD_SIZE"),
+    ),
     "rank exported in the batch script": (
         step(3, 1, 1, RANK="0", WORLD_SIZE="7"),
         ("RANK=0", "SLURM_PROCID=3", "batch script"),
