@@ -31,12 +31,15 @@ def make_dir(path: Path) -> Path:
     if path.is_dir():
         return path
     make_dir(path.parent)
-    try:
-        path.mkdir(mode=DIR_MODE)
-    except FileExistsError:  # another rank was faster
-        return path
-    path.chmod(DIR_MODE)  # mkdir's mode is cut by the umask
+    with contextlib.suppress(FileExistsError):  # another rank was faster
+        make_new_dir(path)
     return path
+
+
+def make_new_dir(path: Path) -> None:
+    """Create the folder ``path``, 0700, in one that is there. Raises FileExistsError where somebody was faster."""
+    path.mkdir(mode=DIR_MODE)
+    path.chmod(DIR_MODE)  # mkdir's mode is cut by the umask
 
 
 def open_private(path: Path, flags: int) -> int:

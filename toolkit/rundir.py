@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -37,7 +38,7 @@ class RunDir:
 
     @property
     def id(self) -> str:
-        """Time and four random hex digits: unique without asking anybody, and newest last when sorted."""
+        """Time and eight random hex digits: newest last when sorted."""
         return self.path.name
 
     @property
@@ -182,13 +183,13 @@ def _read_replaced(path: Path, tries: int = 3) -> Any | None:
 
 
 def create(name: str, root: Path | None = None) -> RunDir:
-    """Make a new run folder with its sub-folders."""
-    parent = (root or runs_root()) / name
+    """Make a new run folder with its sub-folders. Nobody else gets the same one, on whatever node they start."""
+    parent = fsio.make_dir((root or runs_root()) / name)
     while True:
-        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        if not path.exists():
+        run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
+            fsio.make_new_dir(run.path)
             break
-    run = RunDir(path)
     for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
         fsio.make_dir(folder)
     return run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,18 @@ def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:
     made = [rundir.create("name", tmp_path) for _ in range(20)]
     assert len({run.id for run in made}) == 20
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in made)
+
+
+def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On as many nodes: each looks before the others have made theirs. Of four digits half of all times two agree."""
+    monkeypatch.setattr(rundir.time, "strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    digits = itertools.count()
+    monkeypatch.setattr(rundir.secrets, "token_hex", lambda bytes_: f"{next(digits) // 2:0{2 * bytes_}x}")
+    with ThreadPoolExecutor(8) as elements:
+        runs = list(elements.map(lambda _: rundir.create("name", tmp_path), range(300)))
+    assert len({run.path for run in runs}) == 300
+    assert len(runs[0].id.rpartition("-")[2]) == 8
 
 
 def test_a_torn_status_is_none_yet(tmp_path: Path) -> None:
