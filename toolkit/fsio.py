@@ -79,6 +79,11 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
         sync_dir(path.parent)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write the new file ``path``, flushed to disk. Raises FileExistsError if it is there, also half-written."""
+    write_stream(path, [content])
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """:func:`write_atomic` of ``value`` as indented JSON with a final newline; NaN and infinities become null."""
     write_atomic(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n", durable=durable)

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from toolkit import fsio
 from toolkit.errors import RunNotFoundError, nearest
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
-#: The attempt that a process belongs to, as `RunDir.claim` was told.
+#: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Says that every step is to be written down, and how to disturb the run: see toolkit.train.witness.
 WITNESS_VARIABLE = "TOOLKIT_WITNESS"
@@ -151,20 +152,51 @@ class RunDir:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line)
 
-    def claim(self, owner: str) -> None:
-        """From now on ``owner``, one attempt of one job, is the only one that may write here (see :meth:`belongs_to`).
+    def owner(self) -> dict[str, Any]:
+        """``owner.json``: who has the run now, see `toolkit.launch.ownership`; empty where nobody has, or damaged."""
+        try:
+            owner = _read_replaced(self.path / "owner.json")
+        except ValueError:
+            return {}
+        return owner if isinstance(owner, dict) else {}
+
+    def write_owner(self, owner: Mapping[str, Any]) -> None:
+        """Replace ``owner.json``, durably."""
+        fsio.write_json(self.path / "owner.json", dict(owner))
+
+    def take_number(self, number: int) -> bool:
+        """Give the number of an owner away; False where somebody has it. Of two at the same moment one gets it."""
+        path = fsio.make_dir(self.path / "owners") / str(number)
+        try:
+            os.close(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def last_number(self) -> int:
+        """The highest number that was given away; 0 before the first."""
+        return max((int(path.name) for path in (self.path / "owners").glob("*") if path.name.isdigit()), default=0)
+
+    def taken_at(self, number: int) -> float:
+        """When the number was given away, in seconds since the epoch."""
+        return (self.path / "owners" / str(number)).stat().st_mtime
+
+    def owner_number(self) -> int | None:
+        """Return the number in ``owner.json``; None where it cannot be read."""
+        try:
+            number = self.owner().get("number")
+        except OSError:
+            return None
+        return number if isinstance(number, int) else None
+
+    def belongs_to(self, number: int) -> bool:
+        """Whether nobody has taken the run after the owner of this number.
 
         A node that is cut off goes on working for a while after Slurm has started the job again elsewhere. When the
         network is back, it finds that it has been overtaken, and leaves everything as it is.
         """
-        fsio.write_atomic(self.path / "owner", owner)
-
-    def belongs_to(self, owner: str) -> bool:
-        """Whether nobody has claimed the run after ``owner`` did."""
-        try:
-            return (self.path / "owner").read_text() == owner
-        except OSError:  # a file server that hiccups says nothing about who owns the run
-            return True
+        latest = self.owner_number()
+        return latest is None or latest <= number
 
     def submission(self) -> dict[str, Any]:
         """How the run was last submitted: executor, job id, argv for the log; empty for the sbatch door."""

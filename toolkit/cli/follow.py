@@ -127,7 +127,7 @@ def _minutes(seconds: float) -> str:
 def _interrupted(run: Run, console: Console) -> int:
     if run.executor == "slurm":
         console.print(
-            f"\njob {run.job_id} goes on without this terminal; `toolkit status {run.id}` looks, "
+            f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
             f"`toolkit cancel {run.id}` ends it",
             highlight=False,
             soft_wrap=True,

@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "resume":
             sub.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
             sub.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
+            sub.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
 
     check = _add(commands, "resume-check", _resume_check, "train twice, once with a kill in it, and compare every step")
     _takes_config(check)
@@ -224,7 +225,7 @@ def _resume(args: argparse.Namespace) -> int:
     from toolkit import rundir
     from toolkit.launch import submit
 
-    return _see_through(submit.resume(rundir.find(args.run)), args)
+    return _see_through(submit.resume(rundir.find(args.run), args.overrides), args)
 
 
 def _see_through(run: Any, args: argparse.Namespace) -> int:
@@ -299,6 +300,7 @@ def _cancel(args: argparse.Namespace) -> int:
 
 def _end(name: str, how: str, text: str) -> int:
     from toolkit import rundir
+    from toolkit.launch import intent
     from toolkit.launch.submit import attach
 
     run = rundir.find(name)
@@ -306,7 +308,10 @@ def _end(name: str, how: str, text: str) -> int:
     if result is not None:
         print(f"run {run.id} has already ended: {result['state']}")
         return EXIT_DONE
+    before = intent.asked(run)
     getattr(attach(run), how)()
+    if before in (how, intent.Intent.CANCEL):
+        text = f"{before} was asked for before; it has been told again, which changes nothing"
     print(f"run {run.id}: {text.format(run=run.id)}")
     return EXIT_DONE
 

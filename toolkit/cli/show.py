@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import RequestError, ToolkitError
-from toolkit.launch import goodput
+from toolkit.launch import goodput, intent, ownership
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # what asks Slurm is imported when Slurm is asked
@@ -31,10 +31,12 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are silent."""
     rows = [_row(run) for run in runs]
     asked = [row for row in rows if row["executor"] == "slurm" and (row["silent"] or row["state"] in WAITING)]
-    jobs = {row["job_id"]: row for row in asked if row["job_id"]}
-    if jobs:
-        for job_id, job in _ask_slurm(list(jobs)).items():
-            jobs[job_id].update(slurm=job.state, reason=job.reason)
+    jobs = {row["run"]: [row["job_id"], *filter(None, [row["follow_up"]])] for row in asked if row["job_id"]}
+    answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
+    for row in asked:
+        if row["run"] in jobs:
+            row["job_id"], job = ownership.present(jobs[row["run"]], answers)
+            row.update(slurm=job and job.state, reason=job and job.reason)
     for row in rows:
         row["state"] = _honest_state(row)
     return rows
@@ -47,13 +49,16 @@ def as_json(value: Any) -> str:
 
 def _row(run: RunDir) -> dict[str, Any]:
     status, result, sent = run.status(), run.result() or {}, run.submission()
+    jobs, asked = ownership.jobs_of(run), intent.asked(run)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
     return {
         "run": run.id,
         "name": run.name,
         "state": state,
-        "job_id": status.get("job_id") or sent.get("job_id"),
+        "job_id": jobs[0] if jobs else status.get("job_id"),
+        "follow_up": jobs[1] if len(jobs) > 1 else None,
+        "asked": asked and asked.value,
         "executor": sent.get("executor") or ("slurm" if status.get("job_id") else "local"),
         "attempt": status.get("attempt", 0),
         "step": result.get("step", progress.get("step")),
@@ -98,7 +103,7 @@ def _honest_state(row: dict[str, Any]) -> str:
         if row["slurm"] is None:
             return f"{state}? (silent)"
         if states.is_over(row["slurm"]):
-            return f"lost ({row['slurm']})"
+            return {"stop": "stopped", "cancel": "cancelled"}.get(row["asked"], f"lost ({row['slurm']})")
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
     here = row["host"] in (None, socket.gethostname())
     return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"

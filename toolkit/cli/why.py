@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
-from toolkit.cli.show import table
+from toolkit.cli.show import status_rows, table
 from toolkit.launch import ending, goodput, nodes
 from toolkit.launch.error_files import read_error_file
 from toolkit.rundir import RunDir
@@ -20,6 +20,7 @@ _ADVICE = {
     "stopped": "`toolkit resume {run}` goes on from the last checkpoint",
     "cancelled": "`toolkit resume {run}` goes on from the last checkpoint",
     "failed": "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
+    "lost": "nothing brings it back by itself; `toolkit resume {run}` goes on from the last checkpoint",
     "requeued": "nothing to do; it goes on when Slurm starts the job again (what it waits for: `toolkit status {run}`)",
 }
 
@@ -27,14 +28,17 @@ _ADVICE = {
 def facts(run: RunDir) -> dict[str, Any]:
     """Everything on the page, as data."""
     attempts, result, status = run.attempts(), run.result() or {}, run.status()
-    state = result.get("state") or status.get("state") or "unknown"
+    row = status_rows([run])[0]
+    is_lost = row["state"].startswith("lost")
+    state = row["state"] if is_lost else result.get("state") or status.get("state") or "unknown"
+    over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_lost and row["slurm"] else None
     last = attempts[-1] if attempts else {}
     saved, reached = newest_step(run.checkpoints), last.get("step_end")
     lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": result.get("why") or status.get("why") or last.get("line"),
+        "why": result.get("why") or over or status.get("why") or last.get("line"),
         "cause": last.get("cause"),
         "first_failure": _first_failure(run, attempts),
         "nodes": status.get("nodes", []),
@@ -45,7 +49,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "attempts": attempts,
         "goodput": goodput.of_files(run),
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
-        "next": _ADVICE.get(state, "`toolkit status {run}` says how it stands").format(run=run.id),
+        "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
     }
 
 

@@ -44,6 +44,8 @@ class JobRow:
     end_time: float | None = None  #: while running: when the limit, or the grace of a preemption, ends it
     preempt_time: float | None = None
     time_limit_s: float | None = None  #: None: unlimited, or the partition's
+    partition: str | None = None
+    qos: str | None = None
     node_list: str = ""
     excluded: str = ""  #: node list, as asked for
     options: tuple[str, ...] = ()  #: of sbatch: what was asked for beside sizes, which the job's environment tells
@@ -85,6 +87,8 @@ class Settings:
 
     slurmd_port: int = DEFAULT_SLURMD_PORT  #: on which every node's slurmd listens
     mpi_default: str = "none"  #: the plugin for ranks over MPI that an srun has which names none
+    preempt_type: str = "preempt/none"
+    preempt_mode: str = "OFF"  #: where neither a partition nor a QOS says another
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
 
 
@@ -133,6 +137,10 @@ class SlurmCommands(Protocol):
 
     def settings(self) -> Settings:
         """How this cluster is set up."""
+        ...
+
+    def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
+        """Whether a preemption ends this job for good, instead of requeueing or suspending it."""
         ...
 
 
@@ -205,13 +213,35 @@ class Slurm:
 
     def settings(self) -> Settings:
         text = self._run(["scontrol", "show", "config"])
-        found = dict(re.findall(r"^(SlurmdPort|KillWait|MpiDefault)\s*=\s*(\w+)", text, re.MULTILINE))
+        names = "SlurmdPort|KillWait|MpiDefault|PreemptType|PreemptMode"
+        found = dict(re.findall(rf"^({names})\s*=\s*(\S+)", text, re.MULTILINE))
         default = Settings()
         return Settings(
             slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),
             kill_wait_s=float(found.get("KillWait", default.kill_wait_s)),
             mpi_default=found.get("MpiDefault", default.mpi_default),
+            preempt_type=found.get("PreemptType", default.preempt_type),
+            preempt_mode=found.get("PreemptMode", default.preempt_mode),
         )
+
+    def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
+        asked = {"preempt/partition_prio": self._mode_of_partition, "preempt/qos": self._mode_of_qos}
+        ask = asked.get(settings.preempt_type)
+        return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
+
+    def _mode_of_partition(self, job: JobRow) -> str | None:
+        text = self._run(["scontrol", "show", "partition", job.partition]) if job.partition else ""
+        match = re.search(r"\bPreemptMode=(\S+)", text)
+        return match[1] if match else None
+
+    def _mode_of_qos(self, job: JobRow) -> str | None:
+        """None, for the cluster's, also where the accounting that knows the QOS cannot be asked from a node."""
+        columns = ["--noheader", "--parsable2", "format=PreemptMode"]
+        try:
+            mode = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).strip() if job.qos else ""
+        except SlurmError:
+            return None
+        return None if mode in ("", "cluster") else mode
 
     # ------------------------------------------------------------------------------------------------- asking
 
@@ -364,6 +394,7 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
     "TOOLKIT_LAUNCH_KEY",
     "TOOLKIT_SUPERVISE_RUN",
     "TOOLKIT_PREDECESSOR",
+    "TOOLKIT_SUBMISSION",
 }
 
 
@@ -534,6 +565,8 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         end_time=parse_time(fields.get("EndTime")),
         preempt_time=parse_time(fields.get("PreemptTime")),
         time_limit_s=parse_duration(fields.get("TimeLimit")),
+        partition=fields.get("Partition"),
+        qos=fields.get("QOS"),
         node_list=fields.get("NodeList", ""),
         excluded=fields.get("ExcNodeList", ""),
         options=tuple(_options(fields)),

@@ -107,6 +107,10 @@ class FakeSlurm:
         self._contact()
         return Settings()
 
+    def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
+        self._contact()
+        return self.preempt_mode == "CANCEL"
+
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()
         options = dict(_option(argument) for argument in arguments)

@@ -287,7 +287,7 @@ def _explicit_numbers(environ: Environ) -> _Numbers:
 def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -> _Number:
     """Return LOCAL_WORLD_SIZE, or what follows from the number of nodes or a MASTER_ADDR that is this machine.
 
-    ``init_process_group`` needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, so launchers set no more than these.
+    ``init_process_group`` needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, and some launchers set no more.
     """
     local_size = _number(environ, "LOCAL_WORLD_SIZE")
     if local_size is not None:
@@ -306,9 +306,7 @@ def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -
     )
 
 
-def _groups(
-    environ: Environ, rank: _Number, world_size: _Number, local_size: _Number
-) -> tuple[_Number, _Number]:
+def _groups(environ: Environ, rank: _Number, world_size: _Number, local_size: _Number) -> tuple[_Number, _Number]:
     """Return the node's number and how many there are. Where nobody says so, nodes hold equally many ranks in a row."""
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
         return _Number(0, "one node"), _Number(1, "one node")

@@ -33,7 +33,7 @@ from toolkit.config.schema import (
     value_of,
 )
 from toolkit.config.step_checks import check_step
-from toolkit.config.validation import validate
+from toolkit.config.validation import check_change, goes_on_with, validate
 
 __all__ = [
     "DATASETS",
@@ -60,9 +60,11 @@ __all__ = [
     "TrainConfig",
     "all_keys",
     "check_batch",
+    "check_change",
     "check_pipeline",
     "check_step",
     "dump_config",
+    "goes_on_with",
     "job_source",
     "load_config",
     "mesh_of",

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit import origin, rundir
 from toolkit.cluster import container
@@ -17,17 +18,20 @@ from toolkit.config.schema import (
     BAD_SAMPLES,
     COMPRESSIONS,
     DATASETS,
+    FIXED_ON_RESUME,
     FOREIGN_JOB,
     OPTIMIZERS,
     OUTER_STEPS,
     OWN_TIME,
     PIPELINE_SCHEDULES,
     PRECISIONS,
+    SAME_STATE,
     SCHEDULES,
     SERVER_MODES,
     SHARDED,
     SHARES,
     SPLITS,
+    STATELESS,
     STRATEGIES,
     TENSOR_STYLES,
     JobConfig,
@@ -41,13 +45,18 @@ from toolkit.errors import ConfigError
 
 
 def validate(
-    config: JobConfig, *, ranks: int | None = None, login_node: bool = True, project: Path | None = None
+    config: JobConfig,
+    *,
+    ranks: int | None = None,
+    login_node: bool = True,
+    project: Path | None = None,
+    goes_on: bool = False,
 ) -> None:
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
     ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
     leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
-    holds the job, the current one if None.
+    holds the job, the current one if None. A run that ``goes_on`` needs no first weights: they may be gone.
     """
     _check_values(config)
     check_cluster(config)
@@ -59,8 +68,7 @@ def validate(
             "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
             "cluster.tasks_per_node to 1"
         )
-    goes_on = rundir.RUN_DIR_VARIABLE in os.environ  # then the first weights may be gone
-    if config.model.init_from is not None and not goes_on:
+    if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
         origin.find(config.model.init_from)
     ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
     check_batch(config, ranks)
@@ -74,6 +82,25 @@ def validate(
     from toolkit.data.catalog import check_datasets
 
     check_datasets(config.data)
+
+
+def check_change(then: JobConfig, now: JobConfig) -> None:
+    """Refuse a change that a run cannot go on with. Raises ConfigError with every such key."""
+    keys = [key for key in FIXED_ON_RESUME if not goes_on_with(key, value_of(then, key), value_of(now, key))]
+    if then.name != now.name:
+        keys.insert(0, "name")
+    if keys:
+        changed = "; ".join(f"{key} was {value_of(then, key)!r}, not {value_of(now, key)!r}" for key in keys)
+        raise ConfigError(
+            f"a run cannot go on with another {keys[0]}: {changed}. Set {'them' if len(keys) > 1 else 'it'} back, or "
+            f"start a new run with `toolkit submit` (fixed: name, {', '.join(FIXED_ON_RESUME)})"
+        )
+
+
+def goes_on_with(key: str, then: Any, now: Any) -> bool:
+    """True if a run that had the value ``then`` may have ``now``: strategies that keep the same state may change."""
+    alike: tuple[Any, ...] = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
+    return bool(then == now or (then in alike and now in alike))
 
 
 def _check_values(config: JobConfig) -> None:

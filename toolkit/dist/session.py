@@ -95,7 +95,7 @@ class Session:
     def owns_run(self) -> bool:
         """Whether no later attempt has taken the run over while this rank's node was cut off."""
         owner = os.environ.get(rundir.OWNER_VARIABLE)
-        return owner is None or rundir.RunDir(self.run_dir).belongs_to(owner)
+        return owner is None or rundir.RunDir(self.run_dir).belongs_to(int(owner))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Hand over the run's result: step, epoch, samples, metrics. Rank 0's counts; any rank may call."""

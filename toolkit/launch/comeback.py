@@ -1,4 +1,4 @@
-"""How a job is brought back: by a requeue, or by an heir where that is forbidden; and not onto bad nodes."""
+"""How a job is brought back: by a requeue, or by a follow-up job; and not onto bad nodes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from functools import partial
 
 from toolkit import logs
 from toolkit.cluster import hostlist
-from toolkit.cluster.commands import JobRow, SlurmCommands
+from toolkit.cluster.commands import JobRow, Settings, SlurmCommands
 from toolkit.launch import ending, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.nodes import BadNode, Nodes
+from toolkit.launch.ownership import Claim
 from toolkit.rundir import RunDir
 
 #: A job that is being ended has ended, or is pending again, after so long: KillWait and some.
@@ -38,16 +39,31 @@ class Comeback:
         self._row: JobRow | None = None
         self._heir: Heir | None = None
 
-    def prepare(self, row: JobRow | None) -> None:
-        """When the job starts; ``row`` is None where Slurm does not answer. Where it may not be requeued an heir is
-        submitted now: later there may be no time for it."""
+    def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
+        """Submit the follow-up job where Slurm will not bring this one back: later there may be no time for it.
+
+        To be called when the job starts; ``row`` is None where Slurm does not answer. A job that was started again
+        keeps the follow-up job that it has.
+        """
         self._row = row
-        if row is not None and not row.can_requeue:
-            self._heir = Heir.submit(self._run, row, self._slurm)
+        slurm = self._slurm
+        heir = None if claim.follow_up is None else Heir(claim.follow_up, slurm)
+        if heir is not None and heir.still_waits():
+            self._heir = heir
+        elif row is not None and (not row.can_requeue or self._would_be_cancelled(row, settings)):
+            self._heir = Heir.submit(self._run, row, slurm, claim.token)
+            claim.note_follow_up(self._heir.job_id if self._heir is not None else None)
+
+    def _would_be_cancelled(self, row: JobRow, settings: Settings) -> bool:
+        cancels = partial(self._slurm.preemption_cancels, row, settings)
+        return bool(patience.ask(cancels, "Slurm does not say what a preemption does here", patience_s=0.0))
 
     def requeue(self) -> bool:
         """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
         row = self._row
+        if self._heir is not None and not self._heir.still_waits():
+            log.warning("the follow-up job %s was cancelled", self._heir.job_id)
+            self._heir = None
         excluded = row and to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
         if self._heir is None and not (self._is_taken_back() or self._comes_back_anyway()):
             return False

@@ -1,4 +1,7 @@
-"""The follow-up job of a job that Slurm will not requeue (``--no-requeue``, ``JobRequeue=0``).
+"""The follow-up job of a job that Slurm will not bring back by itself.
+
+It may not be requeued (``--no-requeue``, ``JobRequeue=0``), or where it runs a preemption cancels it, perhaps before
+its supervisor could do anything (``PreemptMode=CANCEL``, ``GraceTime=0``).
 
 It is submitted when the attempt starts, because a compute node that is about to be taken away may have no time left for
 an ``sbatch``, and waits for its predecessor's end by a dependency. Then it looks at what became of that: it takes the
@@ -17,8 +20,8 @@ from dataclasses import dataclass
 from toolkit import fsio, logs
 from toolkit.cluster.commands import JobRow, SlurmCommands
 from toolkit.config import ClusterConfig, load_config
-from toolkit.errors import SlurmError
-from toolkit.launch import ending, intent, patience, snapshot
+from toolkit.errors import EXIT_STOPPED, SlurmError
+from toolkit.launch import ending, intent, ownership, patience, snapshot
 from toolkit.rundir import RunDir
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
@@ -51,17 +54,25 @@ class Heir:
     slurm: SlurmCommands
 
     @staticmethod
-    def submit(run: RunDir, row: JobRow, slurm: SlurmCommands) -> Heir | None:
+    def submit(run: RunDir, row: JobRow, slurm: SlurmCommands, token: str) -> Heir | None:
         """Submit the heir of our own job; None, with a warning, where a compute node may not, or the disk is full."""
         script = run.submitit / "heir.sh"
         try:
-            fsio.write_atomic(script, _script(run, row.requeue_id))
+            fsio.write_atomic(script, _script(run, row.requeue_id, token))
             job_id = slurm.sbatch([*_options(os.environ, row, run), str(script)])
         except (SlurmError, OSError) as error:
-            log.warning("Slurm will not requeue this job and no follow-up could be submitted: %s", error)
+            log.warning("no follow-up job could be submitted: %s", error)
             return None
-        log.info("Slurm will not requeue this job; job %s waits to take over", job_id)
+        log.info("job %s waits to take over where Slurm does not bring this one back", job_id)
         return Heir(job_id, slurm)
+
+    def still_waits(self) -> bool:
+        """False once somebody has cancelled it. A controller that does not answer says nothing about it."""
+        try:
+            status = self.slurm.show_jobs([self.job_id])[self.job_id]
+        except SlurmError:
+            return True
+        return status is not None and not status.is_over
 
     def dismiss(self) -> None:
         """The run has ended: nothing is left to take over."""
@@ -103,12 +114,13 @@ def _extra_options(run: RunDir) -> Iterator[str]:
 _NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue", "array", "test-only", "wait")
 
 
-def _script(run: RunDir, predecessor: str) -> str:
+def _script(run: RunDir, predecessor: str, token: str) -> str:
     variables = {
         **snapshot.environment(run.code, os.environ),
         "TOOLKIT_RUNS": str(run.path.parent.parent),
         RUN_VARIABLE: str(run.path),
         PREDECESSOR_VARIABLE: predecessor,
+        ownership.TOKEN_VARIABLE: token,
     }
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     command = f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
@@ -127,6 +139,8 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
         return JobRow(predecessor, status.state) if status else row
 
     row = patience.ask(look, f"Slurm does not say what became of job {predecessor}")
+    if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
+        return ending.Slurm.REQUEUED
     return ending.how_slurm_sees_it(row, restart_count=0)
 
 
@@ -141,4 +155,10 @@ def takes_over(run: RunDir, fate: ending.Slurm) -> bool:
     return run.status().get("state") == "requeued" or fate in _TAKEN_AWAY
 
 
-_TAKEN_AWAY = (ending.Slurm.PREEMPTED, ending.Slurm.TIMEOUT, ending.Slurm.NODE_FAILED, ending.Slurm.UNKNOWN)
+_TAKEN_AWAY = (
+    ending.Slurm.PREEMPTED,
+    ending.Slurm.REQUEUED,
+    ending.Slurm.TIMEOUT,
+    ending.Slurm.NODE_FAILED,
+    ending.Slurm.UNKNOWN,
+)

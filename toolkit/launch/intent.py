@@ -17,7 +17,10 @@ class Intent(StrEnum):
 
 
 def ask(run: RunDir, intent: Intent) -> None:
-    """Note what is wanted. Whoever asks tells the supervisor, too: it does not look by itself."""
+    """Note what is wanted; who has cancelled a run does not want it stopped only. The supervisor must be told, too: it
+    does not look by itself."""
+    if intent is Intent.STOP and asked(run) is Intent.CANCEL:
+        return
     fsio.write_json(run.path / "intent.json", {"intent": intent, "time": time.time()})
 
 

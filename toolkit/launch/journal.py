@@ -142,5 +142,11 @@ class Journal:
             self._unwritten = None
 
 
+def write_ended(run: RunDir, state: str, why: str) -> None:
+    """Write result and status of a run that ends while it has no attempt."""
+    run.write_result({"state": state, "attempts": len(run.attempts()), "metrics": {}, "why": why})
+    run.write_status({**run.status(), "state": state, "why": why, "ended": time.time()})
+
+
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 #: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 2.0
+#: What a disk, or a user's quota, says that has no room: it passes.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logs.get(__name__)
 T = TypeVar("T")

@@ -27,10 +27,12 @@ from toolkit.cluster.container import PYXIS
 from toolkit.cluster.container import parse as parse_image
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import ConfigError, JobFailedError, RequestError, SlurmError
-from toolkit.launch import door, intent, nodes, snapshot
+from toolkit.launch import door, intent, nodes, ownership, snapshot
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
+from toolkit.launch.journal import write_ended
+from toolkit.launch.ownership import Owner
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
@@ -53,7 +55,7 @@ class Run:
 
     dir: RunDir
     executor: str
-    job_id: str
+    job_id: str  #: when it was submitted; see `job_now`
 
     @property
     def id(self) -> str:
@@ -83,7 +85,7 @@ class Run:
             now = time.monotonic()
             if now >= ask_at or self.executor != "slurm":
                 ask_at = now + ASK_SLURM_EVERY_S
-                over_since = (over_since or now) if self._is_over() else None
+                over_since = (over_since or now) if self.is_over() else None
             if over_since is not None:
                 self._refuse_to_wait_for_nobody(now - over_since)
             yield self.dir.status()
@@ -100,65 +102,92 @@ class Run:
 
     def cancel(self) -> None:
         """End the run for good; its checkpoints stay. Raises RequestError for a local run of another machine."""
-        self._ask(Intent.CANCEL)
-        if self.executor == "slurm":
-            Slurm().cancel(self.job_id)
-        else:
-            _signal_supervisor(self.dir, signal.SIGTERM)
-        if self._waits() or self._is_over(unknown=True):
-            self._write_ended("cancelled")
+        self._end(Intent.CANCEL)
 
     def stop(self) -> None:
         """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it. Raises
         RequestError for a local run of another machine."""
-        self._ask(Intent.STOP)
-        if self.executor != "slurm":
-            _signal_supervisor(self.dir, signal.SIGTERM)
-        elif self._waits():
-            Slurm().cancel(self.job_id)
-        else:
-            Slurm().cancel(self.job_id, signal="USR1", batch=True)
-        if self._waits() or self._is_over(unknown=True):
-            self._write_ended("stopped")
+        self._end(Intent.STOP)
 
-    def _ask(self, what: Intent) -> None:
+    def _end(self, what: Intent) -> None:
         if self.executor != "slurm" and not self._is_here():
             raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
-        intent.ask(self.dir, what)
+        intent.ask(self.dir, what)  # first: a job that starts at this moment finds it
+        if self.executor == "slurm":
+            is_over = self._end_jobs(what)
+        else:
+            _signal_supervisor(self.dir, signal.SIGTERM)
+            is_over = self._is_over()
+        if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            self._write_ended(what)
 
-    def _waits(self) -> bool:
-        return self.executor == "slurm" and self.dir.status().get("state") in ("queued", "requeued")
+    def _end_jobs(self, what: Intent) -> bool:
+        """Tell the run's jobs, the follow-up job first, which would start when the other has ended. True if no job is
+        left that could write a result."""
+        slurm, jobs = Slurm(), self._jobs()
+        answers = slurm.show_jobs(jobs) if jobs else {}
+        for job in reversed(jobs):
+            status = answers[job]
+            if what is Intent.CANCEL or ownership.waits(status):
+                slurm.cancel(job)
+            elif status is not None and not status.is_over and status.state != "COMPLETING":
+                slurm.cancel(job, signal="USR1", batch=True)
+        return all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
 
-    def _write_ended(self, state: str) -> None:
+    @property
+    def job_now(self) -> str:
+        """The job that serves the run at present, which may be a follow-up job of the one that was submitted."""
+        return self._jobs()[0]
+
+    def _jobs(self) -> list[str]:
+        return ownership.jobs_of(self.dir) or [self.job_id]
+
+    def _write_ended(self, what: Intent) -> None:
         """A job that waits in the queue, or died, has no supervisor to write its result."""
         if self.dir.result() is None:
-            why = f"{state} while no supervisor ran"
-            self.dir.write_status({**self.dir.status(), "state": state, "why": why, "ended": time.time()})
-            attempts = len(self.dir.attempts())
-            self.dir.write_result({"state": state, "attempts": attempts, "metrics": {}, "why": why})
+            state = "cancelled" if what is Intent.CANCEL else "stopped"
+            write_ended(self.dir, state, f"{state} while no supervisor ran")
 
     def _refuse_to_wait_for_nobody(self, over_for_s: float) -> None:
         if not self.dir.path.is_dir():
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
         list(self.dir.path.iterdir())  # a look at the folder makes NFS forget what was not there
         patience_s = FILES_LAG_S if self.executor == "slurm" else 0.0
-        if over_for_s >= patience_s and self.dir.result() is None:
-            raise JobFailedError(
-                f"run {self.id}: the job {self.job_id} is over and wrote no result; see {self.dir.submitit} "
-                f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
-            )
+        if over_for_s < patience_s or self.dir.result() is not None:
+            return
+        asked = intent.asked(self.dir)
+        if asked is not None:  # of a job that died, or went back into the queue, at that moment
+            self._write_ended(asked)
+            return
+        raise JobFailedError(
+            f"run {self.id}: {self._last_owner()} is over and wrote no result; see {self.dir.submitit} "
+            f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
+        )
 
-    def _is_over(self, *, unknown: bool = False) -> bool:
-        """Whether nobody can write this run's result any more; ``unknown`` is the answer where nobody knows the job."""
+    def _last_owner(self) -> str:
+        jobs = self._jobs()
+        follow_up = f", with its follow-up job {jobs[1]}," if len(jobs) > 1 else ""
+        return f"the job {jobs[0]}{follow_up}"
+
+    def is_over(self) -> bool:
+        """Whether nobody can write this run's result any more; False where Slurm does not answer."""
+        if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            return False
+        try:
+            return self._is_over()
+        except SlurmError:  # the controller is away: that says nothing about the job
+            return False
+
+    def _is_over(self) -> bool:
         if self.executor == "debug":
             return True
         if self.executor == "local":
-            return self._is_here() and not _is_process_of(self.dir, int(self.job_id))
-        try:
-            status = Slurm().show_jobs([self.job_id])[self.job_id]
-        except SlurmError:  # the controller is away: that says nothing about the job
-            return False
-        return unknown if status is None else status.is_over
+            owner = ownership.read(self.dir)
+            pids = [int(self.job_id), *([owner.pid] if owner else [])]
+            return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
+        jobs = self._jobs()
+        _, status = ownership.present(jobs, Slurm().show_jobs(jobs))
+        return status is None or status.is_over
 
     def _host(self) -> str | None:
         """Where a local run was started."""
@@ -171,10 +200,14 @@ class Run:
 
 def attach(run: RunDir) -> Run:
     """The handle of a run that was submitted earlier, by anybody. Raises RequestError for one that never was."""
-    note = run.submission() or run.status()
-    if note.get("job_id") is None:
-        raise RequestError(f"run {run.id} was started without a supervisor; end its processes where they run")
-    return Run(run, note.get("executor", "slurm"), str(note["job_id"]))
+    owner, jobs = ownership.read(run), ownership.jobs_of(run)
+    if jobs:
+        return Run(run, owner.executor if owner else run.submission().get("executor", "slurm"), jobs[0])
+    if ownership.is_being_submitted(run, owner):
+        raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
+    if owner is not None:
+        raise RequestError(f"run {run.id}: its submission was interrupted; `toolkit resume {run.id}` submits it again")
+    raise RequestError(f"run {run.id} was started without a supervisor; end its processes where they run")
 
 
 def submit(
@@ -191,7 +224,7 @@ def submit(
     _validate(loaded, chosen, folder)
     run = new_run(loaded, folder)
     try:
-        return _send(run, loaded, chosen)
+        return _send(run, loaded, chosen, ownership.submit_as(run, chosen, 0))
     except SlurmError:
         fsio.remove_tree(run.path)
         raise
@@ -207,7 +240,8 @@ def submit_command(
     config = _foreign_config(command, overrides, name)
     if chosen == "local":
         Allocation.local(config.cluster)
-    return _send(_new_foreign_run(config, command), config, chosen)
+    run = _new_foreign_run(config, command)
+    return _send(run, config, chosen, ownership.submit_as(run, chosen, 0))
 
 
 def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
@@ -231,32 +265,71 @@ def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
     return run
 
 
-def resume(run: RunDir, *, executor: str = "auto") -> Run:
-    """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with."""
-    result, status = run.result(), run.status()
-    if result is None and status.get("state") not in (None, "failed") and _may_still_run(run):
-        raise RequestError(
-            f"run {run.id} is {status['state']}; it can be resumed when it has ended: `toolkit cancel {run.id}` ends it"
-        )
-    if (result or {}).get("state") == "completed":
-        raise RequestError(f"run {run.id} is completed; submit its config.yaml with a larger train.epochs to go on")
-    config = configs.load_config(run.config, site=False)
+def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto") -> Run:
+    """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with.
+
+    ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
+    RequestError, or ConfigError for a change that a run cannot go on with, before anything is touched.
+    """
+    before, owner = ownership.number_of(run), run.owner()
+    result, status, wanted = run.result(), run.status(), intent.asked(run)
+    if result is None:
+        _refuse_unless_over(run, status)
+    config = configs.load_config(run.config, overrides, site=False)
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
-    intent.clear(run)
-    nodes.forget(run)
-    run.clear_result()
+    _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
+    taken = ownership.submit_as(run, chosen, before)
     try:
-        return _send(run, config, chosen)
-    except SlurmError:
+        if overrides:
+            fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
+        intent.clear(run)
+        nodes.forget(run)
+        run.clear_result()
+        sent = _send(run, config, chosen, taken)
+    except BaseException:  # of a job that was submitted all the same this token is not the run's any more
+        run.write_owner({**owner, "number": taken.number})
+        ownership.new_config(run, taken.token).unlink(missing_ok=True)
         run.write_status(status)
+        if wanted is not None:
+            intent.ask(run, wanted)
         if result is not None:
             run.write_result(result)
         raise
+    ownership.adopt_config(run, taken.token)
+    return sent
 
 
-def _may_still_run(run: RunDir) -> bool:
-    note = run.submission() or run.status()
-    return note.get("job_id") is None or not attach(run)._is_over()
+def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
+    """Raises RequestError for a run that has a job, or may have one."""
+    owner, note = ownership.read(run), run.submission() or status
+    if ownership.is_being_submitted(run, owner):
+        raise RequestError(f"run {run.id} is being submitted at this moment; `toolkit status {run.id}` shows its job")
+    is_known = note.get("job_id") is not None or owner is not None
+    if not is_known and status.get("state") in (None, "failed"):
+        return
+    if not is_known or not attach(run).is_over():
+        raise RequestError(
+            f"run {run.id} is {status.get('state', 'queued')}; it can be resumed when it has ended: "
+            f"`toolkit cancel {run.id}` ends it"
+        )
+
+
+def _check_change(
+    run: RunDir, then: JobConfig, now: JobConfig, result: Mapping[str, Any] | None, executor: str
+) -> None:
+    """Raises RequestError, or ConfigError, where the run cannot go on like this."""
+    longer = now.train.epochs > then.train.epochs or (
+        then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps
+    )
+    if result is not None and result["state"] == "completed" and not longer:
+        raise RequestError(
+            f"run {run.id} is completed; `toolkit resume {run.id} train.epochs=N` goes on to more than its "
+            f"{then.train.epochs} epochs"
+            + (f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else "")
+        )
+    if now != then:
+        configs.check_change(then, now)
+        _validate(now, executor, run.code.resolve(), goes_on=True)
 
 
 def choose_executor(name: str) -> str:
@@ -274,12 +347,14 @@ def choose_executor(name: str) -> str:
     return "local"
 
 
-def _validate(config: JobConfig, executor: str, project: Path) -> None:
-    configs.validate(config, project=project)
+def _validate(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
+    configs.validate(config, project=project, goes_on=goes_on)
     if executor == "local":
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
+    if config.job == configs.FOREIGN_JOB:  # a script that runs where it lies
+        return
     source = configs.job_source(config.job, project).resolve()
     if not source.is_relative_to(project) and "site-packages" not in source.parts:
         raise RequestError(
@@ -288,19 +363,19 @@ def _validate(config: JobConfig, executor: str, project: Path) -> None:
         )
 
 
-def _send(run: RunDir, config: JobConfig, executor: str) -> Run:
+def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
     run.write_status({"state": "queued", "run": f"{run.name}/{run.id}", "updated": time.time(), "progress": {}})
     umask = os.umask(0o077)  # submitit's files hold logs too
     try:
-        job_id = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor](run, config)
+        send = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]
+        job_id = send(run, config, owner.token)
     finally:
         os.umask(umask)
-    note = {"executor": executor, "job_id": job_id, "host": socket.gethostname(), "time": time.time()}
-    fsio.write_json(run.submitit / "submission.json", note)
+    fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, job_id))
     return Run(run, executor, job_id)
 
 
-def _send_to_slurm(run: RunDir, config: JobConfig) -> str:
+def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
     from toolkit.launch.supervisor import supervise
@@ -308,25 +383,27 @@ def _send_to_slurm(run: RunDir, config: JobConfig) -> str:
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
             executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
-            executor.update_parameters(**slurm_parameters(config, run))
+            executor.update_parameters(**slurm_parameters(config, run, token))
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
             raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
 
 
-def _send_to_local(run: RunDir, config: JobConfig) -> str:
+def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
     from toolkit.launch.supervisor import supervise
 
     environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
-    with _only_these(environ), _deaf_to_the_terminal(), _fewer_words():
+    environ[ownership.TOKEN_VARIABLE] = token
+    log_path = run.submitit / "controller.log"
+    with _only_these(environ), _deaf_to_the_terminal(), _fewer_words(), _output_to(log_path):
         executor = submitit.LocalExecutor(run.submitit)
         executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=config.cluster.gpus_per_node)
         return str(executor.submit(supervise, str(run.path), "local").job_id)
 
 
-def _send_to_debug(run: RunDir, config: JobConfig) -> str:
+def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
     from toolkit.launch.rank import run_rank
@@ -342,7 +419,7 @@ def _exec_python() -> str:
     return f"exec {shlex.quote(sys.executable)}"
 
 
-def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
+def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:
     """submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
 
     GPUs are asked for at job level: per task they would hide the peers' devices from NCCL.
@@ -359,7 +436,7 @@ def slurm_parameters(config: JobConfig, run: RunDir) -> dict[str, Any]:
         "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
-        "setup": [*cluster.setup, *_environment_lines(run)],  # ours last: `module load` may set PYTHONPATH
+        "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
             **({"no-kill": True} if _outlives_nodes(config) else {}),
@@ -404,8 +481,9 @@ def _gpus(cluster: ClusterConfig) -> str | int | None:
     return f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
 
 
-def _environment_lines(run: RunDir) -> list[str]:
+def _environment_lines(run: RunDir, token: str) -> list[str]:
     wanted = {**snapshot.environment(run.code, {}), "TOOLKIT_RUNS": str(run.path.parent.parent)}
+    wanted[ownership.TOKEN_VARIABLE] = token
     wanted["PYTHONPATH"] += "${PYTHONPATH:+:$PYTHONPATH}"
     return [f"export {name}={_quote_keeping_variables(value)}" for name, value in wanted.items()]
 
@@ -430,7 +508,7 @@ def sbatch_script(config: JobConfig, run: RunDir) -> str:
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{_exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
-    return str(_make_sbatch_string(command=command, folder=run.submitit, **slurm_parameters(config, run)))
+    return str(_make_sbatch_string(command=command, folder=run.submitit, **slurm_parameters(config, run, "TOKEN")))
 
 
 def _local_text(config: JobConfig) -> str:
@@ -467,6 +545,27 @@ def _deaf_to_the_terminal() -> Iterator[None]:
 
 
 @contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Children started now write to ``path`` and read nothing: one that kept the caller's pipe open until the run's end
+    would make ``$(toolkit submit ...)`` wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(number) for number in (0, 1, 2)]
+    try:
+        with Path(os.devnull).open("rb") as nothing, os.fdopen(fsio.open_private(path, _APPEND), "ab") as file:
+            for source, number in ((nothing, 0), (file, 1), (file, 2)):
+                os.dup2(source.fileno(), number)
+        yield
+    finally:
+        for number, before in enumerate(saved):
+            os.dup2(before, number)
+            os.close(before)
+
+
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+@contextmanager
 def _fewer_words() -> Iterator[None]:
     """submitit pickles by reference what it can import; its info lines are not for our users."""
     import logging
@@ -481,9 +580,10 @@ def _fewer_words() -> Iterator[None]:
 
 
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
-    pid = run.status().get("pid")
-    if pid and _is_process_of(run, pid):
-        os.kill(pid, number)
+    """Before it has said which process it is it looks for what is wanted by itself."""
+    owner = ownership.read(run)
+    if owner is not None and _is_process_of(run, owner.pid):
+        os.kill(owner.pid, number)
 
 
 def _is_process_of(run: RunDir, pid: int) -> bool:

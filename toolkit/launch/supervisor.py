@@ -36,9 +36,10 @@ from toolkit.errors import (
     EXIT_FAILED,
     EXIT_REQUEST,
     EXIT_STOPPED,
+    SlurmError,
     ToolkitError,
 )
-from toolkit.launch import ending, hang, intent, patience, pmi
+from toolkit.launch import ending, hang, intent, ownership, patience, pmi
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback
@@ -46,10 +47,11 @@ from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankF
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
-from toolkit.launch.journal import Journal
+from toolkit.launch.journal import Journal, write_ended
 from toolkit.launch.lookout import Lookout
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
+from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.steps import (
@@ -73,6 +75,8 @@ LAST_WORDS_S = 0.5
 #: long. A job that is being cancelled has but KillWait to write down how it ended.
 REPORTS_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 STATUS_EVERY_S = 0.5
+#: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
+MAX_RESTARTS_ON_A_FULL_DISK = 100
 #: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
 SLOW_START_S = 60.0
 KILL_AGAIN_S = 10.0
@@ -109,6 +113,7 @@ class Supervisor:
         launcher: Launcher,
         slurm: SlurmCommands | None,
         container: Container | None = None,
+        token: str | None = None,
     ) -> None:
         self._run = run
         self._config = config
@@ -116,11 +121,12 @@ class Supervisor:
         self._launcher = launcher
         self._slurm = slurm
         self._container = container
+        self._token = token
+        self._claim: Claim | None = None
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
         self._row: JobRow | None = None
         self._sentinel: Sentinel | None = None
-        self._owner = ""
         self._settings = Settings()
         retry = config.retry
         spare = config.cluster.spare_nodes
@@ -133,18 +139,23 @@ class Supervisor:
     def run(self, last_words: str | None = None) -> int:
         """Attempts until one finishes or no more may be made; returns the exit code of the job.
 
-        ``last_words`` says what became of the supervisor before this one, if it is known.
+        ``last_words`` says what became of the supervisor before this one, if it is known. Raises Overtaken when the run
+        belongs to another job.
         """
         self._install_handlers()
+        self._claim = Claim.of_job(self._run, self._allocation, self._token)
         if self._has_ended(last_words):
             return EXIT_DONE
-        self._run.clear_result()
+        if self._slurm is not None:
+            _record_size(self._run, self._config, self._allocation)
+            _remember_job(self._run, self._allocation)
+        patience.persist(self._run.clear_result, self._run.path)
         self._look_at_the_job()
         self._close_left_over_attempt(last_words)
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
         if self._comeback is not None:
-            self._comeback.prepare(self._row)
+            self._comeback.prepare(self._row, self._settings, self._claim)
         verdict = self._check_nodes()
         if verdict is None:
             self._post_sentinel()
@@ -155,10 +166,15 @@ class Supervisor:
         return _exit_code(verdict)
 
     def _run_attempts(self) -> Ending:
-        while True:
-            verdict = self._run_attempt()
-            if verdict.decision is not Decision.RESTART:
-                return verdict
+        try:
+            while True:
+                verdict = self._run_attempt()
+                if verdict.decision is not Decision.RESTART:
+                    return verdict
+        except Overtaken:
+            if self._sentinel is not None:
+                self._sentinel.abandon()
+            raise
 
     def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
@@ -180,6 +196,7 @@ class Supervisor:
         for number in SIGNALS:
             signal.signal(number, lambda n, _: self._events.put(_Signalled(signal.Signals(n))))
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _look_at_the_job(self) -> None:
         """Once at the start: the time limit, whether Slurm lets us requeue, and how the cluster is set up."""
@@ -266,8 +283,8 @@ class Supervisor:
             attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
             if self._slurm is not None:
                 attempt.lookout = Lookout(self._events, self._slurm.available, self._unreachable)
-        self._owner = f"{self._allocation.job_id}.{self._allocation.restart_count}.{attempt.number}"
-        patience.persist(lambda: self._run.claim(self._owner), self._run.path)
+        assert self._claim is not None
+        self._claim.renew()
         self._journal.set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
@@ -321,13 +338,15 @@ class Supervisor:
     def _rank_environ(self, attempt: Attempt) -> dict[str, str]:
         """What every rank gets; its own numbers are set where it starts."""
         environ = dict(os.environ)
+        assert self._claim is not None
+        environ.pop(ownership.TOKEN_VARIABLE, None)  # it is not theirs: a rank may submit runs
         environ.pop("MASTER_ADDR", None)  # somebody's profile does not know where our store is
         environ.update(
             {
                 rundir.RUN_DIR_VARIABLE: str(self._run.path),
                 "TOOLKIT_RUNS": str(self._run.path.parent.parent),
                 "TOOLKIT_ATTEMPT": str(attempt.number),
-                rundir.OWNER_VARIABLE: self._owner,
+                rundir.OWNER_VARIABLE: str(self._claim.number),
                 "TOOLKIT_SUPERVISED": "1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(attempt.number - 1),
@@ -366,13 +385,11 @@ class Supervisor:
 
     def _leave_if_overtaken(self, step: Step) -> None:
         """Our node was cut off and Slurm has started the job again elsewhere: nothing here is ours to write now."""
-        if self._run.belongs_to(self._owner):
+        assert self._claim is not None
+        if self._claim.holds():
             return
-        log.error("a later attempt has taken the run over: leaving; the ranks end when they lose us")
         step.abandon()
-        if self._sentinel is not None:
-            self._sentinel.abandon()
-        raise SystemExit(EXIT_FAILED)
+        raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
 
     def _drain(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
         while not self._events.empty():
@@ -632,8 +649,7 @@ class Supervisor:
         wanted = intent.asked(self._run)
         state, code = ("stopped", EXIT_STOPPED) if wanted is Intent.STOP else ("cancelled", EXIT_FAILED)
         why = f"{state} before it started again"
-        self._run.write_result({"state": state, "attempts": len(self._run.attempts()), "metrics": {}, "why": why})
-        self._run.write_status({**self._run.status(), "state": state, "why": why, "ended": time.time()})
+        patience.persist(lambda: write_ended(self._run, state, why), self._run.path)
         notify(self._run)
         return code
 
@@ -661,7 +677,7 @@ class Supervisor:
             self._nodes.condemn(host, why)
         left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
         left.left_over = status
-        self._journal.add(left, Ending(cause, decision, why))
+        patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -718,27 +734,59 @@ def _step(run: RunDir) -> int:
 
 
 def _supervise(run: RunDir, where: str, last_words: str | None) -> int:
+    # Held until there are handlers: a `toolkit cancel` of this moment would end us, and the run would have no result.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        logs.add_file(run.logs / "supervisor.log")
+        patience.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
         return _build(run, where).run(last_words)
+    except Overtaken as error:
+        log.error("%s", error)
+        return EXIT_DONE
+    except OSError as error:
+        log.error("%s: %s", run.path, error, exc_info=True)
+        if where == "slurm" and _is_given_back(run, error):
+            return EXIT_STOPPED
+        _write_own_failure(run, error)
+        return EXIT_FAILED
     except Exception as error:
         _write_own_failure(run, error)
         return EXIT_FAILED
 
 
+def _is_given_back(run: RunDir, error: OSError) -> bool:
+    """Put our job back into the queue when the disk is full: the run has not failed, and goes on when there is room.
+
+    Nothing can be written that would say so. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
+    """
+    if error.errno not in patience.FULL:
+        return False
+    owner = ownership.read(run)
+    if owner is not None and owner.follow_up is not None:
+        return True
+    allocation = Allocation.slurm(os.environ)
+    if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
+        return False
+    try:
+        Slurm().requeue(allocation.job_id)
+    except SlurmError as refused:
+        log.error("the job cannot be requeued: %s", refused)
+        return False
+    return True
+
+
 def _build(run: RunDir, where: str) -> Supervisor:
+    token = os.environ.get(ownership.TOKEN_VARIABLE)
+    patience.persist(lambda: ownership.adopt_config(run, token), run.path)
     config = configs.load_config(run.config, site=False)
     if where == "local":
         allocation = Allocation.local(config.cluster)
-        return Supervisor(run, config, allocation, LocalLauncher(run), None, _container(run, config, allocation))
+        container = _container(run, config, allocation)
+        return Supervisor(run, config, allocation, LocalLauncher(run), None, container, token)
     allocation = Allocation.slurm(os.environ)
-    _record_size(run, config, allocation)
-    if allocation.job_key:
-        rundir.remember_job(run, allocation.job_key)
     slurm = Slurm()
     container = _container(run, config, allocation)
     launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), pmi.plugin(config, slurm))
-    return Supervisor(run, config, allocation, launcher, slurm, container)
+    return Supervisor(run, config, allocation, launcher, slurm, container, token)
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
@@ -763,13 +811,22 @@ def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None
     cluster.tasks_per_node = max(allocation.tasks)
     cluster.cpus_per_task = allocation.cpus_per_task
     cluster.gpus_per_node = allocation.gpus_per_node
-    fsio.write_atomic(run.config, configs.dump_config(config))
+    patience.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
+
+
+def _remember_job(run: RunDir, allocation: Allocation) -> None:
+    """Write down which run the job serves: an sbatch script that Slurm starts again knows no more than its job id."""
+    key = allocation.job_key
+    if key is not None:
+        patience.persist(lambda: rundir.remember_job(run, key), run.path)
 
 
 def _write_own_failure(run: RunDir, error: Exception) -> None:
     """Whoever waits for the run must learn that nobody looks after it any more."""
     log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
     why = f"the supervisor failed: {type(error).__name__}: {error}"
-    run.write_result({"state": "failed", "attempts": len(run.attempts()), "metrics": {}, "why": why})
-    run.write_status({**run.status(), "state": "failed", "why": why, "ended": time.time()})
+    try:
+        patience.persist(lambda: write_ended(run, "failed", why), run.path)
+    except OSError as also:
+        log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
     notify(run)

@@ -21,7 +21,7 @@ from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.config import FIXED_ON_RESUME, SAME_STATE, STATELESS, CheckpointConfig, JobConfig, value_of
+from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, goes_on_with, value_of
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError
@@ -47,18 +47,15 @@ def identity(config: JobConfig) -> dict[str, Json]:
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
     """Raises ConfigError with every key whose value is another one than in the checkpoint ``where``."""
-    changed = [key for key in current if key in saved and not _goes_on_with(key, saved[key], current[key])]
+    changed = [
+        key for key in current if key in saved and key != MESH and not goes_on_with(key, saved[key], current[key])
+    ]
     if changed:
         values = "; ".join(f"{key} was {saved[key]!r} and is now {current[key]!r}" for key in changed)
         raise ConfigError(
             f"{where} cannot be continued: {values}. Set {'them' if len(changed) > 1 else 'it'} back, "
             "or start a new run with `toolkit submit`"
         )
-
-
-def _goes_on_with(key: str, then: Json, now: Json) -> bool:
-    alike = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
-    return then == now or key == MESH or (then in alike and now in alike)
 
 
 def conditions(session: Session) -> dict[str, Json]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
     failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
     run.add_attempt(attempt(1, "crashed", "restart", first_failure=failure))
     run.add_attempt(attempt(2, "preempted", "requeue", step_end=5))
-    run.write_status({"state": "requeued", "attempt": 2})
+    run.write_status({"state": "requeued", "attempt": 2, "updated": time.time()})
     lines = page(run, capsys)
     assert lines[0] == f"digits/{run.id}: requeued"
     assert lines[1] == "  preempted, so requeue"
@@ -161,7 +162,7 @@ def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
     assert lines[-1].startswith("next: nothing to do; it goes on when Slurm starts the job again")
 
 
-@pytest.mark.parametrize("status", [{}, {"state": "queued", "progress": {}}])
+@pytest.mark.parametrize("status", [{}, {"state": "queued", "progress": {}, "updated": time.time()}])
 def test_a_run_that_never_started_says_so(
     run: RunDir, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,7 @@ def running(slurm: FakeSlurm, *options: str) -> JobRow:
 
 def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow) -> list[str]:
     """What sbatch was given for the heir."""
-    heir = Heir.submit(run, row, slurm)
+    heir = Heir.submit(run, row, slurm, "token")
     assert heir is not None
     return slurm.submitted[heir.job_id]
 
@@ -169,10 +169,10 @@ def test_a_node_that_may_not_submit_has_no_heir_and_says_so(run: RunDir, caplog:
     slurm = FakeSlurm()
     row = running(slurm)
     slurm.is_up = False
-    assert Heir.submit(run, row, slurm) is None
+    assert Heir.submit(run, row, slurm, "token") is None
     (said,) = caplog.records
     assert said.levelname == "WARNING"
-    assert "no follow-up could be submitted: Unable to contact slurm controller" in said.getMessage()
+    assert "no follow-up job could be submitted: Unable to contact slurm controller" in said.getMessage()
 
 
 def test_a_full_disk_costs_the_heir_and_not_the_run(
@@ -184,14 +184,14 @@ def test_a_full_disk_costs_the_heir_and_not_the_run(
     slurm = FakeSlurm()
     row = running(slurm)
     monkeypatch.setattr(os, "fsync", full)
-    assert Heir.submit(run, row, slurm) is None
+    assert Heir.submit(run, row, slurm, "token") is None
     assert list(slurm.submitted) == [row.job_id]
     assert "No space left on device" in caplog.records[-1].getMessage()
 
 
 def test_an_heir_that_is_not_needed_is_cancelled(run: RunDir) -> None:
     slurm = FakeSlurm()
-    heir = Heir.submit(run, running(slurm), slurm)
+    heir = Heir.submit(run, running(slurm), slurm, "token")
     assert heir is not None
     heir.dismiss()
     assert slurm.sent == [Sent(heir.job_id)]
@@ -200,7 +200,7 @@ def test_an_heir_that_is_not_needed_is_cancelled(run: RunDir) -> None:
 
 def test_a_run_ends_well_also_when_its_heir_cannot_be_cancelled(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     slurm = FakeSlurm()
-    heir = Heir.submit(run, running(slurm), slurm)
+    heir = Heir.submit(run, running(slurm), slurm, "token")
     assert heir is not None
     slurm.is_up = False
     heir.dismiss()

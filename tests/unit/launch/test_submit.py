@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
+from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch import submit
@@ -46,6 +47,7 @@ module load cuda
 export PYTHONPATH='/r u n/code'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 export TOOLKIT_RUNS=/
+export TOOLKIT_SUBMISSION=TOKEN
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -255,9 +257,9 @@ def test_a_lost_run_can_be_resumed(project: Path, tmp_path: Path, monkeypatch: p
 def test_a_job_cancelled_in_the_queue_gets_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    over(monkeypatch, is_over=False)
-    put_on_path(tmp_path / "bin", monkeypatch, scancel="")
-    run = Run(make_run(tmp_path, state=state).dir, "slurm", "7")
+    slurm = FakeSlurm()
+    monkeypatch.setattr(submit, "Slurm", lambda: slurm)
+    run = Run(make_run(tmp_path, state=state).dir, "slurm", slurm.sbatch(["job.sh"]))
     run.cancel()
     assert run.wait(5)["state"] == "cancelled"
 

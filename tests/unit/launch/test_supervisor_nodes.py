@@ -20,6 +20,7 @@ from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.launch import nodes, supervisor
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.ownership import Overtaken
 from toolkit.launch.preflight import Report
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
 from toolkit.launch.supervisor import Supervisor
@@ -233,12 +234,11 @@ def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: Fak
 
 def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
     def overtaken(ranks: Ranks) -> None:
-        run.claim("another job")
+        run.write_owner({**run.owner(), "number": 100})
 
     ranks = Ranks(overtaken)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(Overtaken):
         supervise(run, slurm, ranks)
-    assert left.value.code == 1
     assert ranks.abandoned
     assert ranks.signals == []
     assert run.attempts() == []

@@ -1,0 +1,422 @@
+"""Which job a run belongs to: follow-up jobs, jobs of an earlier submission, and two that take it at one moment."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from toolkit import config as configs
+from toolkit.cli import show, why
+from toolkit.cli.main import main
+from toolkit.cluster import commands
+from toolkit.cluster.commands import Settings
+from toolkit.cluster.fake import FakeSlurm, Sent
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError
+from toolkit.launch import intent, ownership, patience, submit
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.comeback import Comeback
+from toolkit.launch.intent import Intent
+from toolkit.launch.nodes import Nodes
+from toolkit.launch.ownership import Claim, Overtaken
+from toolkit.rundir import RunDir
+
+JOB = "def main(config): ...\n"
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """The Slurm that every command asks, which gives submitit its job ids as well."""
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    monkeypatch.setattr(submit, "Slurm", lambda: slurm)
+    monkeypatch.setattr(commands, "Slurm", lambda: slurm)
+    monkeypatch.setattr(submit, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["--no-requeue", "job.sh"]))
+    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
+    monkeypatch.setattr(submit, "ASK_SLURM_EVERY_S", 0.0)
+    monkeypatch.setattr(submit, "FILES_LAG_S", 0.0)
+    return slurm
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> RunDir:
+    """A run whose job 1 waits in the queue."""
+    folder = tmp_path / "project"
+    (folder / "ownjobs").mkdir(parents=True)
+    (folder / "ownjobs/__init__.py").touch()
+    (folder / "ownjobs/job.py").write_text(JOB)
+    (folder / "own.yaml").write_text("job: ownjobs.job\ndata: {name: synthetic}\ntrain: {epochs: 3}\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    return submit.submit("own.yaml", executor="slurm").dir
+
+
+def allocation(job: str | None) -> Allocation:
+    return Allocation(("node1",), (1,), 1, job_id=job)
+
+
+def token_of(run: RunDir) -> str:
+    owner = ownership.read(run)
+    assert owner is not None
+    return owner.token
+
+
+def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
+    """The job starts, its supervisor takes the run and submits the follow-up job."""
+    slurm.start(job)
+    claim = Claim.of_job(run, allocation(job), token_of(run))
+    nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
+    Comeback(run, allocation(job), slurm, nodes).prepare(slurm.show_job(job), Settings(), claim)
+    run.write_status({"state": "running", "job_id": job, "attempt": 1, "updated": 0.0, "progress": {}})
+    return claim
+
+
+def preempted(run: RunDir, slurm: FakeSlurm) -> None:
+    """Job 1 has run and was taken away; its follow-up job 2 waits."""
+    start(run, slurm, "1")
+    slurm.preempt("1")
+    slurm.advance(1)
+    slurm.advance(1)
+    run.write_status({**run.status(), "state": "requeued"})
+
+
+def row_of(run: RunDir) -> dict[str, object]:
+    (row,) = show.status_rows([run])
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------ follow-up jobs
+
+
+def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
+    preempted(run, slurm)
+    row = row_of(run)
+    assert (row["state"], row["job_id"]) == ("requeued (PENDING, Priority)", "2")
+    watching = submit.attach(run).watch()
+    assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
+
+
+def test_a_run_whose_follow_up_job_waits_or_runs_is_not_submitted_a_second_time(run: RunDir, slurm: FakeSlurm) -> None:
+    preempted(run, slurm)
+    ended = "it can be resumed when it has ended: `toolkit cancel"
+    with pytest.raises(RequestError, match=ended):
+        submit.resume(run)
+    start(run, slurm, "2")
+    with pytest.raises(RequestError, match=ended):
+        submit.resume(run)
+    assert sorted(slurm.submitted) == ["1", "2", "3"]  # 3 follows 2
+
+
+@pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("cancel", "cancelled")])
+def test_what_waits_is_ended_with_its_follow_up_job_and_has_a_result(
+    run: RunDir, slurm: FakeSlurm, how: str, state: str
+) -> None:
+    preempted(run, slurm)
+    assert main([how, run.id]) == EXIT_DONE
+    assert (run.result() or {})["state"] == state
+    assert slurm.show_job("2").state == "CANCELLED"  # type: ignore[union-attr]
+
+
+def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: FakeSlurm) -> None:
+    preempted(run, slurm)
+    start(run, slurm, "2")
+    assert submit.attach(run).job_now == "2"
+    submit.attach(run).stop()
+    assert slurm.sent == [Sent("3"), Sent("2", "USR1", batch=True)]
+    submit.attach(run).cancel()
+    assert slurm.sent[2:] == [Sent("3"), Sent("2")]
+    assert run.result() is None  # its supervisor writes it
+
+
+def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
+    preempted(run, slurm)
+    slurm.cancel("2")
+    assert row_of(run)["state"] == "lost (CANCELLED)"
+    told = why.page(why.facts(run))
+    assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` goes on" in told
+    assert "job 2 is over (CANCELLED)" in told
+    with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up job 2, is over.*resume {run.id}"):
+        submit.attach(run).wait(5)
+    assert submit.resume(run).job_id == "3"
+
+
+def test_where_a_preemption_cancels_a_follow_up_job_is_there_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:
+    job = slurm.sbatch(["job.sh"])  # may be requeued
+    slurm.start(job)
+    row = slurm.show_job(job)
+    assert row is not None
+    assert row.can_requeue
+    claim = Claim.of_job(run, allocation(job), token_of(run))
+    nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
+    first = Comeback(run, allocation(job), slurm, nodes)
+    first.prepare(row, Settings(), claim)
+    assert claim.follow_up == "3"
+    assert first.requeue()
+    again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
+    Comeback(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
+    assert again.follow_up == "3"
+    assert len(slurm.submitted) == 3
+    slurm.cancel("3")
+    assert first.requeue()  # by itself: nobody follows any more
+    assert slurm.show_job(job).state == "PENDING"  # type: ignore[union-attr]
+
+
+# --------------------------------------------------------------------------------------------------- whose the run is
+
+
+def test_a_job_of_an_earlier_submission_finds_the_run_taken_and_leaves_it(run: RunDir, slurm: FakeSlurm) -> None:
+    old = token_of(run)
+    submit.attach(run).cancel()
+    assert submit.resume(run).job_id == "2"
+    with pytest.raises(Overtaken, match=r"belongs to job 2: nothing is left to do here"):
+        Claim.of_job(run, allocation("1"), old)
+    new = Claim.of_job(run, allocation("2"), token_of(run))
+    with pytest.raises(Overtaken):
+        Claim.of_job(run, allocation("1"), old)
+    assert new.holds()
+
+
+def test_a_job_that_has_handed_the_run_on_never_takes_it_back(run: RunDir, slurm: FakeSlurm) -> None:
+    first = Claim.of_job(run, allocation("1"), token_of(run))
+    again = Claim.of_job(run, allocation("1"), None)  # Slurm has started it again; an sbatch script has no token
+    assert (first.holds(), again.holds()) == (False, True)
+    follow_up = Claim.of_job(run, allocation("2"), token_of(run))
+    assert (again.holds(), follow_up.holds()) == (False, True)
+    with pytest.raises(Overtaken):
+        Claim.of_job(run, allocation("1"), token_of(run))
+    with pytest.raises(Overtaken):
+        again.renew()
+
+
+def test_what_an_earlier_owner_writes_too_late_is_corrected(run: RunDir) -> None:
+    Claim.of_job(run, allocation("1"), token_of(run))
+    late = run.owner()
+    claim = Claim.of_job(run, allocation("2"), token_of(run))
+    run.write_owner(late)
+    assert claim.holds()
+    assert ownership.read(run).job_id == "2"  # type: ignore[union-attr]
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """What each returned or raised."""
+    barrier = threading.Barrier(len(calls))
+
+    def call(one: Callable[[], object]) -> object:
+        barrier.wait()
+        try:
+            return one()
+        except (RequestError, Overtaken) as refused:
+            return refused
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(call, calls))
+
+
+def test_of_four_resumes_at_once_one_submits_a_job(run: RunDir, slurm: FakeSlurm) -> None:
+    submit.attach(run).cancel()
+    answers = at_once(*[lambda: submit.resume(run, executor="slurm")] * 4)
+    assert sum(isinstance(answer, submit.Run) for answer in answers) == 1, answers
+    assert sorted(slurm.submitted) == ["1", "2"]
+    assert all(
+        "being resumed" in str(a) or "being submitted" in str(a) or "queued" in str(a)
+        for a in answers
+        if isinstance(a, RequestError)
+    )
+
+
+def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
+    claims = [Claim.of_job(run, allocation("1"), token_of(run)) for _ in range(2)]
+    for claim in claims:  # of the same number, as two supervisors that have not seen each other
+        claim._owner = claims[0]._owner
+    answers = at_once(*[claim.renew for claim in claims])
+    assert sum(isinstance(answer, Overtaken) for answer in answers) >= 1
+
+
+def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit.attach(run).cancel()
+    run.take_number(ownership.number_of(run) + 1)  # and nothing more
+    with pytest.raises(RequestError, match="being resumed by somebody else"):
+        submit.resume(run, executor="slurm")
+    monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
+    assert submit.resume(run, executor="slurm").job_id == "2"
+
+
+def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    submit.attach(run).cancel()
+    run.clear_result()
+    ownership.submit_as(run, "slurm", ownership.number_of(run))
+    for command in ("stop", "cancel", "resume"):
+        assert main([command, run.id]) == EXIT_REQUEST
+        assert "is being submitted at this moment" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- twice in a row
+
+
+def test_stop_cancel_and_resume_may_be_said_twice(
+    run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(run, slurm, "1")
+    said = []
+    for words in ("stop", "stop", "cancel", "stop", "resume", "cancel"):
+        code = main([words, run.id])
+        out = capsys.readouterr()
+        said.append((code, (out.out or out.err).strip().partition(": ")[2]))
+    assert [code for code, _ in said] == [0, 0, 0, 0, EXIT_REQUEST, 0]
+    assert "stop was asked for before" in said[1][1]
+    assert "cancel was asked for before" in said[3][1]
+    assert "it can be resumed when it has ended" in said[4][1]
+    assert "cancel was asked for before" in said[5][1]
+    assert intent.asked(run) is Intent.CANCEL
+    assert sorted(slurm.submitted) == ["1", "2"]
+    slurm.advance(1)
+    assert row_of(run)["state"] == "cancelled"
+    assert submit.attach(run).wait(5)["state"] == "cancelled"
+    assert submit.resume(run).job_id == "3"
+    with pytest.raises(RequestError, match="is queued"):
+        submit.resume(run)
+
+
+# ------------------------------------------------------------------------------------------------------ other settings
+
+
+def completed(run: RunDir) -> None:
+    run.write_result({"state": "completed", "metrics": {}, "attempts": 1})
+
+
+def test_a_completed_run_goes_on_to_more_epochs_when_the_job_is_submitted(run: RunDir, slurm: FakeSlurm) -> None:
+    completed(run)
+    old = run.config.read_text()
+    with pytest.raises(RequestError, match=r"train.epochs=N` goes on to more than its 3 epochs"):
+        submit.resume(run)
+    assert main(["resume", run.id, "train.epochs=5", "optim.lr=0.25"]) == EXIT_DONE
+    config = configs.load_config(run.config, site=False)
+    assert (config.train.epochs, config.optim.lr) == (5, 0.25)
+    assert [path.read_text() for path in run.path.glob("config.before-*.yaml")] == [old]
+    assert list(run.submitit.glob("config-*")) == []
+    assert run.result() is None
+
+
+def test_the_job_that_starts_before_the_submission_knows_its_id_has_the_new_settings(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed(run)
+    seen = []
+
+    def start_at_once(run: RunDir, config: JobConfig, token: str) -> str:
+        ownership.adopt_config(run, "an older submission's")
+        seen.append(configs.load_config(run.config, site=False).train.epochs)
+        ownership.adopt_config(run, token)
+        seen.append(configs.load_config(run.config, site=False).train.epochs)
+        return "9"
+
+    monkeypatch.setattr(submit, "_send_to_slurm", start_at_once)
+    submit.resume(run, ["train.epochs=5"])
+    assert seen == [3, 5]
+    assert len(list(run.path.glob("config.before-*.yaml"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.seed=7", "train.seed was 0, not 7"),
+        ("name=other", "name was 'own', not 'other'"),
+        ("optim.name=adamw", "optim.name was 'sgd', not 'adamw'"),
+        ("optim.rl=1", "unknown key 'optim.rl'"),
+        ("data.global_batch_size=0", "data.global_batch_size"),
+        ("train.epochs=2", "is completed"),
+    ],
+)
+def test_a_change_that_a_run_cannot_go_on_with_touches_nothing(run: RunDir, override: str, words: str) -> None:
+    completed(run)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises((ConfigError, RequestError), match=words):
+        submit.resume(run, [override, *([] if override.startswith("train.epochs") else ["train.epochs=9"])])
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_submission_that_fails_leaves_settings_result_and_owner(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(run, slurm, "1")
+    submit.attach(run).stop()
+    completed(run)
+    old = run.config.read_text()
+
+    def refuses(*args: object) -> str:
+        raise SlurmError("invalid partition specified")
+
+    monkeypatch.setattr(submit, "_send_to_slurm", refuses)
+    with pytest.raises(SlurmError):
+        submit.resume(run, ["train.epochs=5"])
+    assert run.config.read_text() == old
+    assert (run.result() or {})["state"] == "completed"
+    assert intent.asked(run) is Intent.STOP
+    assert ownership.jobs_of(run) == ["1", "2"]
+    assert list(run.submitit.glob("config-*")) == []
+    monkeypatch.setattr(submit, "_send_to_slurm", lambda *_: "9")
+    assert submit.resume(run, ["train.epochs=5"]).job_id == "9"
+
+
+# ---------------------------------------------------------------------------------------------------- files and pipes
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"number": "x"}', '{"number": 3}'])
+def test_a_damaged_owner_file_hides_nothing_and_is_written_anew(run: RunDir, text: str) -> None:
+    (run.path / "owner.json").write_text(text)
+    assert ownership.jobs_of(run) == ["1"]
+    claim = Claim.of_job(run, allocation("1"), "any")
+    assert claim.holds()
+    assert json.loads((run.path / "owner.json").read_text())["jobs"] == ["1"]
+
+
+def test_a_full_disk_does_not_cost_a_job_its_turn(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
+    asked = itertools.count()
+
+    def on_a_full_disk(write: Callable[..., object]) -> Callable[..., object]:
+        def written(self: RunDir, value: object) -> object:
+            if next(asked) % 3:
+                return write(self, value)
+            raise OSError(28, "No space left on device")
+
+        return written
+
+    monkeypatch.setattr(RunDir, "take_number", on_a_full_disk(RunDir.take_number))
+    monkeypatch.setattr(RunDir, "write_owner", on_a_full_disk(RunDir.write_owner))
+    assert Claim.of_job(run, allocation("1"), token_of(run)).holds()
+
+
+def test_a_local_submission_keeps_nobodys_pipe_open(tmp_path: Path) -> None:
+    """`x=$(toolkit submit ...)`: what is started here would hold the pipe until the run's end."""
+    log = tmp_path / "controller.log"
+    read_end, write_end = os.pipe()
+    saved = os.dup(1)
+    os.dup2(write_end, 1)
+    try:
+        with submit._output_to(log):
+            child = subprocess.Popen(["sh", "-c", "echo mine; exec sleep 600"])
+        os.write(1, b"run 1")
+    finally:
+        os.dup2(saved, 1)
+        os.close(write_end)
+        os.close(saved)
+    try:
+        deadline = time.monotonic() + 10
+        while not log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (os.read(read_end, 99), os.read(read_end, 99)) == (b"run 1", b"")  # the end, while it runs
+        assert child.poll() is None
+        assert log.read_text() == "mine\n"
+    finally:
+        child.kill()
+        child.wait()
+        os.close(read_end)
