@@ -5,7 +5,8 @@ ToolkitError
 │   ├── ConfigError         a key, a value or a combination of them
 │   ├── PlacementError      launch variables that contradict each other
 │   ├── DataMissingError    a data set that is not where the config says
-│   └── RunNotFoundError    no run, or several, answer to a name
+│   ├── RunNotFoundError    no run, or several, answer to a name
+│   └── DamagedFileError    a file of a run does not hold what was written there
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   └── SlurmRefusedError   the controller answered, and refused
 ├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
@@ -52,6 +53,10 @@ class DataMissingError(RequestError):
 
 class RunNotFoundError(RequestError):
     """No run, or more than one, answers to the name given."""
+
+
+class DamagedFileError(RequestError):
+    """A file of a run does not hold what was written there, and nothing of it can be used."""
 
 
 class SlurmError(ToolkitError):

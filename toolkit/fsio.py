@@ -98,39 +98,34 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_json(path: Path) -> Any | None:
-    """The JSON value in ``path``, or None when there is no such file."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-
-
 def append_json_line(path: Path, value: Any) -> None:
-    """Append ``value`` as one JSON line, flushed to disk, NaN as in :func:`write_json`; a torn last line is cut off
-    first."""
+    """Append ``value`` as one JSON line, flushed to disk, NaN as in :func:`write_json`; all of it or nothing.
+
+    After a last line that a crash has cut off it starts a line of its own. What is there stays: somebody may read it.
+    """
     line = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        os.ftruncate(fd, _end_of_whole_lines(path))
-        while line:  # a disk that fills up takes a part and calls it a success: the next write raises
-            line = line[os.write(fd, line) :]
-        os.fsync(fd)
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        try:
+            while line:  # a disk that fills up takes a part and calls it a success: the next write raises
+                line = line[os.write(fd, line) :]
+            os.fsync(fd)
+        except OSError:
+            os.ftruncate(fd, size)
+            raise
     finally:
         os.close(fd)
 
 
-def _end_of_whole_lines(path: Path) -> int:
-    return path.read_bytes().rfind(b"\n") + 1
-
-
-def read_json_lines(path: Path) -> list[Any]:
-    """Every whole JSON line of ``path``; a last line cut off by a crash is left out, a missing file is empty."""
-    try:
-        lines = path.read_text().split("\n")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines[:-1] if line]
+def set_aside(path: Path) -> Path:
+    """Give ``path`` a free name beside it, durably, and return that."""
+    aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
+    path.rename(aside)
+    sync_dir(path.parent)
+    return aside
 
 
 def rename_dir(source: Path, target: Path) -> None:

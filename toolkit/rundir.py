@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,14 +16,114 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
-from toolkit.errors import RunNotFoundError, nearest
+from toolkit import fsio, records
+from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
+from toolkit.records import (
+    COUNT,
+    MOMENT,
+    NUMBER,
+    TEXT,
+    TIME_TEXT,
+    WORD,
+    Leaf,
+    ListOf,
+    MapOf,
+    Maybe,
+    Null,
+    OrNull,
+    Record,
+)
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
 #: Says that every step is to be written down, and how to disturb the run: see toolkit.train.witness.
 WITNESS_VARIABLE = "TOOLKIT_WITNESS"
+
+
+_METRICS = MapOf(OrNull(NUMBER))
+#: Seconds by name, see `toolkit.launch.goodput`.
+_SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
+_STRAGGLER = Record({"host": WORD, "ranks": ListOf(COUNT), "ratio": NUMBER, "since": MOMENT, "until": OrNull(MOMENT)})
+#: Rank 0's report, see `toolkit.train.loop`.
+_PROGRESS = Record(
+    {
+        **dict.fromkeys(("step", "step_start", "total_steps", "epoch", "epochs"), Maybe(COUNT)),
+        **dict.fromkeys(("loss", "samples_per_s", "data_wait_fraction", "save_s", "eta_s"), Maybe(OrNull(NUMBER))),
+        "phase": Maybe(TEXT),
+        "expendable": Maybe(ListOf(COUNT)),
+        "spent": Maybe(_SECONDS),
+        "stragglers": Maybe(ListOf(_STRAGGLER)),
+        "metrics": Maybe(_METRICS),
+    }
+)
+#: The files of a run, see `toolkit.launch.journal`.
+_STATUS = Record(
+    {
+        **dict.fromkeys(("state", "run", "host", "why"), Maybe(TEXT)),
+        **dict.fromkeys(("job_id", "stop"), Maybe(OrNull(TEXT))),
+        **dict.fromkeys(("pid", "attempt", "world_size"), Maybe(COUNT)),
+        **dict.fromkeys(("started", "updated", "ended"), Maybe(MOMENT)),
+        "submitted": Maybe(OrNull(MOMENT)),
+        "nodes": Maybe(ListOf(WORD)),
+        "tasks": Maybe(ListOf(COUNT)),
+        "lost_ranks": Maybe(MapOf(TEXT)),
+        "bad_nodes": Maybe(MapOf(TEXT)),
+        "progress": Maybe(_PROGRESS),
+        "goodput": Maybe(_SECONDS),
+    }
+)
+_ATTEMPT = Record(
+    {
+        "attempt": COUNT,
+        "started": TIME_TEXT,
+        "ended": TIME_TEXT,
+        "cause": TEXT,
+        "decision": TEXT,
+        "nodes": ListOf(WORD),
+        **dict.fromkeys(("job_id", "suspect", "line"), Null(TEXT)),
+        **dict.fromkeys(("world_size", "restart_count", "step_start", "step_end"), Null(COUNT)),
+        **dict.fromkeys(("stop_asked", "submitted"), Null(TIME_TEXT)),
+        "first_failure": Null(Record({"rank": OrNull(COUNT), "host": TEXT, "how": TEXT})),
+        "lost_nodes": Maybe(ListOf(TEXT)),
+        "slow_nodes": Maybe(ListOf(_STRAGGLER)),
+        "lost_ranks": Maybe(MapOf(TEXT)),
+        "goodput": Maybe(_SECONDS),
+    }
+)
+_EXECUTOR = records.one_of("slurm", "local", "debug")
+#: What a result says of a run that ended in a way that can no longer be read.
+UNREADABLE = "unreadable"
+_RESULT = Record(
+    {
+        "state": records.one_of("completed", "stopped", "failed", "cancelled", UNREADABLE),
+        "attempts": Maybe(COUNT),
+        **dict.fromkeys(("step", "epoch", "samples"), Maybe(OrNull(COUNT))),
+        "metrics": Maybe(_METRICS),
+        "wall_s": Maybe(NUMBER),
+        "goodput": Maybe(_SECONDS),
+        "why": Maybe(TEXT),
+    }
+)
+_OWNER = Record(
+    {
+        **dict.fromkeys(("number", "pid"), Maybe(COUNT)),
+        **dict.fromkeys(("token", "host"), Maybe(TEXT)),
+        "executor": Maybe(_EXECUTOR),
+        "time": Maybe(MOMENT),
+        "jobs": Maybe(ListOf(WORD)),
+        "follow_up": Maybe(OrNull(WORD)),
+    }
+)
+_SUBMISSION = Record(
+    {
+        "executor": _EXECUTOR,
+        "token": Maybe(TEXT),
+        "job_id": WORD,
+        "host": Maybe(TEXT),
+        "time": Maybe(MOMENT),
+    }
+)
 
 
 def runs_root() -> Path:
@@ -109,13 +209,14 @@ class RunDir:
         """What a failing rank says about itself."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
-    def status(self) -> dict[str, Any]:
-        """``status.json``; an empty dict before the first start, or where a crash of the machine has torn it."""
-        try:
-            status = _read_replaced(self.path / "status.json")
-        except ValueError:  # it is written each second and never flushed: a power cut may leave an empty file
-            return {}
-        return status if isinstance(status, dict) else {}
+    def status(self, damage: list[str] | None = None) -> dict[str, Any]:
+        """Return ``status.json`` as far as it can be read; empty before the first start.
+
+        It is never flushed: after a power cut it may be damaged, and a requeued job must start all the same.
+        Here and below ``damage`` gets what cannot be read; without it that goes into the log.
+        """
+        status: dict[str, Any] = records.read_or(self.path / "status.json", _STATUS, {}, damage)
+        return status
 
     def step(self) -> int:
         """The last step that rank 0 has told the supervisor; 0 before the first."""
@@ -125,40 +226,54 @@ class RunDir:
         """Replace ``status.json``; rewritten each second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status, durable=False)
 
-    def result(self) -> dict[str, Any] | None:
-        """``result.json``, or None while the run has not ended; a damaged one is a result of state ``unreadable``."""
+    def result(self, damage: list[str] | None = None) -> dict[str, Any] | None:
+        """Return ``result.json``, or None while the run has not ended.
+
+        A damaged one is a result of the state ``unreadable``: the run has ended, and nothing says how.
+        """
         try:
-            result = _read_replaced(self.path / "result.json")
-        except ValueError as error:
-            result = error
-        if result is None or (isinstance(result, dict) and "state" in result):
-            return result
-        why = f"{self.path / 'result.json'} is damaged: {result}"
-        return {"state": "unreadable", "attempts": 0, "metrics": {}, "why": why}
+            result: dict[str, Any] | None = records.read(self.path / "result.json", _RESULT, damage)
+        except DamagedFileError as error:
+            records.note(str(error), damage)
+            return {"state": UNREADABLE, "attempts": 0, "metrics": {}, "why": str(error)}
+        return result
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Replace ``result.json``, durably."""
         fsio.write_json(self.path / "result.json", result)
 
     def clear_result(self) -> None:
-        """A run that goes on has no result: whoever waits for one must not read the last one's."""
-        (self.path / "result.json").unlink(missing_ok=True)
+        """Remove the result of a run that goes on: who waits for one must not read the last one's.
 
-    def attempts(self) -> list[dict[str, Any]]:
-        """The closed attempts, oldest first."""
-        return fsio.read_json_lines(self.path / "attempts.jsonl")
+        A damaged one is kept under another name: it may be all that says how the run ended.
+        """
+        path = self.path / "result.json"
+        damage: list[str] = []
+        if (self.result(damage) or {}).get("state") == UNREADABLE and damage:
+            records.set_aside(path, damage)
+        path.unlink(missing_ok=True)
+
+    def attempts(self, damage: list[str] | None = None) -> list[dict[str, Any]]:
+        """Return the closed attempts whose lines can be read, oldest first."""
+        return records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage)
+
+    def next_attempt(self) -> int:
+        """Return a number that no attempt has had, also none whose line is missing or damaged.
+
+        Attempts that shared a number would share their logs and error files.
+        """
+        found = (re.fullmatch(r"attempt-(\d{3,9})", path.parent.name) for path in self.logs.glob("attempt-*/*"))
+        numbers = {int(match[1]) for match in found if match}
+        return max(numbers | {line["attempt"] for line in self.attempts()}, default=0) + 1
 
     def add_attempt(self, line: dict[str, Any]) -> None:
         """Append a closed attempt, durably."""
         fsio.append_json_line(self.path / "attempts.jsonl", line)
 
-    def owner(self) -> dict[str, Any]:
-        """``owner.json``: who has the run now, see `toolkit.launch.ownership`; empty where nobody has, or damaged."""
-        try:
-            owner = _read_replaced(self.path / "owner.json")
-        except ValueError:
-            return {}
-        return owner if isinstance(owner, dict) else {}
+    def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
+        """Return ``owner.json``: who has the run now, see `toolkit.launch.ownership`; empty where nobody has."""
+        owner: dict[str, Any] = records.read_or(self.path / "owner.json", _OWNER, {}, damage)
+        return owner
 
     def write_owner(self, owner: Mapping[str, Any]) -> None:
         """Replace ``owner.json``, durably."""
@@ -175,7 +290,8 @@ class RunDir:
 
     def last_number(self) -> int:
         """The highest number that was given away; 0 before the first."""
-        return max((int(path.name) for path in (self.path / "owners").glob("*") if path.name.isdigit()), default=0)
+        names = (path.name for path in (self.path / "owners").glob("*"))
+        return max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
 
     def taken_at(self, number: int) -> float:
         """When the number was given away, in seconds since the epoch."""
@@ -184,10 +300,9 @@ class RunDir:
     def owner_number(self) -> int | None:
         """Return the number in ``owner.json``; None where it cannot be read."""
         try:
-            number = self.owner().get("number")
+            return self.owner().get("number")
         except OSError:
             return None
-        return number if isinstance(number, int) else None
 
     def belongs_to(self, number: int) -> bool:
         """Whether nobody has taken the run after the owner of this number.
@@ -198,20 +313,10 @@ class RunDir:
         latest = self.owner_number()
         return latest is None or latest <= number
 
-    def submission(self) -> dict[str, Any]:
-        """How the run was last submitted: executor, job id, argv for the log; empty for the sbatch door."""
-        return fsio.read_json(self.submitit / "submission.json") or {}
-
-
-def _read_replaced(path: Path, tries: int = 3) -> Any | None:
-    """:func:`fsio.read_json` of a file that another node may replace at this moment: NFS then says ESTALE, once."""
-    for left in reversed(range(tries)):
-        try:
-            return fsio.read_json(path)
-        except OSError as error:
-            if error.errno != errno.ESTALE or not left:
-                raise
-    raise AssertionError("the last try returns or raises")
+    def submission(self, damage: list[str] | None = None) -> dict[str, Any]:
+        """Return how the run was last submitted: executor, job id, host; empty for the sbatch door."""
+        found: dict[str, Any] = records.read_or(self.submitit / "submission.json", _SUBMISSION, {}, damage)
+        return found
 
 
 def create(name: str, root: Path | None = None) -> RunDir:
@@ -275,9 +380,18 @@ def remember_job(run: RunDir, job: str) -> None:
 
 
 def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
-    """The run that a restarted job served before, or None."""
+    """Return the run that a restarted job served before; None if it served none, or that run was removed.
+
+    Raises DamagedFileError where that cannot be read: to begin a new run would throw the old one away in silence.
+    """
+    file = _job_file(root or runs_root(), job)
     try:
-        path = Path(_job_file(root or runs_root(), job).read_text())
+        text = os.fsdecode(file.read_bytes())
     except FileNotFoundError:
         return None
-    return RunDir(path) if path.is_dir() else None
+    if not text.isprintable() or not Path(text).is_absolute():
+        raise DamagedFileError(
+            f"{file} is damaged: it holds no path of a run, so what job {job} served is not known; look for the run "
+            "with `toolkit status`, and `toolkit resume RUN` goes on with it"
+        )
+    return RunDir(Path(text)) if Path(text).is_dir() else None

@@ -51,19 +51,22 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b'{"b": ', b"\0" * 100, b'{"b": 2}'], ids=["cut off", "NULs", "without its break"])
+def test_a_line_after_a_torn_one_starts_on_a_line_of_its_own(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "lines"
     fsio.append_json_line(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"b": ')
-    assert fsio.read_json_lines(path) == [{"a": 1}]
+    with path.open("ab") as file:
+        file.write(torn)
     fsio.append_json_line(path, {"c": 3})
-    assert fsio.read_json_lines(path) == [{"a": 1}, {"c": 3}]
+    assert path.read_bytes() == b'{"a": 1}\n' + torn + b'\n{"c": 3}\n'
 
 
-def test_missing_files_read_as_nothing(tmp_path: Path) -> None:
-    assert fsio.read_json(tmp_path / "none") is None
-    assert fsio.read_json_lines(tmp_path / "none") == []
+def test_a_file_set_aside_keeps_its_content_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    aside = fsio.set_aside(tmp_path / "file")
+    assert aside.name.startswith("file.damaged-")
+    assert [path.name for path in tmp_path.iterdir()] == [aside.name]
+    assert aside.read_text() == "x"
 
 
 def refuse(word: str) -> None:
@@ -86,7 +89,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_not_half_a_line(tm
     fsio.append_json_line(path, {"attempt": 1})
     with no_file_longer_than(path.stat().st_size + 5), pytest.raises(OSError, match="File too large"):
         fsio.append_json_line(path, {"attempt": 2})
-    assert fsio.read_json_lines(path) == [{"attempt": 1}]
+    assert path.read_text() == '{"attempt": 1}\n'
     fsio.append_json_line(path, {"attempt": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"attempt": 1}, {"attempt": 2}]
 

@@ -21,6 +21,7 @@ RANKS = {
     "fsio": 0,
     "logs": 0,
     "origin": 0,
+    "records": 0,
     "rundir": 0,
     "signals": 0,
     "stacks": 0,
@@ -74,7 +75,21 @@ def test_imports_point_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["errors", "fsio", "logs", "origin", "rundir", "stacks", "config", "cluster", "launch", "diagnose", "cli"]
+    "part",
+    [
+        "errors",
+        "fsio",
+        "logs",
+        "origin",
+        "records",
+        "rundir",
+        "stacks",
+        "config",
+        "cluster",
+        "launch",
+        "diagnose",
+        "cli",
+    ],
 )
 def test_login_node_modules_never_import_torch(part: str) -> None:
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))

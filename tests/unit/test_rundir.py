@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import rundir
-from toolkit.errors import RunNotFoundError
+from toolkit import fsio, rundir
+from toolkit.errors import DamagedFileError, RunNotFoundError
 
 
 @pytest.fixture
@@ -72,33 +72,95 @@ def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monk
     assert len(runs[0].id.rpartition("-")[2]) == 8
 
 
-def test_a_torn_status_is_none_yet(tmp_path: Path) -> None:
+DAMAGED = ["", "{", "[]", '"text"', "\0" * 50, "[" * 5000, '{"state": 5}', "\x9f"]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_status_is_none_yet_and_is_named(tmp_path: Path, text: str) -> None:
     """It is never flushed to disk: after a power cut it may be empty, and the requeued job must start all the same."""
     run = rundir.create("name", tmp_path)
-    for text in ("", '{"state": "run', "[]"):
-        (run.path / "status.json").write_text(text)
-        assert run.status() == {}
+    damage: list[str] = []
+    (run.path / "status.json").write_bytes(text.encode("latin-1"))
+    assert run.status(damage) == {}
+    assert str(run.path / "status.json") in damage[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+@pytest.mark.parametrize("text", [*DAMAGED, "{}", '{"state": "completing"}'])
 def test_a_damaged_result_is_a_result_that_says_so(tmp_path: Path, text: str) -> None:
     run = rundir.create("name", tmp_path)
-    (run.path / "result.json").write_text(text)
+    (run.path / "result.json").write_bytes(text.encode("latin-1"))
     result = run.result()
     assert result is not None
     assert result["state"] == "unreadable"
     assert str(run.path / "result.json") in result["why"]
 
 
+def test_a_damaged_result_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    (run.path / "result.json").write_text("{")
+    run.clear_result()
+    (kept,) = run.path.glob("result.json*")
+    assert kept.name.startswith("result.json.damaged-")
+    assert run.result() is None
+
+
+def test_what_fits_of_a_status_is_kept_and_the_rest_is_named(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    run.write_status({"state": "running", "nodes": "node1", "progress": {"step": 7, "loss": "x"}, "later": [1]})
+    damage: list[str] = []
+    assert run.status(damage) == {"state": "running", "progress": {"step": 7}, "later": [1]}
+    assert [line.removeprefix(f"{run.path / 'status.json'}: ") for line in damage] == [
+        'nodes: "node1" is not a list; left out',
+        'progress.loss: "x" is not a number; left out',
+    ]
+
+
+def attempt(number: int) -> dict[str, object]:
+    times = {"started": "2026-01-01T00:00:00.000+00:00", "ended": "2026-01-01T00:01:00.000+00:00"}
+    return {"attempt": number, **times, "cause": "crashed", "decision": "restart", "nodes": ["node1"]}
+
+
+@pytest.mark.parametrize("line", [b"\0" * 300, b"garbage", b'{"attempt": 2', b"[2]", b'{"attempt": 2}', b"\xff\xfe"])
+def test_a_damaged_line_of_attempts_is_named_and_its_number_is_not_given_again(tmp_path: Path, line: bytes) -> None:
+    run = rundir.create("name", tmp_path)
+    run.add_attempt(attempt(1))
+    with (run.path / "attempts.jsonl").open("ab") as file:
+        file.write(line)  # attempt 2's
+    fsio.make_dir(run.attempt_logs(2))
+    run.rank_log(2, 0).touch()
+    damage: list[str] = []
+    assert [line["attempt"] for line in run.attempts(damage)] == [1]
+    assert f"{run.path / 'attempts.jsonl'}, line 2, is damaged and left out: " in damage[0]
+    assert run.next_attempt() == 3
+    run.add_attempt(attempt(3))
+    assert [line["attempt"] for line in run.attempts([])] == [1, 3]
+
+
+def test_damage_is_said_once_in_the_log_of_a_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = rundir.create("name", tmp_path)
+    (run.path / "status.json").write_text("")
+    for _ in range(3):
+        run.status()
+    assert [record.getMessage() for record in caplog.records] == [f"{run.path / 'status.json'} is damaged: it is empty"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b"\xff/x", b"runs/digits/1"])
+def test_a_damaged_note_of_a_jobs_run_is_an_error_and_no_new_run(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".jobs").mkdir()
+    (tmp_path / ".jobs/box-5").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"\.jobs/box-5 is damaged: .*toolkit resume RUN"):
+        rundir.run_of_job("box-5", tmp_path)
+
+
 def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = rundir.create("name", tmp_path)
-    answers = iter([OSError(errno.ESTALE, "Stale file handle"), {"state": "running"}])
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), b'{"state": "running"}'])
 
-    def read(path: Path) -> object:
+    def read(path: Path) -> bytes:
         answer = next(answers)
         if isinstance(answer, OSError):
             raise answer
         return answer
 
-    monkeypatch.setattr(rundir.fsio, "read_json", read)
+    monkeypatch.setattr(Path, "read_bytes", read)
     assert run.status() == {"state": "running"}

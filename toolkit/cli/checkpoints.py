@@ -177,7 +177,7 @@ def prune(run: RunDir, keep: int) -> list[Path]:
     """Remove all but the newest ``keep`` checkpoints and those that the run's config keeps for good; also what was
     damaged or never finished. Raises RequestError for a run that may still be writing."""
     if run.result() is None and run.status().get("state") in ACTIVE:
-        raise RequestError(f"run {run.id} is {run.status()['state']}: prune it when it has ended")
+        raise RequestError(f"run {run.id} is {run.status().get('state')}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint
     store = CheckpointStore(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
     odd = _odd(store)

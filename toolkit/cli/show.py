@@ -48,8 +48,9 @@ def as_json(value: Any) -> str:
 
 
 def _row(run: RunDir) -> dict[str, Any]:
-    status, result, sent = run.status(), run.result() or {}, run.submission()
-    jobs, asked = ownership.jobs_of(run), intent.asked(run)
+    damage: list[str] = []
+    status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
+    jobs, asked = ownership.jobs_of(run), intent.asked(run, damage)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
     return {
@@ -69,7 +70,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "bad_nodes": status.get("bad_nodes", {}),
         "lost_ranks": status.get("lost_ranks", {}),
         "stragglers": slow.stragglers(status),
-        "goodput": goodput.of_files(run),
+        "goodput": goodput.of_files(run, damage),
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
@@ -77,6 +78,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "slurm": None,
         "reason": None,
         "why": result.get("why"),
+        "damage": damage,
         "path": str(run.path),
     }
 
@@ -156,7 +158,8 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
         for row in rows
         for rank, how in row["lost_ranks"].items()
     ]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad, *dead])
+    damaged = [(row["run"], f"damaged: {what}") for row in rows for what in row["damage"]]
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad, *dead, *damaged])
 
 
 def _slow_lines(rows: list[dict[str, Any]]) -> str:

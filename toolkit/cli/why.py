@@ -9,7 +9,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import status_rows, table
 from toolkit.launch import ending, goodput, nodes
-from toolkit.launch.error_files import read_error_file
+from toolkit.launch.error_files import read_error_files
 from toolkit.rundir import RunDir
 
 #: Of a traceback this many last lines are shown; the whole one is in the rank's log.
@@ -21,13 +21,15 @@ _ADVICE = {
     "cancelled": "`toolkit resume {run}` goes on from the last checkpoint",
     "failed": "mend the cause, then `toolkit resume {run}` goes on from the last checkpoint",
     "lost": "nothing brings it back by itself; `toolkit resume {run}` goes on from the last checkpoint",
+    "unreadable": "`toolkit resume {run}` goes on from the last checkpoint, if it had not come to its end",
     "requeued": "nothing to do; it goes on when Slurm starts the job again (what it waits for: `toolkit status {run}`)",
 }
 
 
 def facts(run: RunDir) -> dict[str, Any]:
     """Everything on the page, as data."""
-    attempts, result, status = run.attempts(), run.result() or {}, run.status()
+    damage: list[str] = []
+    attempts, result, status = run.attempts(damage), run.result(damage) or {}, run.status(damage)
     row = status_rows([run])[0]
     is_lost = row["state"].startswith("lost")
     state = row["state"] if is_lost else result.get("state") or status.get("state") or "unknown"
@@ -40,25 +42,26 @@ def facts(run: RunDir) -> dict[str, Any]:
         "state": state,
         "why": result.get("why") or over or status.get("why") or last.get("line"),
         "cause": last.get("cause"),
-        "first_failure": _first_failure(run, attempts),
+        "first_failure": _first_failure(run, attempts, damage),
         "nodes": status.get("nodes", []),
         "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
-        "goodput": goodput.of_files(run),
-        "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run).items()},
+        "goodput": goodput.of_files(run, damage),
+        "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
+        "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
     }
 
 
-def _first_failure(run: RunDir, attempts: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str]) -> dict[str, Any] | None:
     """The first failing rank of the last attempt that failed, with what it said, and how many failed after it."""
     for attempt in reversed(attempts):
         if attempt["first_failure"]:
             number = attempt["attempt"]
-            said = [read_error_file(path) for path in sorted(run.attempt_logs(number).glob("error-*.json"))]
+            said = read_error_files(run.attempt_logs(number), damage)
             first = ending.first_failure([f for f in said if f.rank == attempt["first_failure"]["rank"]])
             return {
                 **attempt["first_failure"],
@@ -86,6 +89,7 @@ def page(told: dict[str, Any]) -> str:
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    lines += [f"damaged: {what}" for what in told["damage"]]
     if told["attempts"]:
         lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]
     return "\n".join([*lines, "", f"next: {told['next']}"])

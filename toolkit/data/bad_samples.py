@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, records
 from toolkit.dist.batch import BadSample, Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
+from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 
 #: So many are named in the log; after that only their number is.
 NAMED = 10
+
+_LINE = Record({"index": COUNT, "position": COUNT, "error": TEXT})
 
 log = logs.get(__name__)
 
@@ -38,7 +41,9 @@ class BadSamples:
         self._listed: dict[int, BadSample] = {}
         self._unwritten: list[BadSample] = []
         if most is not None and session.is_main:
-            self._listed = {line["index"]: BadSample(**line) for line in fsio.read_json_lines(self._path)}
+            lines = records.read_lines(self._path, _LINE)
+            known = [BadSample(line["index"], line["position"], line["error"]) for line in lines]
+            self._listed = {bad.index: bad for bad in known}
             self._refuse_too_many()
 
     def note(self, batch: Batch | None) -> None:

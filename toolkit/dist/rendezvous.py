@@ -18,16 +18,21 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from toolkit import fsio
+from toolkit import fsio, records
 from toolkit.cluster import network
 from toolkit.errors import ToolkitError
+from toolkit.records import COUNT, TEXT, Record
 
 LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"
 NONCE_KEY = "toolkit/nonce"
 RETRY_S = 0.2
+
+
+_WRITTEN = Record({"host": TEXT, "port": COUNT, "nonce": TEXT})
 
 
 def open_store(
@@ -78,9 +83,9 @@ def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
 def _join(path: Path, rank: int, timeout: timedelta) -> Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        written = fsio.read_json(path)
+        written = records.read_or(path, _WRITTEN, None)
         if written is not None:
-            with contextlib.suppress(RuntimeError, OSError):  # refused: the port of an older launch
+            with contextlib.suppress(RuntimeError, OSError, OverflowError):  # refused: the port of an older launch
                 store = _connect(written, timeout)
                 store.set(f"toolkit/joined/{rank}", "1")
                 return store
@@ -91,8 +96,8 @@ def _join(path: Path, rank: int, timeout: timedelta) -> Store:
     )
 
 
-def _connect(written: dict[str, object], timeout: timedelta) -> Store:
-    host, port = str(written["host"]), int(str(written["port"]))
+def _connect(written: dict[str, Any], timeout: timedelta) -> Store:
+    host, port = written["host"], written["port"]
     socket.create_connection((host, port), timeout=5).close()  # TCPStore itself would retry for the whole timeout
     store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     if store.get(NONCE_KEY).decode() != written["nonce"]:

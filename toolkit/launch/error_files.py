@@ -6,9 +6,29 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
+from toolkit import records
 from toolkit.errors import EXIT_REQUEST
 from toolkit.launch.ending import RankFailure
+from toolkit.records import COUNT, MOMENT, TEXT, Either, Leaf, Maybe, Record
+
+_DIGITS = Leaf(
+    "a time in seconds", lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,11}", value) is not None
+)
+_TORCHS = Record(
+    {
+        "message": Maybe(TEXT),
+        "extraInfo": Maybe(Record({"py_callstack": Maybe(TEXT), "timestamp": Maybe(Either(_DIGITS, MOMENT))})),
+    }
+)
+_ERROR_FILE = Record(
+    {
+        **dict.fromkeys(("type", "host", "traceback"), Maybe(TEXT)),
+        "message": Maybe(Either(TEXT, _TORCHS)),
+        "time": Maybe(MOMENT),
+        "exit_code": Maybe(COUNT),
+    }
+)
+_NAME = re.compile(r"error-(\d{1,9})\.json")
 
 #: Texts of CUDA, NCCL and their drivers that speak of this node's devices. A failed assertion in a kernel, a wrong
 #: argument and memory that ran out are the program's, and ncclRemoteError speaks of some other node.
@@ -21,35 +41,37 @@ _DEVICE_ERROR = re.compile(
 )
 
 
-def read_error_file(path: Path) -> RankFailure:
-    """What a rank said about its own end: ours, or in the format of torch.distributed.elastic's ``record``."""
-    said = _said_in(path)
-    how = f"{said['type']}: {said['message']}" if "type" in said else str(said.get("message", "no message"))
-    rank = int(path.stem.removeprefix("error-"))
+def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
+    """Return what the ranks of an attempt said about their own ends; ``damage`` as in :meth:`RunDir.status`."""
+    return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
+
+
+def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
+    """Return what a rank said about its own end: ours, or in torch's format.
+
+    A damaged file is a failure without words: torch writes in place, and a kill or a full disk may come in between.
+    """
+    said = _in_our_words(records.read_or(path, _ERROR_FILE, {}, damage))
+    how = f"{said['type']}: {said.get('message', '')}" if "type" in said else str(said.get("message", "no message"))
+    match = _NAME.fullmatch(path.name)
+    assert match, path
     memory = "OutOfMemory" in how or "CUDA out of memory" in how
     return RankFailure(
-        rank,
-        host=str(said.get("host", "?")),
+        int(match[1]),
+        host=said.get("host", "?"),
         how=how,
         time=float(said.get("time") or path.stat().st_mtime),
-        traceback=str(said.get("traceback", "")),
+        traceback=said.get("traceback", ""),
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
         is_request_error=said.get("exit_code") == EXIT_REQUEST,
     )
 
 
-def _said_in(path: Path) -> dict[str, Any]:
-    """Empty where there is but a part: torch writes in place, and a kill or a full disk may come in between."""
-    try:
-        said = fsio.read_json(path)
-    except ValueError:
-        return {}
-    if not isinstance(said, dict):
-        return {}
+def _in_our_words(said: dict[str, Any]) -> dict[str, Any]:
     inner = said.get("message")
     if not isinstance(inner, dict):
         return said
-    info = inner.get("extraInfo") or {}
+    info = inner.get("extraInfo", {})
     told = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
     return {name: value for name, value in told.items() if value is not None}

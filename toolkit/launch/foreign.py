@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit import fsio
+from toolkit import fsio, records
 from toolkit.cluster import placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.errors import RequestError
+from toolkit.records import TEXT, ListOf
 from toolkit.rundir import RunDir
 
 
@@ -25,11 +26,11 @@ def write_command(run: RunDir, command: Sequence[str]) -> None:
 
 
 def read_command(run: RunDir) -> list[str]:
-    """What the ranks are to become. Raises RequestError where nothing is noted."""
-    command = fsio.read_json(run.path / "command.json")
+    """What the ranks are to become. Raises RequestError where nothing is noted, or it is damaged."""
+    command: list[str] | None = records.read(run.path / "command.json", ListOf(TEXT))
     if not command:
         raise RequestError(f"{run.path / 'command.json'} is missing: this run was not made by `toolkit exec`")
-    return [str(word) for word in command]
+    return command
 
 
 def main(run: RunDir) -> None:

@@ -98,13 +98,16 @@ def moment(value: float | str) -> float:
     return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else value
 
 
-def of_files(run: RunDir) -> dict[str, float] | None:
-    """By the run's own files, up to its end or its last sign of life; None if nothing was measured."""
-    told = (run.result() or {}).get("goodput")
+def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] | None:
+    """By the run's own files, up to its end or its last sign of life; None if nothing was measured.
+
+    ``damage`` as in :meth:`RunDir.status`."""
+    told = (run.result(damage) or {}).get("goodput")
     if told is not None:
         return dict(told)
-    lines, status = run.attempts(), run.status()
-    if status.get("goodput") and all(line["attempt"] != status["attempt"] for line in lines):
+    lines, status = run.attempts(damage), run.status(damage)
+    is_new = all(line["attempt"] != status.get("attempt") for line in lines)
+    if is_new and status.get("goodput") and {"started", "updated"} <= status.keys():
         lines.append({**status, "ended": status["updated"]})
     if not any(line.get("goodput") for line in lines):
         return None
@@ -113,12 +116,12 @@ def of_files(run: RunDir) -> dict[str, float] | None:
 
 def sentence(ledger: Mapping[str, float] | None) -> str:
     """``87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again``; empty for a run that reports nothing."""
-    if not ledger or not any(ledger[part] for part in MEASURED):
+    if not ledger or not any(ledger.get(part) for part in MEASURED):
         return ""
-    wall_s = sum(ledger[part] for part in PARTS)
-    rest = sorted(((ledger[part] / wall_s, words) for part, words in _WORDS.items()), reverse=True)
+    wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
+    rest = sorted(((ledger.get(part, 0.0) / wall_s, words) for part, words in _WORDS.items()), reverse=True)
     others = ", ".join(f"{share:.0%} {words}" for share, words in rest if share >= 0.005)
-    text = f"{ledger['training'] / wall_s:.0%} of {_span(wall_s)} was training; {others}".replace("%", " %")
+    text = f"{ledger.get('training', 0.0) / wall_s:.0%} of {_span(wall_s)} was training; {others}".replace("%", " %")
     return text.removesuffix("; ")
 
 

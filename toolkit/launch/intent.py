@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 
-from toolkit import fsio
+from toolkit import fsio, records
+from toolkit.errors import DamagedFileError
 from toolkit.rundir import RunDir
 
 
@@ -16,6 +17,9 @@ class Intent(StrEnum):
     CANCEL = "cancel"  #: end
 
 
+_INTENT = records.Record({"intent": records.one_of(*Intent)})
+
+
 def ask(run: RunDir, intent: Intent) -> None:
     """Note what is wanted; who has cancelled a run does not want it stopped only. The supervisor must be told, too: it
     does not look by itself."""
@@ -24,9 +28,16 @@ def ask(run: RunDir, intent: Intent) -> None:
     fsio.write_json(run.path / "intent.json", {"intent": intent, "time": time.time()})
 
 
-def asked(run: RunDir) -> Intent | None:
-    """What is wanted, if anything."""
-    note = fsio.read_json(run.path / "intent.json")
+def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
+    """Return what is wanted, if anything.
+
+    A damaged file says that somebody has asked for an end, and not which: a stop loses nothing.
+    """
+    try:
+        note = records.read(run.path / "intent.json", _INTENT)
+    except DamagedFileError as error:
+        records.note(f"{error}; taken for a stop, `toolkit resume {run.id}` goes on", damage)
+        return Intent.STOP
     return Intent(note["intent"]) if note else None
 
 

@@ -33,10 +33,11 @@ class Journal:
         self._is_first = True  # attempt of this job, or after its supervisor was killed
         status = run.status()
         waits = status.get("state") in ("queued", "requeued")
-        self._submitted: float = status["updated"] if waits else self._began
+        self._submitted: float = status.get("updated", self._began) if waits else self._began
 
     def next_number(self) -> int:
-        return max((line["attempt"] for line in self._run.attempts()), default=0) + 1
+        """Return the number of the attempt that begins now."""
+        return self._run.next_attempt()
 
     def begin(self, row: JobRow | None) -> Start:
         """What led to the attempt that begins now; to be asked once for each. ``row`` is our job as Slurm sees it."""

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, records
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import SUSPICIONS_TO_CONDEMN
+from toolkit.records import MOMENT, TEXT, MapOf, Record
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -94,15 +95,21 @@ class Nodes:
 
 
 def remember(run: RunDir, host: str, why: str) -> None:
-    """Add ``host`` to the run's bad nodes."""
-    known = {name: asdict(bad) for name, bad in remembered(run).items()}
+    """Add ``host`` to the run's bad nodes. A file that is damaged is kept beside the new one."""
+    damage: list[str] = []
+    known = {name: asdict(bad) for name, bad in remembered(run, damage).items()}
+    if damage:
+        records.set_aside(_path(run), damage)
     fsio.write_json(_path(run), {**known, host: asdict(BadNode(why, time.time()))})
 
 
-def remembered(run: RunDir) -> dict[str, BadNode]:
-    """The run's bad nodes by name."""
-    noted: dict[str, Any] = fsio.read_json(_path(run)) or {}
-    return {host: BadNode(note["why"], note["since"]) for host, note in noted.items()}
+def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
+    """Return the run's bad nodes by name, those that can be read; ``damage`` as in :meth:`RunDir.status`."""
+    noted: dict[str, Any] = records.read_or(_path(run), _NODES, {}, damage)
+    return {host: BadNode(each["why"], each["since"]) for host, each in noted.items()}
+
+
+_NODES = MapOf(Record({"why": TEXT, "since": MOMENT}))
 
 
 def forget(run: RunDir) -> None:

@@ -54,19 +54,19 @@ class Owner:
 
 def read(run: RunDir) -> Owner | None:
     """Return the run's owner; None for a run that was never submitted, and where the file is damaged."""
+    told = run.owner()
     try:
-        told = run.owner()
         return Owner(
-            number=int(told["number"]),
-            token=str(told["token"]),
-            executor=str(told["executor"]),
-            host=str(told["host"]),
-            pid=int(told["pid"]),
-            time=float(told["time"]),
-            jobs=tuple(map(str, told.get("jobs") or ())),
-            follow_up=told.get("follow_up") and str(told["follow_up"]),
+            number=told["number"],
+            token=told["token"],
+            executor=told["executor"],
+            host=told["host"],
+            pid=told["pid"],
+            time=told["time"],
+            jobs=tuple(told.get("jobs", ())),
+            follow_up=told.get("follow_up"),
         )
-    except (KeyError, TypeError, ValueError):
+    except KeyError:
         return None
 
 

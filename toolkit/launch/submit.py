@@ -183,7 +183,7 @@ class Run:
             return True
         if self.executor == "local":
             owner = ownership.read(self.dir)
-            pids = [int(self.job_id), *([owner.pid] if owner else [])]
+            pids: list[int | str] = [self.job_id, *([owner.pid] if owner else [])]
             return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
         jobs = self._jobs()
         _, status = ownership.present(jobs, Slurm().show_jobs(jobs))
@@ -207,7 +207,10 @@ def attach(run: RunDir) -> Run:
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
     if owner is not None:
         raise RequestError(f"run {run.id}: its submission was interrupted; `toolkit resume {run.id}` submits it again")
-    raise RequestError(f"run {run.id} was started without a supervisor; end its processes where they run")
+    damage: list[str] = []
+    run.owner(damage), run.submission(damage), run.status(damage)
+    why = f"which job it is cannot be said: {'; '.join(damage)}" if damage else "it was started without a supervisor"
+    raise RequestError(f"run {run.id}: {why}; end its processes where they run")
 
 
 def submit(
@@ -586,7 +589,7 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
         os.kill(owner.pid, number)
 
 
-def _is_process_of(run: RunDir, pid: int) -> bool:
+def _is_process_of(run: RunDir, pid: int | str) -> bool:
     """Whether the process runs and is one that submitit started for this run: pids are given out again. A zombie,
     which only waits for its parent to look, has no command line."""
     try:

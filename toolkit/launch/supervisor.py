@@ -44,7 +44,7 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
-from toolkit.launch.error_files import read_error_file
+from toolkit.launch.error_files import read_error_files
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
@@ -181,11 +181,12 @@ class Supervisor:
 
         Slurm 24.11 does so after a preemption with grace time: it remembers that the job is to be requeued when it
         ends, our own requeue does not make it forget, and the next end, days later, is taken for that one. A person
-        who wants the run to go on says `toolkit resume`, which takes the result away first.
+        who wants the run to go on says `toolkit resume`, which takes the result away first. A result that cannot be
+        read may be that of a run that somebody has cancelled.
         """
         result = self._run.result()
         restarted = self._allocation.restart_count > 0 or last_words is not None
-        if not restarted or result is None or result["state"] not in ("completed", "failed"):
+        if not restarted or result is None or result["state"] not in ("completed", "failed", rundir.UNREADABLE):
             return False
         log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
         self._run.write_status({**self._run.status(), "state": result["state"]})
@@ -574,14 +575,14 @@ class Supervisor:
     def _read_error_files(self, attempt: Attempt) -> None:
         """What failing ranks wrote about themselves: more telling than an exit code, and timed at its cause."""
         told: dict[int, RankFailure] = {}
-        for path in sorted(self._run.attempt_logs(attempt.number).glob("error-*.json")):
-            failure = read_error_file(path)
+        hosts = attempt.rank_hosts
+        for failure in read_error_files(self._run.attempt_logs(attempt.number)):
             rank = failure.rank
             assert rank is not None
-            if rank in attempt.lost_ranks:
+            if rank in attempt.lost_ranks or rank >= len(hosts):
                 continue
             # torch's format has no host
-            told[rank] = replace(failure, host=attempt.rank_hosts[rank]) if failure.host == "?" else failure
+            told[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
         kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
         attempt.failures = [*kept, *told.values()]
 
@@ -659,8 +660,11 @@ class Supervisor:
         number = status.get("attempt")
         if not number or any(line["attempt"] == number for line in self._run.attempts()):
             return
-        gone = self._unreachable(status["nodes"]) if self._slurm else set()
-        lost = gone | self._nodes.given_up(status["started"])  # which may be back
+        now = time.time()
+        nodes, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
+        started, ended = status.get("started", now), status.get("updated", now)
+        gone = self._unreachable(nodes) if self._slurm else set()
+        lost = gone | self._nodes.given_up(started)  # which may be back
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
@@ -672,10 +676,10 @@ class Supervisor:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
         reports = {0: status.get("progress") or {}}
-        plan = replace(self._allocation, hosts=tuple(status["nodes"]), tasks=tuple(status["tasks"]))
+        plan = replace(self._allocation, hosts=nodes, tasks=tasks)
         for host in gone:
             self._nodes.condemn(host, why)
-        left = Attempt(number, status["started"], plan, lost_nodes=lost, reports=reports, ended=status["updated"])
+        left = Attempt(number, started, plan, lost_nodes=lost, reports=reports, ended=ended)
         left.left_over = status
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
 

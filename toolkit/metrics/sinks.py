@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit import fsio
+from toolkit import fsio, records
+from toolkit.records import COUNT, Record
 
 if TYPE_CHECKING:
     import torch
@@ -156,18 +157,14 @@ def _finite(value: float) -> float | None:
 
 
 def _lines_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """The whole lines of `path` up to `step`; what a crash cut off or mangled is left out."""
-    if step is None or not path.exists():
+    """Return the whole lines of `path` up to `step`. A damaged file is kept: it is about to be written anew."""
+    if step is None:
         return []
-    lines = []
-    for text in path.read_bytes().split(b"\n"):
-        try:
-            line = json.loads(text)
-            if line["step"] <= step:
-                lines.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return lines
+    damage: list[str] = []
+    lines = records.read_lines(path, Record({"step": COUNT}), damage)
+    if damage:
+        records.set_aside(path, damage)
+    return [fsio.finite(line) for line in lines if line["step"] <= step]
 
 
 class TensorBoardSink:

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
+from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout
@@ -37,6 +38,7 @@ from toolkit.strategies.spmd import Spmd
 
 #: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
 ROOM = 0.4
+_KEPT = Record({"ranks": COUNT, "strategy": records.one_of("ddp", "zero", "fsdp"), "why": TEXT})
 
 log = logs.get(__name__)
 
@@ -130,7 +132,7 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
 
 def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[str, Any]:
     path = RunDir(session.run_dir).strategy
-    kept = fsio.read_json(path)
+    kept = records.read_or(path, _KEPT, None)
     if kept is not None and kept["ranks"] == session.world_size:
         return {**kept, "why": f"{kept['why']} (as decided when the run began on so many ranks, see {path.name})"}
     name, why = decide()

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
+from toolkit.records import COUNT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 
@@ -27,6 +28,8 @@ from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 NAMED = 10
 #: Without ``train.rollback_after``: so many in a row, and the run ends instead of wasting its time for ever.
 ENDLESS = 1000
+
+_LINE = Record({"step": COUNT})
 
 log = logs.get(__name__)
 
@@ -56,7 +59,7 @@ class SkippedSteps:
         self._rolled_back_at: int | None = None
         self._waits = False
         if self._is_on and self._writes:
-            self._listed = {line["step"] for line in fsio.read_json_lines(self._path)}
+            self._listed = {line["step"] for line in records.read_lines(self._path, _LINE)}
 
     def note(self, step: int, skipped: Tensor | None) -> None:
         """The verdict on step number ``step``; it stays on the device."""

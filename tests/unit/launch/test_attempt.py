@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit import fsio
-from toolkit.launch import supervisor
+from toolkit.launch import error_files, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.ending import RankFailure
@@ -78,7 +78,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
             return super().__getattribute__(name)
 
     monkeypatch.setattr(supervisor, "RankFailure", Failure)
-    monkeypatch.setattr(supervisor, "read_error_file", lambda path: Failure(int(path.stem[6:]), "node0", "E", 1.0))
+    monkeypatch.setattr(error_files, "read_error_file", lambda path, _: Failure(int(path.stem[6:]), "node0", "E", 1.0))
     ranks = 500
     folder = fsio.make_dir(RunDir(tmp_path).attempt_logs(1))
     for rank in range(ranks):

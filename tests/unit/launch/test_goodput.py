@@ -26,6 +26,7 @@ from toolkit.launch.goodput import MEASURED, PARTS, Ledger, Start, moment, of_at
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.steps import StepEnded
+from toolkit.launch.store import Report
 from toolkit.rundir import RunDir
 
 SUBMITTED = 1_700_000_000.0
@@ -150,6 +151,7 @@ def goes_on(ranks: Ranks) -> None:
     """From step 60, so 40 of its 80 steps are made again."""
     time.sleep(0.25)
     ranks.report(step=140, step_start=60, spent=spent(training=0.16, checkpoint=0.04))
+    ranks.events.put(Report({"result": {"step": 140, "metrics": {}}}))
     ranks.events.put(StepEnded(0))
 
 
@@ -225,7 +227,8 @@ def test_slurm_says_how_long_a_job_has_waited(
 ) -> None:
     """Seconds after the end of the attempt before; ``None``: when our supervisor began, and no earlier."""
     end = round(time.time() - 30.0, 3)
-    run.add_attempt({"attempt": 1, "started": iso(end - 60), "ended": iso(end), "step_end": 7})
+    why = {"cause": "preempted", "decision": "requeue", "nodes": ["here"]}
+    run.add_attempt({"attempt": 1, "started": iso(end - 60), "ended": iso(end), "step_end": 7, **why})
     allocation = Allocation(("here",), (1,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
     start = journal.begin(JobRow("1", "RUNNING", submit_time=end + submit_s, start_time=end + start_s))

@@ -26,7 +26,12 @@ def ledger(**seconds: float) -> dict[str, float]:
 
 def line(number: int, first: int | None, last: int | None, **more: Any) -> dict[str, Any]:
     times = {"started": "2026-11-20T15:00:10.000+00:00", "ended": "2026-11-20T15:02:00.000+00:00"}
-    place = {"nodes": ["node1", "node2"], "cause": "crashed", "line": "rank 1 on node2: killed by SIGKILL"}
+    place = {
+        "nodes": ["node1", "node2"],
+        "cause": "crashed",
+        "decision": "restart",
+        "line": "rank 1 on node2: killed by SIGKILL",
+    }
     return {"attempt": number, "step_start": first, "step_end": last, **times, **place, **more}
 
 

@@ -1,0 +1,323 @@
+"""Reads JSON files that may be damaged, by the shape that they are declared to have.
+
+A power cut, a full disk or an editor leaves files that are empty, cut off, full of NULs, or of another type. Of such a
+file the part that fits its shape is returned. Each thing that does not fit is left out, and named with its file, line
+and key: in the caller's list, or else once in the log. Keys that a shape does not name are passed on: a newer version
+of this package may have written them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from toolkit import fsio, logs
+from toolkit.errors import DamagedFileError
+
+#: What is nested deeper was written by nobody. Python gives up at about 1,000.
+MOST_NESTED = 32
+#: Errors of a file that stay: its content is out of reach, as if it were damaged. Others may pass.
+_LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_TRIES = 3
+
+log = logs.get(__name__)
+
+
+class Misfit(Exception):
+    """A value that does not fit its shape; says which key, and why."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value without parts. ``what`` names it in messages."""
+
+    what: str
+    fits: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class OrNull:
+    """``shape``, or null."""
+
+    shape: Shape
+
+
+class Either:
+    """What fits one of these shapes, the first of them that does."""
+
+    def __init__(self, *shapes: Shape) -> None:
+        self.shapes = shapes
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """In a :class:`Record`: a key that may be missing. It is left out where its value does not fit."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Null:
+    """In a :class:`Record`: a key that may be missing or null. It is None where its value does not fit."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list. One item that does not fit spoils it: the places of the others have a meaning."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class MapOf:
+    """An object with any keys. An item that does not fit is left out."""
+
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Record:
+    """An object with these keys. One that is neither :class:`Maybe` nor :class:`Null` must be there, and fit."""
+
+    keys: Mapping[str, Shape | Maybe | Null]
+
+
+Shape: TypeAlias = Leaf | OrNull | Either | ListOf | MapOf | Record
+
+
+def one_of(*words: str) -> Leaf:
+    """One of these texts."""
+    return Leaf(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
+
+
+def _is_text(value: Any) -> bool:
+    """Without what no file name and no UTF-8 file can hold."""
+    return isinstance(value, str) and "\0" not in value and value == value.encode(errors="ignore").decode()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
+
+
+def _is_time_text(value: Any) -> bool:
+    try:
+        time = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return False
+    return time.tzinfo is not None and 1970 <= time.year < 9999
+
+
+TEXT = Leaf("text", _is_text)
+#: An id, a name of a host: it may become a part of a path or an argument of a program.
+WORD = Leaf("a word", lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,254}", value) is not None)
+FLAG = Leaf("true or false", lambda value: isinstance(value, bool))
+COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
+NUMBER = Leaf("a number", _is_number)
+#: Seconds since 1970, up to the year 9999.
+MOMENT = Leaf("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
+TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
+ANY = Leaf("a value", lambda value: True)
+
+
+def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | None:
+    """The value in ``path`` as far as it fits; None when there is no such file.
+
+    Raises DamagedFileError where nothing of it can be used.
+    """
+    try:
+        return _fit(_parse(_read_bytes(path)), shape, "", _Notes(f"{path}: ", damage))
+    except FileNotFoundError:
+        return None
+    except Misfit as misfit:
+        raise DamagedFileError(f"{path} is damaged: {misfit}") from None
+
+
+def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
+    """:func:`read`, with ``default`` for a file that is missing or of no use; the latter is named."""
+    try:
+        value = read(path, shape, damage)
+    except DamagedFileError as error:
+        note(str(error), damage)
+        return default
+    return default if value is None else value
+
+
+def read_lines(path: Path, shape: Shape, damage: list[str] | None = None) -> list[Any]:
+    """The lines of ``path`` that fit; a missing file is empty.
+
+    A last line without a line break counts if it fits: only the break is missing then.
+    """
+    try:
+        raw = _read_bytes(path)
+    except FileNotFoundError:
+        return []
+    except Misfit as misfit:
+        note(f"{path} is damaged: {misfit}", damage)
+        return []
+    found = []
+    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
+        try:
+            found.append(_fit(_parse(line), shape, "", _Notes(f"{path}, line {number}: ", damage)))
+        except Misfit as misfit:
+            note(f"{path}, line {number}, is damaged and left out: {misfit}", damage)
+    return found
+
+
+def set_aside(path: Path, damage: Sequence[str]) -> None:
+    """Keep a damaged file under another name, so that a new one can be written."""
+    log.warning("%s; the file is kept as %s", "; ".join(damage), fsio.set_aside(path).name)
+
+
+def note(text: str, damage: list[str] | None) -> None:
+    """Add ``text`` to the list, or warn of it once in the life of this process."""
+    if damage is None:
+        _warn(text)
+    elif text not in damage:
+        damage.append(text)
+
+
+@cache
+def _warn(text: str) -> None:
+    log.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """Where parts that are left out are named."""
+
+    where: str
+    damage: list[str] | None
+
+    def left_out(self, misfit: Misfit) -> None:
+        note(f"{self.where}{misfit}; left out", self.damage)
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Of a file that another node may replace at this moment: NFS then says ESTALE, once."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if error.errno in _LASTING:
+                raise Misfit(error.strerror or str(error)) from None
+            if error.errno != errno.ESTALE or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _parse(raw: bytes) -> Any:
+    """The JSON value in ``raw``, whatever that is. Raises Misfit."""
+    if not raw.strip(b"\0 \t\r\n"):
+        raise Misfit("it holds NUL bytes only" if b"\0" in raw else "it is empty")
+    try:
+        return json.loads(raw.decode())
+    except RecursionError:
+        raise Misfit("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise Misfit(f"byte {error.start + 1} is no UTF-8") from None
+    except ValueError as error:
+        raise Misfit(f"it is no JSON ({error})") from None
+
+
+def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
+    match shape:
+        case Leaf(what, fits):
+            if not fits(value):
+                raise Misfit(f"{_named(key)}{_shown(value)} is not {what}")
+            _refuse_depth(value, key, MOST_NESTED)
+            return value
+        case OrNull(inner):
+            return None if value is None else _fit(value, inner, key, notes)
+        case Either():
+            for each in shape.shapes[:-1]:
+                with contextlib.suppress(Misfit):
+                    return _fit(value, each, key, notes)
+            return _fit(value, shape.shapes[-1], key, notes)
+        case ListOf(inner):
+            if not isinstance(value, list):
+                raise Misfit(f"{_named(key)}{_shown(value)} is not a list")
+            return [_fit(item, inner, f"{key}[{index}]", notes) for index, item in enumerate(value)]
+        case MapOf(inner):
+            _refuse_other_than_object(value, key)
+            return dict(_items_that_fit(value, inner, key, notes))
+        case Record(keys):
+            _refuse_other_than_object(value, key)
+            return {**dict(_fields_that_fit(value, keys, key, notes)), **_unknown(value, keys, key)}
+
+
+def _items_that_fit(value: Mapping[str, Any], inner: Shape, key: str, notes: _Notes) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        try:
+            _fit(name, TEXT, key, notes)
+            yield name, _fit(item, inner, _join(key, name), notes)
+        except Misfit as misfit:
+            notes.left_out(misfit)
+
+
+def _fields_that_fit(
+    value: Mapping[str, Any], keys: Mapping[str, Shape | Maybe | Null], key: str, notes: _Notes
+) -> Iterator[tuple[str, Any]]:
+    for name, shape in keys.items():
+        inner = shape.shape if isinstance(shape, (Maybe, Null)) else shape
+        if name not in value and inner is shape:
+            raise Misfit(f"it has no {_join(key, name)!r}")
+        if isinstance(shape, Null) and value.get(name) is None:
+            yield name, None
+        elif name in value:
+            try:
+                yield name, _fit(value[name], inner, _join(key, name), notes)
+            except Misfit as misfit:
+                if inner is shape:
+                    raise
+                notes.left_out(misfit)
+                if isinstance(shape, Null):
+                    yield name, None
+
+
+def _unknown(value: Mapping[str, Any], keys: Mapping[str, Any], key: str) -> dict[str, Any]:
+    more = {name: item for name, item in value.items() if name not in keys}
+    _refuse_depth(more, key, MOST_NESTED)
+    return more
+
+
+def _refuse_other_than_object(value: Any, key: str) -> None:
+    if not isinstance(value, dict):
+        raise Misfit(f"{_named(key)}{_shown(value)} is not an object with keys")
+
+
+def _refuse_depth(value: Any, key: str, left: int) -> None:
+    """What can be read can be nested too deeply to be written, copied or printed."""
+    if not isinstance(value, (dict, list)):
+        return
+    if not left:
+        raise Misfit(f"{_named(key)}it is nested too deeply")
+    for item in value.values() if isinstance(value, dict) else value:
+        _refuse_depth(item, key, left - 1)
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _named(key: str) -> str:
+    return f"{key}: " if key else ""
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and in characters that every terminal has."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
+        return "a huge number"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
