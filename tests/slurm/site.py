@@ -106,3 +106,14 @@ def nothing_lost(run: RunDir) -> None:
     attempts = [a for a in run.attempts() if a["step_end"] is not None]
     for before, after in itertools.pairwise(attempts):
         assert after["step_start"] == before["step_end"], json.dumps([before, after], indent=2)
+
+
+def pid_of_supervisor(site: Site, run: RunDir) -> int:
+    """As we see it: status.json has the pid of the node's own namespace."""
+    inner, host = run.status()["pid"], run.status()["host"]
+
+    def is_it(pid: int) -> bool:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(inner)
+
+    return wait_for(lambda: next((p for p, _ in site.box.processes(host) if is_it(p)), None), START_S, "it")

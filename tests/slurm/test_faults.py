@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.site import END_S, START_S, Site
-from tests.slurm.test_nodes import pid_of_supervisor
+from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.site import END_S, START_S, Site, attempts_of, reached
+from tests.slurm.site import END_S, Site, attempts_of, pid_of_supervisor, reached
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
 from toolkit.cluster import hostlist
@@ -139,6 +139,25 @@ def test_a_dead_spare_is_no_matter(site: Site) -> None:
     assert only["nodes"] == ["node1", "node2"]
 
 
+# ------------------------------------------------------------------------------------- a node that cannot start ranks
+
+
+@pytest.mark.parametrize("how", [SPARE, pytest.param(NEITHER, marks=pytest.mark.soak)], ids=["spare", "neither"])
+def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[str, ...]) -> None:
+    """It has lost the shared folder, so Slurm cannot open the ranks' output there. Its srun ends with exit code 0."""
+    site.run("mkdir", str(site.runs))
+    site.box.run(["mount", "-t", "tmpfs", "tmpfs", str(site.runs)], node="node2")
+    try:
+        run = submit(site, slow_project(site, 0.0), "train.max_steps=20", "cluster.preflight=false", *how)
+        assert completed(site, run)["step"] == 20
+    finally:
+        site.box.run(["umount", "-l", str(site.runs)], node="node2")
+    first, last = run.attempts()
+    assert (first["cause"], first["lost_nodes"]) == ("node_failure", ["node2"])
+    assert "rank 1 on node2: could not be started" in first["line"]
+    assert "node2" not in last["nodes"]
+
+
 # ----------------------------------------------------------------------------------------------------- a cut-off node
 
 
@@ -197,14 +216,3 @@ def test_a_killed_supervisor_is_replaced_and_the_requeued_job_goes_on(site: Site
     site.run("scontrol", "requeue", site.job_of(run))
     last = ended_as_undisturbed(site, run)[-1]
     assert last["restart_count"] == 1
-
-
-def pid_of_supervisor(site: Site, run: RunDir) -> int:
-    """As we see it: status.json has the pid of the node's own namespace."""
-    inner, host = run.status()["pid"], run.status()["host"]
-
-    def is_it(pid: int) -> bool:
-        status = Path(f"/proc/{pid}/status").read_text()
-        return next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(inner)
-
-    return wait_for(lambda: next((p for p, _ in site.box.processes(host) if is_it(p)), None), START_S, "it")

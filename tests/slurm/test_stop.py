@@ -18,7 +18,7 @@ import pytest
 
 from tests.box import Box
 from tests.slurm.conftest import visit
-from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, reached
+from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import newest_step
 from toolkit.rundir import RunDir
@@ -280,6 +280,23 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
     assert all(a["decision"] != "requeue" or a["cause"] == "preempted" for a in run.attempts())
 
 
+def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(site: Site) -> None:
+    """The supervisor is stopped as soon as its verdict is written down; scancel's SIGCONT wakes it up again."""
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=3000")
+    reached(run, 50)
+    job, supervisor = site.job_of(run), pid_of_supervisor(site, run)
+    to_the_supervisor(site, job)
+    while not run.attempts():
+        time.sleep(0.0005)
+    os.kill(supervisor, signal.SIGSTOP)
+    site.run("scancel", job)
+    row = site.box.wait_job(job, 60)
+    assert row["JobState"] == "CANCELLED"
+    assert run.attempts()[0]["decision"] == "requeue"
+    if row["Restarts"] == "0":  # else the requeue was quicker than we, and Slurm has cancelled a job that waits
+        assert (run.result() or {})["state"] == run.status()["state"] == "cancelled"
+
+
 def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=400")
     reached(run, 50)
@@ -321,7 +338,7 @@ def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site:
     assert site.box.wait_job(site.job_of(run), 30)["ExitCode"] == "1:0"
 
 
-#: A script with its own checkpoint and no torch: it counts to 60, and keeps what it has when it is told to end.
+#: A script with its own checkpoint and no torch: it counts to 60. Told to end it saves, and exits with 0.
 COUNTER = """
 import os, signal, sys, time
 state = sys.argv[1] + "/" + os.environ["SLURM_ARRAY_TASK_ID"]
@@ -329,7 +346,7 @@ count = int(open(state).read()) if os.path.exists(state) else 0
 with open(state + ".starts", "a") as starts:
     starts.write(f"{count} {os.environ['SLURM_JOB_ID']} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
 def save(*_):
-    open(state + ".new", "w").write(str(count)); os.replace(state + ".new", state); sys.exit(143)
+    open(state + ".new", "w").write(str(count)); os.replace(state + ".new", state); sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 while count < 60:
     time.sleep(0.1); count += 1

@@ -98,8 +98,8 @@ def page(told: dict[str, Any]) -> str:
 def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     if failure is None:
         return []
-    who = "the store host" if failure["rank"] is None else f"rank {failure['rank']}"
-    lines = [f"first failure: {who} on {failure['host']}, attempt {failure['attempt']}: {failure['how']}"]
+    who = failure["host"] if failure["rank"] is None else f"rank {failure['rank']} on {failure['host']}"
+    lines = [f"first failure: {who}, attempt {failure['attempt']}: {failure['how']}"]
     lines += [f"  {line}" for line in failure["traceback"].rstrip().split("\n")[-TRACEBACK_LINES:] if line]
     if failure["others"]:
         lines.append(f"  {failure['others']} other ranks failed after it, most likely because of it")

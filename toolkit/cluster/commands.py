@@ -119,8 +119,12 @@ class SlurmCommands(Protocol):
         """The number of the job's running step of this name, or ``None``."""
         ...
 
-    def requeue(self, job_id: str) -> None:
-        """Put the job back into the queue; no error if Slurm has done so already. Name array elements ``A_T``."""
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
+        """Put the job back into the queue; no error if Slurm has done so already. Name array elements ``A_T``.
+
+        A plain requeue also revives a job that somebody has cancelled and that is completing. With ``if_running`` such
+        a job stays cancelled, and that is no error either: look at the job afterwards.
+        """
         ...
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
@@ -186,9 +190,9 @@ class Slurm:
         steps = [line.strip().split("|", 1) for line in answer.splitlines() if "|" in line]
         return next((step_id.rpartition(".")[2] for step_id, step_name in steps if step_name == name), None)
 
-    def requeue(self, job_id: str) -> None:
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         try:
-            self._run(["scontrol", "requeue", job_id])
+            self._run(["scontrol", "requeue", *["Incomplete"] * if_running, job_id])
         except _ProgramFailed as error:
             if not error.says("Job is pending execution"):
                 raise

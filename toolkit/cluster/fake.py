@@ -82,9 +82,11 @@ class FakeSlurm:
         names = self._steps.get(self._one(job_id).job_id, [])
         return str(names.index(name)) if name in names else None
 
-    def requeue(self, job_id: str) -> None:
+    def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         self._contact()
         for row in self._known(job_id):
+            if if_running and row.state != "RUNNING":
+                continue
             if not row.can_requeue:
                 raise SlurmError(f"Requested operation is presently disabled for job {job_id}")
             if phase(row.state) is not Phase.PENDING:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from toolkit import logs
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Settings, SlurmCommands
-from toolkit.launch import ending, patience
+from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.launch import ending, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.nodes import BadNode, Nodes
@@ -58,44 +59,72 @@ class Comeback:
         cancels = partial(self._slurm.preemption_cancels, row, settings)
         return bool(patience.ask(cancels, "Slurm does not say what a preemption does here", patience_s=0.0))
 
-    def requeue(self) -> bool:
-        """From outside the step, and as the last thing, for it ends this process too. Whether the run goes on."""
-        row = self._row
+    def requeue(self) -> ending.Slurm:
+        """Have the run come back: REQUEUED if it does, CANCELLED if somebody has ended it meanwhile.
+
+        To be called from outside the step and as the last thing, for a requeue ends this process too.
+        """
+        seen = patience.ask(self._look, "Slurm does not say how the job stands", 0.0)
+        if seen is ending.Slurm.CANCELLED:
+            self.dismiss()
+            return seen
         if self._heir is not None and not self._heir.still_waits():
             log.warning("the follow-up job %s was cancelled", self._heir.job_id)
             self._heir = None
-        excluded = row and to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
-        if self._heir is None and not (self._is_taken_back() or self._comes_back_anyway()):
-            return False
+        has_time = seen is ending.Slurm.RUNNING  # else the job is ended within seconds
+        excluded = self._to_exclude() if has_time else None
+        if self._heir is None:
+            seen = take_back(self._look, self._slurm, self._job_id)
+            if seen is not ending.Slurm.REQUEUED:
+                return seen
+        excluded = excluded if has_time else self._to_exclude()
         if excluded:  # refused while the job runs
             next_job = self._job_id if self._heir is None else self._heir.job_id
             exclude = partial(self._slurm.exclude_nodes, next_job, excluded)
             patience.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
-        return True
+        return ending.Slurm.REQUEUED
 
-    def _is_taken_back(self) -> bool:
-        def requeue() -> bool:
-            self._slurm.requeue(self._job_id)
-            return True
+    def _look(self) -> ending.Slurm:
+        if intent.asked(self._run):
+            return ending.Slurm.CANCELLED
+        return ending.how_slurm_sees_it(self._slurm.show_job(self._job_id), self._restart_count)
 
-        return bool(patience.ask(requeue, "the job cannot be requeued"))
-
-    def _comes_back_anyway(self) -> bool:
-        """A requeue is refused while the job ends: for good, or because Slurm requeues it at this very moment."""
-        deadline = time.monotonic() + ENDING_S
-        while time.monotonic() < deadline:
-            row = patience.ask(lambda: self._slurm.show_job(self._job_id), "Slurm does not say how it stands")
-            if ending.how_slurm_sees_it(row, self._restart_count) is ending.Slurm.REQUEUED:
-                return True
-            if row is None or row.is_over:
-                return False
-            time.sleep(patience.RETRY_EVERY_S)
-        return False
+    def _to_exclude(self) -> str | None:
+        row = self._row
+        return None if row is None else to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
 
     def dismiss(self) -> None:
         """The run has ended: nobody has to come back."""
         if self._heir is not None:
             self._heir.dismiss()
+
+
+def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:
+    """Requeue the job unless somebody cancels it first; returns how it stands then.
+
+    ``look`` says how Slurm sees the job, and is asked before each try and after: between two tries somebody may have
+    cancelled it, and ended the program that asked for the requeue with it. A refusal is waited out for ``ENDING_S``:
+    Slurm may be requeueing the job itself at this moment.
+    """
+    deadline = time.monotonic() + patience.PATIENCE_S
+    while True:
+        try:
+            seen = look()
+            if seen not in _SETTLED:
+                slurm.requeue(job_id, if_running=seen is ending.Slurm.RUNNING)
+                seen = look()
+            if seen in _SETTLED:
+                return seen
+        except SlurmError as error:
+            log.warning("the job cannot be requeued: %s", error)
+            if isinstance(error, SlurmRefusedError):
+                deadline = min(deadline, time.monotonic() + ENDING_S)
+        if time.monotonic() >= deadline:
+            return ending.Slurm.UNKNOWN
+        time.sleep(patience.RETRY_EVERY_S)
+
+
+_SETTLED = (ending.Slurm.REQUEUED, ending.Slurm.CANCELLED)
 
 
 def to_exclude(

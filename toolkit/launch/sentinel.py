@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
@@ -34,9 +35,10 @@ from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands, Step, srun_ar
 from toolkit.cluster.network import listen, wildcard
 from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
-from toolkit.launch import ending, nodes, patience
+from toolkit.launch import ending, intent, nodes, patience
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.comeback import EXCLUDE_S, to_exclude
+from toolkit.launch.comeback import EXCLUDE_S, take_back, to_exclude
+from toolkit.launch.intent import Intent
 from toolkit.launch.steps import silence, tethered
 from toolkit.rundir import RunDir
 
@@ -180,19 +182,28 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     That may just have been cut off. If it comes back and is chosen again while it still has the job of before, it
     refuses ("Duplicate jobid"), and Slurm drains the node and holds the job until somebody releases it.
     """
+    look = partial(_how_it_stands, watched, slurm)
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
-    is_lost = row is not None and has_lost(row, watched.batch_host)
-    if ending.how_slurm_sees_it(row, watched.restart_count) is ending.Slurm.CANCELLED and not is_lost:
-        log.info("job %s has been cancelled: leaving it so", watched.job_id)
-        return
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)
     bad = nodes.remembered(watched.run)
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
-    patience.ask(lambda: slurm.requeue(watched.job_id), "the job cannot be requeued")
-    if excluded:
+    seen = take_back(look, slurm, watched.job_id)
+    if seen is not ending.Slurm.REQUEUED:
+        log.info("job %s is %s: leaving it so", watched.job_id, seen)
+    elif excluded:
         patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
+
+
+def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:
+    """Slurm's end of a job whose batch host came back too late looks like a cancellation, and is none."""
+    if intent.asked(watched.run) is Intent.CANCEL:
+        return ending.Slurm.CANCELLED
+    row = slurm.show_job(watched.job_id)
+    seen = ending.how_slurm_sees_it(row, watched.restart_count)
+    is_lost = row is not None and has_lost(row, watched.batch_host)
+    return ending.Slurm.NODE_FAILED if is_lost and seen is ending.Slurm.CANCELLED else seen
 
 
 def sign_of_life(run: RunDir) -> Path:

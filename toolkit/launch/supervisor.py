@@ -640,15 +640,25 @@ class Supervisor:
         state, why = _state(verdict), verdict.line
         self._journal.set_status(state, attempt, why=why, ended=time.time())
         if verdict.decision is Decision.REQUEUE:
-            if self._comeback is not None and self._comeback.requeue():
+            seen = ending.Slurm.UNKNOWN if self._comeback is None else self._comeback.requeue()
+            if seen is ending.Slurm.REQUEUED:
                 return
-            state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+            state, why = self._why_it_stays(seen, why)
             self._journal.set_status(state, attempt, why=why, ended=time.time())
         patience.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
+    def _why_it_stays(self, seen: ending.Slurm, why: str) -> tuple[str, str]:
+        """State and reason of a run that was to be requeued and is not."""
+        if seen is ending.Slurm.CANCELLED:
+            return self._state_asked_for(), f"{why}; cancelled before it was requeued"
+        return "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+
+    def _state_asked_for(self) -> str:
+        return "stopped" if intent.asked(self._run) is Intent.STOP else "cancelled"
+
     def _finish_unstarted(self) -> int:
-        wanted = intent.asked(self._run)
-        state, code = ("stopped", EXIT_STOPPED) if wanted is Intent.STOP else ("cancelled", EXIT_FAILED)
+        state = self._state_asked_for()
+        code = EXIT_STOPPED if state == "stopped" else EXIT_FAILED
         why = f"{state} before it started again"
         patience.persist(lambda: write_ended(self._run, state, why), self._run.path)
         notify(self._run)

@@ -180,6 +180,20 @@ def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
     assert (row.state, row.restarts) == ("COMPLETING", 0)
 
 
+def test_a_job_that_is_cancelled_just_before_the_requeue_stays_so(world: World) -> None:
+    requeue = world.slurm.requeue
+
+    def cancelled_first(job_id: str, *, if_running: bool = False) -> None:
+        world.slurm.cancel(job_id)
+        requeue(job_id, if_running=if_running)
+
+    world.slurm.requeue = cancelled_first  # type: ignore[method-assign]
+    sentinel.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
 def test_a_supervisor_accepts_connections_for_as_long_as_it_lives() -> None:
     code = "from toolkit.launch.sentinel import Presence; print(Presence().port, flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

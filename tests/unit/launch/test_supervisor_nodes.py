@@ -232,6 +232,28 @@ def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: Fak
     assert [line["suspect"] for line in run.attempts()] == [None, None]
 
 
+def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir, slurm: FakeSlurm) -> None:
+    """Before, it came back, or said for ever that it was requeued."""
+
+    def stops(ranks: Ranks) -> None:
+        ranks.events.put(RankEnded((0, 1, 2), "node1", "exit code 75", None, time.time(), 75))
+        ranks.events.put(StepEnded(75))
+
+    requeue = slurm.requeue
+
+    def cancelled_first(job_id: str, *, if_running: bool = False) -> None:
+        slurm.cancel(job_id)
+        requeue(job_id, if_running=if_running)
+
+    slurm.requeue = cancelled_first  # type: ignore[method-assign]
+    supervise(run, slurm, Ranks(stops))
+    assert (run.result() or {})["state"] == run.status()["state"] == "cancelled"
+    assert run.attempts()[0]["decision"] == "requeue"
+    row = slurm.show_job("1")
+    assert row is not None
+    assert (row.state, row.restarts) == ("COMPLETING", 0)
+
+
 def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, slurm: FakeSlurm) -> None:
     def overtaken(ranks: Ranks) -> None:
         run.write_owner({**run.owner(), "number": 100})
