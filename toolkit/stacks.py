@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit import fsio, rundir
 
@@ -98,12 +100,25 @@ def _sync_workers(folder: Path, rank: int) -> None:
             os.fsync(file.fileno())
 
 
+#: Backends with a recorder of their own. torch 2.15's ``nccl`` is a new one, nccl2, which feeds that of its own name.
+_RECORDED = ("nccl2", "nccl", "nccl-lazy", "gloo")
+
+
 def _dump_flight_recorder(path: Path) -> None:
-    """What torch has recorded of the last collectives, where torch is loaded already and a process group is open."""
+    """Write what torch has recorded of the last collectives, if torch is loaded and a process group is open."""
     dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
     if dist is None or c10d is None or not dist.is_initialized():
         return
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    if hasattr(c10d, name):
+    dumps = list(_recorded(c10d))
+    filled = (dump for dump in dumps if pickle.loads(dump).get("entries"))
+    if dumps:
         with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(getattr(c10d, name)())
+            file.write(next(filled, dumps[-1]))
+
+
+def _recorded(c10d: Any) -> Iterator[bytes]:
+    """Yield the dump of each recorder that this torch has: the old NCCL backend's, one for each backend since 2.15."""
+    calls = [("_dump_nccl_trace", {}), *(("_dump_fr_trace", {"backend": name}) for name in _RECORDED)]
+    for function, arguments in [*calls, ("_dump_fr_trace", {})]:
+        with contextlib.suppress(AttributeError, TypeError):  # what other versions of torch have, or take
+            yield getattr(c10d, function)(**arguments)

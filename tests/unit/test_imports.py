@@ -17,6 +17,7 @@ PACKAGE = ROOT / "toolkit"
 RANKS = {
     "activity": 0,
     "chaos": 0,
+    "error_file": 0,
     "errors": 0,
     "fsio": 0,
     "logs": 0,

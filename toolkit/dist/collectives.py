@@ -71,10 +71,18 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a small ``tensor`` (...) over ``group``, rank by rank: of equal values every group has equal bits.
 
     An all-reduce may add in another order in each group, as its links have it, and copies of a model would drift apart.
+    NCCL serves no tensors in host memory, where offloaded weights have theirs: these go by way of the GPU.
     """
-    rows = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    dist.all_gather_into_tensor(rows.view(-1), tensor.reshape(-1), group)
-    return rows.sum(0)
+    sent = tensor.to(_served(group, tensor.device))
+    rows = sent.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather_into_tensor(rows.view(-1), sent.reshape(-1), group)
+    return rows.sum(0).to(tensor.device)
+
+
+def _served(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
+    """Return ``wanted`` where ``group`` serves such devices, else the current one of a kind that it serves."""
+    kinds = [device.type for device in group._device_types]
+    return wanted if wanted.type in kinds else torch.device(kinds[0])
 
 
 #: What is sent at once: enough for the speed of a link to count and not its latency, little enough to be copied for it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from toolkit import logs, rundir, signals
+from toolkit import error_file, logs, rundir, signals
 from toolkit.activity import Activity
 from toolkit.config import DistConfig
 from toolkit.dist import rendezvous, timeouts
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
 from toolkit.dist.stop import STOP, Gate, Hang
 from toolkit.dist.stop_store import connector
-from toolkit.errors import EXIT_FAILED, ConfigError, ToolkitError
+from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
 #: A stop that was asked for and has not been reached after this long never will be: a rank is frozen or dead. Longer
@@ -128,7 +129,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-        stack.callback(_close_process_group)
+        stack.push(partial(_close_process_group, rank))
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
         reporter = _build_reporter(run, rank, world_size, timeout, activity)
@@ -220,6 +221,18 @@ def _force_exit(hang: Hang) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _close_process_group() -> None:
-    if dist.is_initialized():
+def _close_process_group(rank: int, kind: object, error: BaseException | None, trace: object) -> None:
+    """Destroy the group. Where an exception passes, write it down first, and abort NCCL's group.
+
+    NCCL's shutdown may wait for peers that sit in a collective: a crash would look like a hang, and say nothing.
+    """
+    crashed = error is not None and not isinstance(error, StoppedError)
+    if error is not None and crashed:
+        error_file.write(error, rank)
+    if not dist.is_initialized():
+        return
+    if crashed and dist.get_backend() == "nccl":
+        with suppress(Exception):  # the error that passes is the one to be seen
+            distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

@@ -5,26 +5,22 @@ The same few lines serve a rank under the supervisor, under plain ``srun``, ``to
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import os
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toolkit import chaos, fsio, logs, rundir, signals, stacks
+from toolkit import chaos, error_file, logs, rundir, signals, stacks
 from toolkit import config as configs
 from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
+from toolkit.errors import ConfigError, StoppedError, ToolkitError
 from toolkit.launch.prepare import new_run
-from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
 
@@ -46,7 +42,8 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
         signals.ignore()
         return stopped.exit_code
     except BaseException as error:
-        _write_error_file(place, error)
+        log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
+        error_file.write(error, place.rank if place else int(os.environ.get("SLURM_PROCID") or 0))
         raise
     signals.ignore()
     return 0
@@ -91,25 +88,3 @@ def _main_of(config: JobConfig) -> Callable[[JobConfig], object]:
         raise ConfigError(f"job: no module {config.job!r} from {Path.cwd()}: {error}") from None
     main: Callable[[JobConfig], object] = module.main
     return main
-
-
-def _write_error_file(place: Placement | None, error: BaseException) -> None:
-    """For ``attempts.jsonl`` and ``toolkit why``: the supervisor picks the first failing rank by these times."""
-    log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
-    folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
-    if folder is None or (isinstance(error, SystemExit) and not error.code):
-        return
-    rank = place.rank if place else int(os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or 0)
-    said = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "time": time.time(),
-        "type": type(error).__name__,
-        "message": str(error),
-        "exit_code": getattr(error, "exit_code", EXIT_FAILED),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    path = RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), rank)
-    with contextlib.suppress(OSError):  # a full disk; the log has the same words
-        fsio.make_dir(path.parent)
-        fsio.write_json(path, said)

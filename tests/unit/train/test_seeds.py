@@ -4,6 +4,7 @@ import random
 import timeit
 
 import numpy as np
+import pytest
 import torch
 
 from toolkit.train.seeds import prepare, reseed
@@ -29,6 +30,23 @@ def test_seed_step_and_share_each_change_every_generator() -> None:
     prepare(1)
     found.append(draws())
     assert all(len(set(values)) == 5 for values in zip(*found, strict=True))
+
+
+def test_each_gpu_of_a_process_draws_its_own_numbers_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On generators of the CPU that stand for those of three GPUs, the second of them the current one."""
+    gpus = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+
+    def numbers() -> list[float]:
+        reseed(1, 7, 0)
+        return [torch.rand((), generator=generator).item() for generator in [torch.default_generator, *gpus]]
+
+    first = numbers()
+    assert first == numbers()
+    assert len(set(first)) == 3, "the current GPU has the seed of the process, the others have their own"
+    assert first[0] == first[2]
 
 
 def test_reseeding_costs_a_small_part_of_the_shortest_step() -> None:

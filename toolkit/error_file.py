@@ -1,0 +1,41 @@
+"""What a failing rank says about itself: a JSON file in the logs of its attempt, in the format of torch's elastic.
+
+The supervisor picks the first failing rank by the times in these files, and ``toolkit why`` shows its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from pathlib import Path
+
+from toolkit import fsio, rundir
+from toolkit.errors import EXIT_FAILED
+
+
+def write(error: BaseException, rank: int) -> None:
+    """Write the error file of ``rank`` for ``error``, once; nothing outside of a run, or for an exit with code 0."""
+    folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if folder is None or (isinstance(error, SystemExit) and not error.code) or getattr(error, _WRITTEN, False):
+        return
+    said = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "exit_code": getattr(error, "exit_code", EXIT_FAILED),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    path = rundir.RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), rank)
+    with contextlib.suppress(OSError):  # a full disk; the log has the same words
+        fsio.make_dir(path.parent)
+        fsio.write_json(path, said)
+        setattr(error, _WRITTEN, True)
+
+
+#: Set on an exception whose file is there: a later one would have a later time, and the first failure is wanted.
+_WRITTEN = "_toolkit_error_file"
