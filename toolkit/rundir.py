@@ -262,9 +262,12 @@ class RunDir:
 
         Attempts that shared a number would share their logs and error files.
         """
-        found = (re.fullmatch(r"attempt-(\d{3,9})", path.parent.name) for path in self.logs.glob("attempt-*/*"))
-        numbers = {int(match[1]) for match in found if match}
-        return max(numbers | {line["attempt"] for line in self.attempts()}, default=0) + 1
+        return max(self.attempts_with_logs() | {line["attempt"] for line in self.attempts()}, default=0) + 1
+
+    def attempts_with_logs(self) -> set[int]:
+        """Return the numbers of the attempts that have written logs."""
+        found = (re.fullmatch(r"attempt-([0-9]{3,9})", path.parent.name) for path in self.logs.glob("attempt-*/*"))
+        return {int(match[1]) for match in found if match}
 
     def add_attempt(self, line: dict[str, Any]) -> None:
         """Append a closed attempt, durably."""

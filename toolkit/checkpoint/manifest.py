@@ -126,8 +126,12 @@ def decode(raw: bytes, where: Path) -> Manifest:
         )
     try:
         return _parse(json.loads(body))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except _OF_ANOTHER_SHAPE as error:
         raise CorruptCheckpointError(f"{where} is no manifest of format {FORMAT}: {error!r}") from error
+
+
+#: What :func:`_parse` raises of JSON of another shape.
+_OF_ANOTHER_SHAPE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _parse(fields: Any) -> Manifest:
@@ -135,14 +139,23 @@ def _parse(fields: Any) -> Manifest:
     manifest = Manifest(
         step=_count(fields["step"]),
         world_size=_count(fields["world_size"]),
-        versions=dict(fields["versions"]),
-        meta=dict(fields["meta"]),
+        versions={str(name): str(version) for name, version in fields["versions"].items()},
+        meta=_meta(fields["meta"]),
         files={_file_name(name): _count(size) for name, size in fields["files"].items()},
         tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
         values={name: parse_value(record) for name, record in fields["values"].items()},
     )
     _check_layout(manifest)
     return manifest
+
+
+def _meta(fields: Any) -> dict[str, Any]:
+    """Return ``fields``, of which commands read the metrics and the identity of the run."""
+    for number in (fields.get("metrics") or {}).values():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            raise ValueError(f"the metric {number!r} is no number")
+    dict((fields.get("identity") or {}).items())
+    return dict(fields)
 
 
 def parse_tensor(record: Any) -> TensorRecord:

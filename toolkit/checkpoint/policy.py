@@ -61,7 +61,8 @@ class Keep:
         steps = [manifest.step for manifest in manifests]
         stay = set(steps[: self.newest]) | {step for step in steps if self.every and step % self.every == 0}
         # metrics of a step that was not evaluated itself are an earlier one's
-        figures = {m.step: self.figure(m.meta["metrics"]) for m in manifests if m.meta.get("evaluated") == m.step}
+        evaluated = [m for m in manifests if m.meta.get("evaluated") == m.step]
+        figures = {m.step: self.figure(m.meta.get("metrics") or {}) for m in evaluated}
         ranked = sorted((-figure, step) for step, figure in figures.items() if figure is not None)
         return stay | {step for _, step in ranked[:1]}
 

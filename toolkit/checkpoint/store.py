@@ -59,11 +59,16 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def is_name_of_committed(path: Path) -> bool:
+    """True for the name of a committed checkpoint, which it gets when its manifest is on the disk."""
+    return _COMMITTED.fullmatch(path.name) is not None
+
+
 def committed(folder: Path) -> list[Path]:
     """The committed checkpoints in `folder`, newest first; empty when there is no such folder."""
     with file_errors("listing", folder):
         names = list(folder.iterdir()) if folder.is_dir() else []
-        found = [path for path in names if _COMMITTED.fullmatch(path.name) and (path / manifests.NAME).is_file()]
+        found = [path for path in names if is_name_of_committed(path) and (path / manifests.NAME).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 

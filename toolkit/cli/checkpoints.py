@@ -10,7 +10,7 @@ from typing import Any
 from toolkit import fsio
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
-from toolkit.checkpoint.store import CheckpointStore, step_of
+from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
 from toolkit.cli.show import ACTIVE, table
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
@@ -36,6 +36,7 @@ def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
 
 def _row_of_odd(path: Path) -> dict[str, Any]:
     problem = "was found damaged, and moved aside" if ".bad-" in path.name else "is being written, or was left over"
+    problem = "is damaged: it has no manifest.json" if is_name_of_committed(path) else problem
     nothing = {"step": None, "ranks": None, "torch": None}
     return {**nothing, "name": path.name, "saved": path.stat().st_mtime, "problem": problem, "size_bytes": _size(path)}
 
@@ -76,7 +77,10 @@ def _time(seconds: float) -> str:
 
 def pick(run: RunDir, text: str | None) -> list[Path]:
     """The checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
-    there = list(CheckpointStore(run.checkpoints).list())
+    return _pick(run, list(CheckpointStore(run.checkpoints).list()), text)
+
+
+def _pick(run: RunDir, there: list[Path], text: str | None) -> list[Path]:
     chosen = [path for path in there if text in (None, path.name, str(step_of(path)))]
     if not chosen:
         steps = ", ".join(str(step_of(path)) for path in there) or "none"
@@ -100,9 +104,10 @@ def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
 
 
 def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
-    """Read every byte of them: each with what is wrong, or None."""
+    """Read every byte of them: each with what is wrong, or None. Also of those without a manifest."""
     store = CheckpointStore(run.checkpoints)
-    for path in pick(run, text):
+    broken = [path for path in _odd(store) if is_name_of_committed(path)]
+    for path in _pick(run, [*store.list(), *broken], text):
         try:
             store.verify(path)
         except CheckpointError as error:

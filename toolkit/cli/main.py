@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _make_printable()
     args = _parse(_parser(), argv)
     try:
         code: int = args.command(args)
@@ -40,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"toolkit: error: {_os_error_text(error)}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _make_printable() -> None:
+    """Have what the terminal's encoding does not know printed as an escape: a name of a file may hold anything."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 #: What a shell makes of SIGINT.
@@ -71,7 +79,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text.startswith('-')) or rest[0]}")
     if rest:
-        args.overrides += rest
+        args.overrides = [*args.overrides, *rest]
     return args
 
 
@@ -264,6 +272,8 @@ def _logs(args: argparse.Namespace) -> int:
 
     if args.attempt is not None and args.rank is None:
         raise RequestError("logs: --attempt goes with --rank; the supervisor has one log for all attempts")
+    if args.attempt is not None and args.attempt < 1:
+        raise RequestError(f"logs: --attempt {args.attempt}: attempts are counted from 1")
     show.logs(rundir.find(args.run), rank=args.rank, attempt=args.attempt, follow=args.follow)
     return EXIT_DONE
 
@@ -321,6 +331,9 @@ def _checkpoint(args: argparse.Namespace) -> int:
     from toolkit.cli import checkpoints, show
 
     run = rundir.find(args.run)
+    words = args.steps[{"list": 0, "prune": 0, "verify": 1, "export": 1, "diff": 2}[args.verb] :]
+    if words:
+        raise RequestError(f"toolkit checkpoint {args.verb} {args.run}: {words[0]!r} is one word too many")
     if args.verb == "list":
         rows = checkpoints.rows(run)
         print(show.as_json(rows) if args.json else checkpoints.page(rows))
@@ -344,8 +357,8 @@ def _export(run: Any, args: argparse.Namespace) -> int:
     from toolkit import logs
     from toolkit.cli import checkpoints
 
-    if args.to is None or len(args.steps) > 1:
-        raise RequestError("toolkit checkpoint export: one STEP at most, and --to PATH says where to")
+    if args.to is None:
+        raise RequestError("toolkit checkpoint export: --to PATH says where to")
     logs.setup()
     step = args.steps[0] if args.steps else None
     print(checkpoints.export(run, step, args.to, args.form, everything=args.all))
@@ -453,6 +466,8 @@ def _doctor(args: argparse.Namespace) -> int:
         raise RequestError("toolkit doctor: one CONFIG at most, then key=value; --nodes takes 1 or more")
     logs.setup()
     config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])
+    config.job = configs.FOREIGN_JOB  # of which only the cluster is looked at
+    configs.validate(config)
     report = doctor.examine(config, args.nodes)
     print(show.as_json(doctor.as_dict(report)) if args.json else show.nodes_page(doctor.rows(report), report.summary()))
     return EXIT_DONE if report.is_fine else EXIT_FAILED

@@ -208,7 +208,7 @@ def _log_path(run: RunDir, rank: int | None, attempt: int | None) -> Path:
 
 
 def _newest_attempt(run: RunDir) -> int:
-    return max((int(p.name.removeprefix("attempt-")) for p in run.logs.glob("attempt-*")), default=1)
+    return max(run.attempts_with_logs(), default=1)
 
 
 def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:

@@ -41,7 +41,7 @@ def _best(run: RunDir, keep: Keep) -> Path:
             manifest = store.manifest(path)
         except CheckpointError:
             continue
-        figure = keep.figure(manifest.meta.get("metrics", {}))
+        figure = keep.figure(manifest.meta.get("metrics") or {})
         if figure is not None and manifest.meta.get("evaluated") == manifest.step:
             ranked.append((-figure, manifest.step, path))
     if not ranked:

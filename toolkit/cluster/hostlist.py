@@ -22,9 +22,10 @@ MAX_HOSTS = 1_000_000
 _SEPARATORS = re.compile(r"[\s,]*")
 _ENTRY = re.compile(r"[^\s,\[\]]*(?:\[[^\[\]]*\][^\s,\[\]]*)*")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+#: Longer numbers are none of hosts, and Python refuses to convert very long ones.
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def expand(text: str) -> list[str]:
@@ -60,7 +61,7 @@ def expand_counts(text: str) -> list[int]:
     for item in text.split(",") if text else ():
         match = _COUNT.fullmatch(item)
         if match is None:
-            raise _error(text, position, f"expected a count such as 4 or 4(x2), found {item!r}")
+            raise _error(text, position, f"expected a count such as 4 or 4(x2), found {item[:80]!r}")
         repeats = int(match[2] or 1)
         if len(counts) + repeats > MAX_HOSTS:
             raise _error(text, position, f"more than {MAX_HOSTS} nodes")
@@ -116,7 +117,7 @@ def _parse_bracket(text: str, start: int, content: str) -> list[str]:
 def _parse_range(text: str, position: int, item: str) -> list[str]:
     match = _RANGE.fullmatch(item)
     if match is None:
-        raise _error(text, position, f"expected a number or a range such as 01-16, found {item!r}")
+        raise _error(text, position, f"expected a number or a range such as 01-16, found {item[:80]!r}")
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
         raise _error(text, position, f"the range {item!r} runs backwards")

@@ -148,9 +148,21 @@ def _number(environ: Environ, *names: str) -> _Number | None:
     if name is None:
         return None
     text = environ[name]
-    if not (text.isascii() and text.isdigit()):
-        _refuse(f"{name}={text!r} is not a number", "unset it, or start again with one launcher")
+    if not _WHOLE_NUMBER.fullmatch(text):
+        _refuse(f"{name}={text[:80]!r} is not a number", "unset it, or start again with one launcher")
     return _Number(int(text), name)
+
+
+#: Longer ones are none that a launcher sets, and Python refuses to convert very long ones.
+_WHOLE_NUMBER = re.compile("[0-9]{1,18}")
+
+
+def whole_number(environ: Environ, name: str, default: int) -> int:
+    """Return the number in a variable, ``default`` where it is unset or empty. Raises RequestError that names it."""
+    text = environ.get(name) or str(default)
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise RequestError(f"{name}={text[:80]!r} is not a whole number; was it changed by hand? Unset it")
+    return int(text)
 
 
 def _required(environ: Environ, *names: str, because: _Number, advice: str) -> _Number:

@@ -18,13 +18,23 @@ from toolkit.errors import ConfigError, nearest
 def check_job(config: JobConfig, project: Path | None) -> None:
     """The job module must be there with a ``main``; found and parsed, not imported (it imports torch)."""
     source = job_source(config.job, project)
-    tree = ast.parse(source.read_text(), filename=str(source))
+    tree = _parsed(source)
     if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
         raise ConfigError(f"job: {config.job} ({source}) has no function main(config)")
     _check_step_owner(config, tree)
     models = _declared_models(tree)
     if models is not None:
         one_of("model.name", config.model.name, models)
+
+
+def _parsed(source: Path) -> ast.Module:
+    """Return the syntax tree of a Python file, in the encoding that it declares. Raises ConfigError."""
+    try:
+        return ast.parse(source.read_bytes(), filename=str(source))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        why = getattr(error, "msg", None) or str(error) or type(error).__name__
+        raise ConfigError(f"job: {source}{line}: is no Python that can be imported: {why}") from None
 
 
 def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
@@ -55,7 +65,11 @@ def job_source(dotted: str, project: Path | None = None) -> Path:
             spec = importlib.util.find_spec(dotted)
         except (ImportError, ValueError):
             spec = None
-    if spec is None or spec.origin is None:
+        except Exception as error:  # the packages above the module are imported, and they are the user's
+            raise ConfigError(
+                f"job: {dotted}: the package that it is in cannot be imported: {type(error).__name__}: {error}"
+            ) from None
+    if spec is None or spec.origin is None or not spec.has_location:
         file = Path(dotted.replace(".", "/") + ".py")
         if (
             project / file

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cluster import hostlist
+from toolkit.cluster.placement import whole_number
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
 
@@ -91,9 +92,9 @@ class Allocation:
             hosts=hosts,
             tasks=tasks,
             cpus_per_task=_cpus_per_task(environ, tasks),
-            gpus_per_node=int(environ.get("SLURM_GPUS_ON_NODE") or 0),
+            gpus_per_node=whole_number(environ, "SLURM_GPUS_ON_NODE", 0),
             job_id=f"{array_job}_{array_task}" if array_job and array_task else environ["SLURM_JOB_ID"],
-            restart_count=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            restart_count=whole_number(environ, "SLURM_RESTART_COUNT", 0),
             cluster=environ.get("SLURM_CLUSTER_NAME", "slurm"),
         )
 
@@ -113,8 +114,8 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
 
 def _cpus_per_task(environ: Mapping[str, str], tasks: tuple[int, ...]) -> int:
     """As asked for; else an even share of the CPUs on the node where they are scarcest."""
-    asked = environ.get("SLURM_CPUS_PER_TASK")
+    asked = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
     if asked:
-        return int(asked)
+        return asked
     cpus = hostlist.expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
     return max(1, min((c // t for c, t in zip(cpus, tasks, strict=False) if t), default=1))

@@ -36,9 +36,9 @@ def read_command(run: RunDir) -> list[str]:
 def main(run: RunDir) -> None:
     """Become the command, as one rank of ``run``. Ends the process, with one line, if that cannot be started."""
     place = placement.derive(os.environ, socket.gethostname())
-    cpus = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    cpus = placement.whole_number(os.environ, "OMP_NUM_THREADS", 1)
     environ = {**os.environ, **environment(place, os.environ, cpus)}
-    attempt = int(environ.get("TOOLKIT_ATTEMPT", "1"))
+    attempt = placement.whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id
     command = read_command(run)

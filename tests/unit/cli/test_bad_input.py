@@ -1,0 +1,135 @@
+"""What used to be a traceback, or silence, is one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import fsio, rundir
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint.manifest import CorruptCheckpointError
+from toolkit.cli import main as cli
+from toolkit.config import job_module
+from toolkit.config.schema import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, ConfigError, RequestError
+from toolkit.launch.allocation import Allocation
+from toolkit.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    made = rundir.create("digits")
+    made.config.write_text("")
+    return made
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["checkpoint", "verify", "digits", "10", "20"],
+        ["checkpoint", "list", "digits", "10"],
+        ["logs", "digits", "--rank=0", "--attempt=0"],
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+@pytest.mark.usefixtures("run")
+def test_a_word_too_many_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == EXIT_REQUEST
+    assert f"{argv[-1].replace('=', ' ')}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_manifest_is_not_verified(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    fsio.make_dir(run.checkpoints / "step-00000010")
+    assert cli.main(["checkpoint", "verify", run.id]) == EXIT_FAILED
+    assert "step-00000010/manifest.json cannot be read: No such file" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "list", run.id]) == EXIT_DONE
+    assert "step-00000010: is damaged: it has no manifest.json" in capsys.readouterr().out
+
+
+def test_doctor_refuses_a_number_of_nodes_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "cluster.nodes=0"]) == EXIT_REQUEST
+    assert "cluster.nodes: 0 is refused" in capsys.readouterr().err
+
+
+def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> None:
+    run.write_result({"state": "failed", "why": "the disk of Müller is full"})
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    argv = [sys.executable, "-m", "toolkit", "status", run.id]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (EXIT_DONE, "")
+    assert r"the disk of M\xfcller is full" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (b"def main(config:\n", "line 1: is no Python that can be imported: '(' was never closed"),
+        (b"x = '\xe9'\ndef main(config): ...\n", "is no Python that can be imported: (unicode error) 'utf-8' codec"),
+        (b"\0", "is no Python that can be imported: source code string cannot contain null bytes"),
+        (b"(" * 5000, "is no Python that can be imported: too many nested parentheses"),
+    ],
+    ids=["syntax", "encoding", "NUL", "nested"],
+)
+def test_a_job_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, source: bytes, says: str) -> None:
+    (tmp_path / "work.py").write_bytes(source)
+    with pytest.raises(ConfigError) as caught:
+        job_module.check_job(JobConfig(job="work"), tmp_path)
+    assert str(caught.value).startswith(f"job: {tmp_path / 'work.py'}")
+    assert says in str(caught.value)
+
+
+def test_a_job_file_in_another_declared_encoding_is_read(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\ndef main(config): ...\n")
+    job_module.check_job(JobConfig(job="work"), tmp_path)
+
+
+def test_a_package_that_fails_when_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/__init__.py").write_text("1 / 0")
+    (tmp_path / "tasks/work.py").write_text("def main(config): ...")
+    with pytest.raises(ConfigError, match=r"job: tasks\.work: the package .* cannot be imported: ZeroDivisionError"):
+        job_module.check_job(JobConfig(job="tasks.work"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK"])
+@pytest.mark.parametrize("text", ["many", "-1", "1.5", "9" * 5000])
+def test_a_number_of_slurms_environment_that_is_none_is_named(name: str, text: str) -> None:
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", name: text}
+    with pytest.raises(RequestError, match=f"{name}='{text[:80]}' is not a whole number"):
+        Allocation.slurm(environ)
+
+
+MANIFEST: dict[str, Any] = {
+    "step": 1,
+    "world_size": 1,
+    "versions": {},
+    "meta": {},
+    "files": {},
+    "tensors": {},
+    "values": {},
+}
+
+
+NO_META = [{"metrics": [1]}, {"metrics": {"x": "y"}}, {"identity": 5}]
+NO_OBJECTS = [None, [], [1], 5, "x"]
+
+
+@pytest.mark.parametrize(
+    ("key", "odd"),
+    [
+        *((key, odd) for key in ("versions", "meta", "files", "tensors", "values") for odd in NO_OBJECTS),
+        *(("meta", odd) for odd in NO_META),
+        *((key, {"rank-00000.bin": odd}) for key in ("files", "tensors", "values") for odd in NO_OBJECTS),
+    ],
+)
+def test_a_manifest_of_another_shape_is_damage(key: str, odd: Any) -> None:
+    raw = manifests._frame(1, json.dumps({**MANIFEST, key: odd}).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is no manifest of format 1"):
+        manifests.decode(raw, Path("manifest.json"))

@@ -1,0 +1,116 @@
+"""Runs a check on many inputs and counts what became of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import secrets
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+from toolkit.cli import main as cli
+from toolkit.logs import LOGGER
+
+CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
+#: So many inputs in a unit run; and in the long one.
+SAMPLE, MANY = 10, 900
+COUNTS = [pytest.param(SAMPLE, id="sample"), pytest.param(MANY, id="many", marks=pytest.mark.soak)]
+
+Case = TypeVar("Case")
+
+
+class SilentError(AssertionError):
+    """An input that nobody can have meant was accepted without a word."""
+
+
+def fuzz(what: str, cases: SearchStrategy[Case], check: Callable[[Case], str], count: int) -> None:
+    """Call ``check`` with ``count`` of the cases; it returns CLEAR, NAMED or ACCEPTED.
+
+    What it raises is collected by the place where it was raised. The test fails at the end, with an input for each.
+    """
+    number = int(os.environ.get("TOOLKIT_FUZZ_SEED") or secrets.randbits(32))
+    tally: Counter[str] = Counter()
+    faults: dict[str, str] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    def each(case: Case) -> None:
+        try:
+            tally[check(case)] += 1
+        except Exception as error:
+            tally["silent" if isinstance(error, SilentError) else "tracebacks"] += 1
+            faults.setdefault(_place(error), f"{case!r:.2000}\n{''.join(traceback.format_exception(error)[-12:])}")
+
+    each()
+    counts = ", ".join(f"{tally[kind]} {kind}" for kind in (CLEAR, NAMED, ACCEPTED, "silent", "tracebacks"))
+    report = f"{what}: {tally.total()} inputs (TOOLKIT_FUZZ_SEED={number}): {counts}"
+    print(report)
+    if faults:
+        pytest.fail("\n\n".join([report, *faults.values()]), pytrace=False)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f"{frame.filename}:{frame.lineno}" for frame in frames if "/toolkit/" in frame.filename]
+    return f"{type(error).__name__} {ours[-1] if ours else str(error)[:80]}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command has answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def command(argv: Sequence[str]) -> Said:
+    """Run a command in this process. Only exit codes that are documented count."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(err)
+    before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
+    LOGGER.handlers[:] = [handler]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli.main(list(argv))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    finally:
+        LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
+        LOGGER.setLevel(before[1])
+    said = Said(code, out.getvalue(), err.getvalue())
+    assert code in (0, 1, 2, 75), f"{argv}: exit code {code}"
+    assert "Traceback (most recent" not in said.err, said.err
+    assert code != 2 or said.err.strip(), f"{argv}: exit code 2 without a word"
+    return said
+
+
+def no_programs(monkeypatch: pytest.MonkeyPatch, folder: Any) -> None:
+    """No program is found on the path: an odd input must never reach the Slurm of the machine that runs the test."""
+    monkeypatch.setenv("PATH", str(folder))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TOOLKIT_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["toolkit"])
+    monkeypatch.setattr(cli, "_parser", cache(cli._parser))  # it takes longer than most commands

@@ -1,0 +1,289 @@
+"""Every file of a run, damaged in every way: commands name it and go on, and the supervisor brings the run back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.fuzz.damage import Damaged, damaged
+from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, SilentError, command, fuzz, no_programs
+from tests.unit.launch.test_supervisor import Ranks, Store, completes
+from toolkit import config as configs
+from toolkit import fsio, records, rundir
+from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecord
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import JobConfig
+from toolkit.errors import ToolkitError
+from toolkit.launch import foreign, intent, nodes, submit, supervisor
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.attempt import Attempt
+from toolkit.launch.ending import Cause, Decision, Ending, RankFailure
+from toolkit.launch.journal import Journal
+from toolkit.launch.nodes import Nodes
+from toolkit.launch.ownership import Owner
+from toolkit.launch.supervisor import Supervisor
+from toolkit.metrics.sinks import JsonlSink
+from toolkit.rundir import RunDir
+
+ROOT = Path(__file__).parents[3]
+#: The command, or other reader, that names a file which nobody can take for what was written.
+NAMED_BY = {
+    "status.json": "status",
+    "owner.json": "stop RUN",
+    "intent.json": "status",
+    "result.json": "status",
+    "submitit/submission.json": "status",
+    "attempts.jsonl": "why RUN",
+    "nodes.json": "why RUN",
+    "logs/attempt-001/error-1.json": "why RUN",
+    "checkpoints/step-00000020/manifest.json": "checkpoint list RUN",
+    "checkpoints/step-00000020/rank-00000.bin": "checkpoint verify RUN",
+    "tensorboard/metrics.jsonl": "a resumed rank 0",
+    "command.json": "a rank of a foreign script",
+    "config.yaml": "resume RUN",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that crashed once, with every file that a run may have, each by its own writer."""
+    no_programs(monkeypatch, tmp_path / "none")
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of files
+    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
+    for number in range(2):  # the other one shows whether commands go on
+        made = _made(rundir.create("real", tmp_path / "runs"), is_open=number == 1)
+    return made
+
+
+def _made(run: RunDir, *, is_open: bool) -> RunDir:
+    fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))
+    fsio.write_json(
+        run.submitit / "submission.json",
+        {"executor": "local", "job_id": "7", "host": "here", "time": 1.8e9, "token": "0123"},
+    )
+    allocation = Allocation(("here",), (2,), 1)
+    journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
+    slow = [{"host": "here", "ranks": [1], "ratio": 1.5, "since": 1.8e9, "until": None}]
+    for number in (1, 2):
+        attempt = Attempt(number, 1.8e9, allocation, journal.begin(None), ended=1.8e9 + 60)
+        attempt.reports[0] = {
+            "step": 20 * number,
+            "step_start": 0,
+            "total_steps": 60,
+            "epoch": 0,
+            "epochs": 2,
+            "loss": 0.5,
+            "metrics": {"eval/accuracy": 0.5},
+            "spent": {"training": 30.0},
+            "stragglers": slow,
+            "phase": "train",
+        }
+        failure = RankFailure(1, "here", "ValueError: x", 1.8e9 + 59)
+        journal.set_status("running", attempt)
+        fsio.make_dir(run.attempt_logs(number))
+        run.rank_log(number, 1).write_text("a log\n")
+        said = {"rank": 1, "host": "here", "time": 1.8e9, "type": "ValueError", "message": "x", "traceback": "T\nx"}
+        fsio.write_json(run.error_file(number, 1), {**said, "exit_code": 1})
+        if number == 1:
+            journal.add(attempt, Ending(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
+    if not is_open:
+        journal.write_result(attempt, "stopped", "stopped by the user")
+    run.take_number(1)
+    run.write_owner(asdict(Owner(1, "0123", "local", "here", 7, 1.8e9)))
+    nodes.remember(run, "node9", "sick")
+    foreign.write_command(run, ["python", "train.py"])
+    (run.logs / "supervisor.log").write_text("a line\n")
+    fsio.append_json_line(run.bad_samples, {"index": 5, "position": 7, "error": "OSError"})
+    fsio.append_json_line(run.skipped_steps, {"step": 3, "why": "not finite", "positions": [0, 1], "samples": [4, 5]})
+    sink = JsonlSink(run.tensorboard / "metrics.jsonl", None)
+    for step in (10, 20, 30):
+        sink.scalars(step, {"train/loss": 1.0})
+    sink.close()
+    for step in (10, 20):
+        _checkpoint(run, step)
+    return run
+
+
+def _checkpoint(run: RunDir, step: int) -> None:
+    store = CheckpointStore(run.checkpoints)
+    folder = store.begin(step)
+    data = bytes(range(1, 49))
+    store.write(folder / "rank-00000.bin", [memoryview(data)])
+    part = Part("rank-00000.bin", 0, 48, (0, 0), (3, 4), zlib.crc32(data))
+    record = TensorRecord("replicated", "float32", (3, 4), (part,))
+    value = ValueRecord("replicated", 0, {"a": [1, 2.5, None]})
+    meta = {"metrics": {"eval/accuracy": 0.5}, "evaluated": step, "samples": 64 * step, "identity": {"job": "x"}}
+    versions = {"torch": "2.0", "toolkit": "0.1"}
+    store.commit(folder, Manifest(step, 1, versions, meta, {"rank-00000.bin": 48}, {"w": record}, {"v": value}))
+
+
+class Folder:
+    """A folder whose files can be put back as they were."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = [file for file in path.rglob("*") if file.is_file()]
+        self.files = {str(file.relative_to(path)): file.read_bytes() for file in found}
+
+    def restore(self) -> None:
+        for file in self.path.rglob("*"):
+            if file.is_file() and str(file.relative_to(self.path)) not in self.files:
+                file.unlink()
+        for name, content in self.files.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_bytes(content)
+
+
+def read_by_commands(run: RunDir, name: str) -> dict[str, str]:
+    """What each reader of the file says, by its name."""
+    argvs = [["status"], ["status", run.id, "--json"], ["why", run.id], ["why", run.id, "--json"], ["logs", run.id]]
+    if name.startswith("checkpoints"):
+        argvs += [["checkpoint", "list", run.id], ["checkpoint", "verify", run.id], ["checkpoint", "diff", run.id]]
+        argvs += [["checkpoint", "list", run.id, "--json"], ["checkpoint", "prune", run.id]]
+    if name in ("config.yaml", "result.json", "submitit/submission.json", "status.json", "intent.json", "owner.json"):
+        argvs += [["stop", run.id], ["cancel", run.id], ["resume", run.id]]
+    said = {}
+    for argv in argvs:
+        answer = command(argv)
+        if "--json" in argv and answer.out:
+            json.loads(answer.out, parse_constant=_refuse)
+        said[" ".join(argv).replace(f" {run.id}", " RUN")] = answer.text
+    readers = {"a resumed rank 0": _resumed_sink, "a rank of a foreign script": foreign.read_command}
+    for who, read in readers.items():
+        said[who] = _said_by(read, run)
+    return said
+
+
+def _resumed_sink(run: RunDir) -> None:
+    JsonlSink(run.tensorboard / "metrics.jsonl", 20).close()
+
+
+def _said_by(read: Any, run: RunDir) -> str:
+    """The warnings, or the error."""
+    warnings: list[str] = []
+    log, kept = records.log, records.log.warning
+    try:
+        log.warning = lambda text, *args: warnings.append(text % args)  # type: ignore[method-assign, assignment]
+        read(run)
+    except ToolkitError as error:
+        return str(error)
+    finally:
+        log.warning = kept  # type: ignore[method-assign]
+    return "\n".join(warnings)
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, count: int) -> None:
+    folder = Folder(run.path)
+    (other,) = (each for each in rundir.all_runs() if each.path != run.path)
+    whole = {**read_by_commands(run, "config.yaml"), **read_by_commands(run, "checkpoints")}
+    folder.restore()
+
+    def check(case: Damaged) -> str:
+        file = run.path / case.name
+        try:
+            file.write_bytes(case.content)
+            said = read_by_commands(run, case.name)
+        finally:
+            folder.restore()
+        assert other.id in said["status"], "the other run is not shown"
+        is_named = any(file.name in text and text != whole[who] for who, text in said.items())
+        if case.name in NAMED_BY and case.is_plain and file.name not in said[NAMED_BY[case.name]]:
+            raise SilentError(f"{NAMED_BY[case.name]} does not name it: {said[NAMED_BY[case.name]]}")
+        return NAMED if is_named else ACCEPTED
+
+    fuzz("damaged files, commands", damaged(folder.files), check, count)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No store process, short patience, and the test runner's own signal handlers back at the end."""
+    monkeypatch.setattr(supervisor, "StoreHost", Store)
+    monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, count: int) -> None:
+    """With attempt 2 left over, whose number must not be given again. Only a user's word, or an end, holds it back."""
+    intent.ask(run, intent.Intent.STOP)
+    stopped = Folder(run.path)
+    intent.clear(run)
+    folder = Folder(run.path)
+
+    def check(case: Damaged) -> str:
+        (stopped if case.name == "intent.json" else folder).restore()
+        (run.path / case.name).write_bytes(case.content)
+        had = max(line["attempt"] for line in [{"attempt": 2}, *run.attempts([])])
+        ranks = Ranks(completes)
+        code = Supervisor(run, JobConfig(), Allocation(("here",), (2,), 1), ranks, None).run()
+        numbers = [line["attempt"] for line in run.attempts([])]
+        result = run.result()
+        assert result is not None
+        assert len(numbers) == len(set(numbers)), f"a number was given twice: {numbers}"
+        if case.name == "intent.json":
+            assert (code, result["state"]) in ((75, "stopped"), (1, "cancelled")), f"a stopped run trained: {result}"
+            return CLEAR
+        assert (code, result["state"]) == (0, "completed")
+        assert numbers[-1] > had, f"attempt {had} is overwritten by {numbers}"
+        assert not case.name.startswith(f"logs/attempt-{numbers[-1]:03d}")
+        return ACCEPTED
+
+    fuzz("damaged files, supervisor", damaged(stopped.files), check, count)
+    folder.restore()
+
+
+# ------------------------------------------------------------------------------------------------------ a real run
+
+
+@pytest.mark.soak
+@pytest.mark.dist
+def test_every_command_survives_a_damaged_file_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was made on this machine, by two ranks, and lost one of them."""
+    environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    fault = {"kind": "SIGKILL", "rank": 0, "attempt": 1, "operation": 20}
+    overrides = ["train.max_steps=60", "checkpoint.every_steps=20", "name=real"]
+    argv = [sys.executable, "-m", "toolkit", "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait"]
+    for chaos in (json.dumps([fault]), "[]"):
+        done = subprocess.run(
+            [*argv, *overrides], cwd=ROOT, env={**environ, "TOOLKIT_CHAOS": chaos}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    no_programs(monkeypatch, tmp_path / "none")
+    monkeypatch.setenv("TOOLKIT_RUNS", environ["TOOLKIT_RUNS"])
+    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
+    run, other = rundir.all_runs()
+    assert len(run.attempts()) == 2
+    shutil.rmtree(run.code)  # sources, which only the ranks read
+    folder = Folder(run.path)
+
+    def check(case: Damaged) -> str:
+        try:
+            (run.path / case.name).write_bytes(case.content)
+            said = read_by_commands(run, case.name)
+        finally:
+            folder.restore()
+        assert other.id in said["status"]
+        return NAMED if any(Path(case.name).name in text for text in said.values()) else ACCEPTED
+
+    fuzz("damaged files of a real run", damaged(folder.files), check, MANY)
