@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, records
+from toolkit import fsio, records, trust
 from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.records import (
     COUNT,
@@ -127,8 +127,11 @@ _SUBMISSION = Record(
 
 
 def runs_root() -> Path:
-    """The folder that holds all runs: ``$TOOLKIT_RUNS``, or ``runs`` in the current folder."""
-    return Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute()
+    """Return the folder that holds this user's runs: ``$TOOLKIT_RUNS``, or ``runs`` in the current folder.
+
+    Where that is a folder of somebody else's into which others may write, it is this user's own folder in it.
+    """
+    return trust.own_part(Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
 
 
 @dataclass(frozen=True)
@@ -323,8 +326,13 @@ class RunDir:
 
 
 def create(name: str, root: Path | None = None) -> RunDir:
-    """Make a new run folder with its sub-folders. Nobody else gets the same one, on whatever node they start."""
-    parent = fsio.make_dir((root or runs_root()) / name)
+    """Make a new run folder with its sub-folders. Nobody else gets the same one, on whatever node they start.
+
+    Raises RequestError where others could replace it.
+    """
+    parent = (root or runs_root()) / name
+    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")
+    fsio.make_dir(parent)
     while True:
         run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
@@ -333,6 +341,12 @@ def create(name: str, root: Path | None = None) -> RunDir:
     for folder in (run.logs, run.checkpoints, run.tensorboard, run.submitit):
         fsio.make_dir(folder)
     return run
+
+
+def refuse_code_of_others(run: RunDir) -> None:
+    """RequestError where somebody else may change the sources of ``run``, which are about to run as this user."""
+    for path in (run.path, run.code, run.config):
+        trust.refuse_of_others(path, f"run {run.id} would run its sources as you (--trust allows its owner's)")
 
 
 def all_runs(root: Path | None = None) -> list[RunDir]:
@@ -397,4 +411,8 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
             f"{file} is damaged: it holds no path of a run, so what job {job} served is not known; look for the run "
             "with `toolkit status`, and `toolkit resume RUN` goes on with it"
         )
-    return RunDir(Path(text)) if Path(text).is_dir() else None
+    run = RunDir(Path(text))
+    if not run.path.is_dir():
+        return None
+    trust.refuse_of_others(run.path, f"the run of job {job}")
+    return run

@@ -23,6 +23,7 @@ RANKS = {
     "logs": 0,
     "origin": 0,
     "records": 0,
+    "trust": 0,
     "rundir": 0,
     "signals": 0,
     "stacks": 0,
@@ -75,23 +76,10 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "errors",
-        "fsio",
-        "logs",
-        "origin",
-        "records",
-        "rundir",
-        "stacks",
-        "config",
-        "cluster",
-        "launch",
-        "diagnose",
-        "cli",
-    ],
-)
+LOGIN_NODE = ["errors", "fsio", "logs", "origin", "records", "rundir", "stacks", "trust", "config", "cluster", "launch"]
+
+
+@pytest.mark.parametrize("part", [*LOGIN_NODE, "diagnose", "cli"])
 def test_login_node_modules_never_import_torch(part: str) -> None:
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
     for path in files:

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolkit import logs
+from toolkit import logs, trust
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, file_errors, step_of
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
 
@@ -44,10 +44,12 @@ class SecondPlace:
         """Copy back what is newer here than anything valid at ``home``, which an attempt that starts will load."""
         self._is_awaited = True
         try:
+            self._refuse_of_others()
             self._store.sweep()
             newest = max((m.step for path in home.list() if (m := home.valid(path)) is not None), default=-1)
             for path in self._store.list()[:1]:
                 if step_of(path) > newest:
+                    self._store.refuse_of_others(path)
                     log.warning("%s is newer than anything in %s: copied back", path, home.folder)
                     _copy(self._store, path, home)
         except CheckpointError as error:
@@ -72,8 +74,17 @@ class SecondPlace:
                     return
             self._try_to_copy(path)
 
+    def _refuse_of_others(self) -> None:
+        """CheckpointError where somebody else may put a checkpoint there, with right digests, for us to resume from."""
+        try:
+            with file_errors("looking at", self._store.folder):
+                trust.refuse_of_others(self._store.folder, "checkpoint.copy_to")
+        except RequestError as error:
+            raise CheckpointError(str(error)) from error
+
     def _try_to_copy(self, path: Path) -> None:
         try:
+            self._refuse_of_others()
             if not self._store.is_committed(step_of(path)):
                 _copy(CheckpointStore(path.parent), path, self._store)
                 self._store.prune()

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import re
 import secrets
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit import fsio, logs, trust
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest
 from toolkit.checkpoint.policy import Keep
@@ -79,25 +77,13 @@ def newest_step(folder: Path) -> int | None:
 
 def _refuse_of_others(path: Path) -> None:
     """A link is what it leads to: people put `checkpoints` on another disk. One that leads nowhere is damage."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid in (os.geteuid(), 0) and not mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return
-    raise CheckpointError(
-        f"{path} belongs to {_user(found.st_uid)} and has mode {mode:04o}: somebody other than {_user(os.geteuid())} "
-        f"may write there, and so choose what a resumed run goes on with. If you trust what is there: `chmod -R go-w "
-        f"{path}` (and, as root, `chown -R {_user(os.geteuid())} {path}`), then resume the run; else start a new run"
-    )
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    why = trust.reason_against(path)
+    if why is not None:
+        me = trust.user_name(os.geteuid())
+        raise CheckpointError(
+            f"{why}, and so choose what a resumed run goes on with. If you trust what is there: `chmod -R go-w {path}` "
+            f"(and, as root, `chown -R {me} {path}`), then resume the run; else start a new run"
+        )
 
 
 class CheckpointStore:

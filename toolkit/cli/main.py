@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = _add(commands, name, command, text)
         sub.add_argument("run", metavar="RUN")
         if name == "resume":
+            _takes_trust(sub)
             sub.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
             sub.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
             sub.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
@@ -169,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = _add(commands, "evaluate", _evaluate, "judge a trained model on one device, or have it classify images")
     evaluate.add_argument("run", metavar="RUN")
     _takes_checkpoint(evaluate)
+    _takes_trust(evaluate)
     evaluate.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR"
     )
@@ -180,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN")
     export.add_argument("out", metavar="OUT", help="a new folder")
     _takes_checkpoint(export)
+    _takes_trust(export)
     forms = ["safetensors", "program", "both"]
     export.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")
     export.add_argument("--json", action="store_true", help="one JSON document")
@@ -220,6 +223,10 @@ def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=["ema", "model"], help="default: ema, the moving average, if there is one")
 
 
+def _takes_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="of another user's run: run their sources as yourself")
+
+
 def _submit(args: argparse.Namespace) -> int:
     from toolkit.launch import submit
 
@@ -233,7 +240,16 @@ def _resume(args: argparse.Namespace) -> int:
     from toolkit import rundir
     from toolkit.launch import submit
 
-    return _see_through(submit.resume(rundir.find(args.run), args.overrides), args)
+    return _see_through(submit.resume(_trusted(rundir.find(args.run), args), args.overrides), args)
+
+
+def _trusted(run: Any, args: argparse.Namespace) -> Any:
+    """``run``, whose owner's sources may run as this user if ``--trust`` says so."""
+    from toolkit import trust
+
+    if args.trust:
+        trust.trust_owner(run.path)
+    return run
 
 
 def _see_through(run: Any, args: argparse.Namespace) -> int:
@@ -370,7 +386,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     from toolkit.cli import show
     from toolkit.cli import trained as told
 
-    run, output = rundir.find(args.run), told.refuse_output(args.output, _OUTPUTS[args.images is not None])
+    run, output = (
+        _trusted(rundir.find(args.run), args),
+        told.refuse_output(args.output, _OUTPUTS[args.images is not None]),
+    )
     paths = told.choose(run, args.checkpoint)
     logs.setup()
     from toolkit.train import inference
@@ -424,7 +443,7 @@ def _export_model(args: argparse.Namespace) -> int:
     if target.exists() or not target.parent.is_dir():
         reason = "is there already; choose another name" if target.exists() else "is in a folder that does not exist"
         raise RequestError(f"toolkit export: {target} {reason}")
-    run = rundir.find(args.run)
+    run = _trusted(rundir.find(args.run), args)
     paths = told.choose(run, args.checkpoint)
     logs.setup()
     from toolkit.train import inference, program

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from toolkit import fsio, records
+from toolkit import fsio, records, trust
 from toolkit.cluster import network
 from toolkit.errors import ToolkitError
 from toolkit.records import COUNT, TEXT, Record
@@ -51,7 +51,8 @@ def open_store(
             f"rank {rank} of {world_size}: nothing says where rank 0 is; start with `toolkit submit`, `toolkit run` "
             "under srun, torchrun or Open MPI's mpirun, set MASTER_ADDR and MASTER_PORT, or use dist.backend: mpi"
         )
-    path = fsio.make_dir(folder) / f"{key}.json"
+    trust.refuse_of_others(fsio.make_dir(folder), f"rank {rank}: the folder by which the ranks find each other")
+    path = folder / f"{key}.json"
     if rank == 0:
         return _host(path, world_size, timeout)
     return _join(path, rank, timeout)

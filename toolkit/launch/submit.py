@@ -278,6 +278,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     result, status, wanted = run.result(), run.status(), intent.asked(run)
     if result is None:
         _refuse_unless_over(run, status)
+    rundir.refuse_code_of_others(run)
     config = configs.load_config(run.config, overrides, site=False)
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)

@@ -27,7 +27,7 @@ from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, ConfigError, RequestError
-from toolkit.rundir import RunDir
+from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, Strategy, Sums
 from toolkit.train.initial import fill
@@ -103,6 +103,8 @@ def _inference_of(run: RunDir, config: JobConfig) -> Any:
     """The job's function, from the run's copy of the sources."""
     if config.job == FOREIGN_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
+    if run.code.is_dir():
+        refuse_code_of_others(run)
     package = config.job.partition(".")[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]  # another copy's

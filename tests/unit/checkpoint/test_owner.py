@@ -10,11 +10,12 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from tests.unit.owners import STRANGER, give
+from toolkit import trust
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
 
-STRANGER = 54321
 PLACES = [".", "step-00000200", "step-00000200/manifest.json", "step-00000200/rank-00000.bin"]
 
 
@@ -26,16 +27,10 @@ def store(tmp_path: Path) -> CheckpointStore:
     return store
 
 
-def give(uid: int, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `paths` seem to belong to `uid`: only root could give them away."""
-    plain = os.stat
-    given = {plain(path).st_ino for path in paths}
-
-    def stat(target: object, *args: object, **options: object) -> os.stat_result:
-        found = plain(target, *args, **options)  # type: ignore[call-overload]
-        return os.stat_result((*found[:4], uid, *found[5:])) if found.st_ino in given else found
-
-    monkeypatch.setattr(os, "stat", stat)
+@pytest.fixture(autouse=True)
+def lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group has other members, also the one of this process."""
+    monkeypatch.setattr(trust, "_is_own_group", lambda gid: False)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])

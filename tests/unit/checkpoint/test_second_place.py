@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.checkpoint.ranks import alone, load_alone, weights
 from tests.unit.checkpoint.test_damage import flip
+from tests.unit.owners import STRANGER, give
 from tests.waiting import wait_for
 from toolkit import fsio
 from toolkit.checkpoint.policy import Keep
@@ -157,4 +158,30 @@ def test_a_damaged_copy_does_not_come_home(
 def test_what_a_killed_writer_left_there_is_swept(home: CheckpointStore, second: SecondPlace, tmp_path: Path) -> None:
     (tmp_path / "second" / "step-00000100.tmp-0badcafe").mkdir(parents=True)
     second.fetch(home)
+    assert list((tmp_path / "second").iterdir()) == []
+
+
+def test_a_checkpoint_that_somebody_else_has_put_there_is_not_copied_back(
+    home: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With right digests: who may write at the second place could choose what a run goes on with."""
+    alone(CheckpointStore(tmp_path / "second"), 900, weights(900.0))
+    for strange in (tmp_path / "second", tmp_path / "second/step-00000900"):
+        with monkeypatch.context() as patch:
+            give(STRANGER, [strange], patch)
+            SecondPlace(tmp_path / "second", Keep(2)).fetch(home)
+        assert steps(home.folder) == [200, 100, 50]
+        assert f"{strange} belongs to {STRANGER}" in caplog.text
+    SecondPlace(tmp_path / "second", Keep(2)).fetch(home)
+    assert steps(home.folder) == [900, 200, 100, 50]
+
+
+def test_nothing_is_copied_to_where_others_may_write(
+    home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second").chmod(0o777)
+    copied(second, home, 200)
+    assert "has no copy in" in caplog.text
+    assert "mode 0777" in caplog.text
     assert list((tmp_path / "second").iterdir()) == []

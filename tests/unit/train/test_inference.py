@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.models import lenet
+from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
-from toolkit import rundir
+from toolkit import origin, rundir
+from toolkit.checkpoint import weights as checkpoint_weights
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
@@ -31,6 +34,7 @@ from toolkit.dist.state import Replicated, Sharded
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
 from toolkit.rundir import RunDir
 from toolkit.train import inference, program
+from toolkit.trust import TRUST_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 STEPS = (10, 20, 30)
@@ -294,3 +298,42 @@ def test_the_weights_are_written_all_the_same(
     assert json.loads((tmp_path / "both/model.json").read_text())["program"] is None
     assert cli.main(["export", run.id, str(tmp_path / "alone"), "--format", "program"]) == EXIT_FAILED
     assert not (tmp_path / "alone").exists()
+
+
+# --------------------------------------------------------------------------------------------- other users' runs
+
+
+@pytest.fixture
+def strange(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    """A run of somebody else's, whose job leaves a mark where it is imported."""
+    run.code.mkdir()
+    mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()"
+    (run.code / "strange_job.py").write_text(f"{mark}\ndef inference(config, folder): raise OSError\n")
+    run.config.write_text(configs.dump_config(configs.load_config(None, ["job=strange_job"], site=False)))
+    give(STRANGER, [run.path, run.code, run.config], monkeypatch)
+    monkeypatch.setenv(TRUST_VARIABLE, "")
+    yield run
+    sys.modules.pop("strange_job", None)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "resume"])
+def test_another_users_sources_run_only_where_that_is_asked_for(
+    command: str, strange: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, str(strange.path), *([str(tmp_path / "out")] if command == "export" else [])]
+    assert cli.main(argv) == EXIT_REQUEST
+    words = capsys.readouterr().err
+    assert f"{strange.path} belongs to {STRANGER}" in words
+    assert "--trust" in words
+    assert not (tmp_path / "mark").exists()
+    if command != "resume":
+        cli.main([*argv, "--trust"])
+        assert (tmp_path / "mark").exists()
+
+
+def test_another_users_weights_are_read_without_running_their_sources(strange: RunDir, tmp_path: Path) -> None:
+    argv = ["checkpoint", "export", str(strange.path), "--to", str(tmp_path / "x.safetensors")]
+    assert cli.main(argv) == EXIT_DONE
+    _, found = checkpoint_weights.read(origin.find(str(strange.path)))
+    assert found.keys() == weights(30).keys()
+    assert not (tmp_path / "mark").exists()

@@ -1,0 +1,170 @@
+"""Who may write where, and so whose files are believed.
+
+What a run executes or goes on from is as trustworthy as everybody who may change it, or put something else in its
+place. Besides this user these are trusted: root, the owner of the file system for the folders above, and whom
+``$TOOLKIT_TRUST`` names: users, and groups as ``@group``, with commas between them.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.errors import RequestError
+
+TRUST_VARIABLE = "TOOLKIT_TRUST"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def refuse_of_others(path: Path, doing: str) -> None:
+    """Raise RequestError where somebody who is not trusted may change ``path`` or put another one in its place.
+
+    ``path`` itself must belong to a trusted user and be writable by no other. A folder above it may be writable by
+    others where it is sticky, as /tmp is: nobody can rename there what is not theirs. What does not exist is nobody's.
+    """
+    why = reason_against(path)
+    if why is not None:
+        raise RequestError(f"{doing}: {why}; {_advice(path.stat())}")
+    for each in _way_to(path):
+        why = _reason_against_above(each)
+        if why is not None:
+            raise RequestError(f"{doing}: {why}; {_advice(each.lstat())}")
+
+
+def reason_against(path: Path) -> str | None:
+    """Say why what lies at ``path`` is not believed; None where it is, and where nothing is there.
+
+    A link is what it leads to. The folders above are not looked at.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if found.st_uid in _trusted_users() and not _others_write(found):
+        return None
+    return (
+        f"{path} belongs to {user_name(found.st_uid)} and has mode {stat.S_IMODE(found.st_mode):04o}: somebody other "
+        f"than {user_name(os.geteuid())} may write there"
+    )
+
+
+def _reason_against_above(path: Path) -> str | None:
+    found = path.lstat()
+    is_sticky = bool(found.st_mode & stat.S_ISVTX) or stat.S_ISLNK(found.st_mode)  # a link has no mode of its own
+    if not is_sticky and _others_write(found):
+        return f"others may write into {path} (mode {stat.S_IMODE(found.st_mode):04o}) and replace what lies in it"
+    if found.st_uid in _trusted_users() or found.st_uid == _file_system_owner(path, found.st_dev):
+        return None
+    return f"{path} belongs to {user_name(found.st_uid)}, who may replace what lies in it"
+
+
+def _advice(found: os.stat_result) -> str:
+    trusted = [user_name(found.st_uid)] if found.st_uid not in _trusted_users() else []
+    is_open = not stat.S_ISLNK(found.st_mode) and _others_write(found)
+    if is_open and not found.st_mode & stat.S_IWOTH:
+        trusted.append(f"@{group_name(found.st_gid)}")
+    close = "close it (chmod go-w; chmod +t for a shared folder above)" if is_open else "use a folder of your own"
+    names = ",".join(trusted)
+    return f"{close}, or, if you trust {names}, set {TRUST_VARIABLE}={names}" if names else close
+
+
+def own_part(folder: Path) -> Path:
+    """Return ``folder``, or in one that several users share the part of this user, which need not exist yet.
+
+    Shared is a folder of somebody else's into which this user may write.
+    """
+    try:
+        found = folder.stat()
+    except OSError:
+        return folder
+    is_shared = found.st_uid != os.geteuid() and found.st_mode & _OTHERS_WRITE
+    return folder / user_name(os.geteuid()) if is_shared else folder
+
+
+def trust_owner(path: Path) -> None:
+    """Trust the owner of ``path`` from here on, in this process and in those that it starts."""
+    named = os.environ.get(TRUST_VARIABLE)
+    owner = user_name(path.stat().st_uid)
+    os.environ[TRUST_VARIABLE] = f"{named},{owner}" if named else owner
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where nobody knows one."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def group_name(gid: int) -> str:
+    """The name of a group, or the number."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _trusted_names() -> list[str]:
+    return [name.strip() for name in os.environ.get(TRUST_VARIABLE, "").split(",") if name.strip()]
+
+
+def _trusted_users() -> set[int]:
+    trusted = {os.geteuid(), 0}
+    for name in _trusted_names():
+        if name.isdigit():
+            trusted.add(int(name))
+        elif not name.startswith("@"):
+            try:
+                trusted.add(pwd.getpwnam(name).pw_uid)
+            except KeyError:
+                raise RequestError(f"{TRUST_VARIABLE}: there is no user {name!r} here; a group is @{name}") from None
+    return trusted
+
+
+def _others_write(found: os.stat_result) -> bool:
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _is_own_group(found.st_gid)
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is root's, is trusted by name, or has this user alone, as many systems make one for each user."""
+    if gid == 0 or f"@{group_name(gid)}" in _trusted_names() or f"@{gid}" in _trusted_names():
+        return True
+    try:
+        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return me.pw_gid == gid and group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
+
+
+def _file_system_owner(path: Path, device: int) -> int:
+    """The owner of the folder at which the file system of ``path`` begins."""
+    while path.parent != path and path.parent.stat().st_dev == device:
+        path = path.parent
+    return path.stat().st_uid
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """Each folder and link by which the system comes to ``path``, in its order, as far as there is one.
+
+    Links must not lead in a circle.
+    """
+    at, names = Path("/"), list(reversed(path.absolute().parts[1:]))
+    yield at
+    while names:
+        name = names.pop()
+        at = at.parent if name == ".." else at / name
+        try:
+            is_link = stat.S_ISLNK(at.lstat().st_mode)
+        except FileNotFoundError:
+            return
+        yield at
+        if is_link:
+            target = at.readlink()
+            at = Path("/") if target.is_absolute() else at.parent
+            names += [part for part in reversed(target.parts) if part != "/"]
