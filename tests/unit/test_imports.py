@@ -21,6 +21,7 @@ RANKS = {
     "errors": 0,
     "fsio": 0,
     "logs": 0,
+    "open_files": 0,
     "origin": 0,
     "records": 0,
     "trust": 0,

@@ -23,7 +23,7 @@ from toolkit.config import DistConfig
 from toolkit.dist import rendezvous, timeouts
 from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
 from toolkit.dist.stop import STOP, Gate, Hang
-from toolkit.dist.stop_store import connector
+from toolkit.dist.stop_store import StoreTransport, connector
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
@@ -132,9 +132,11 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         stack.push(partial(_close_process_group, rank))
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
-        reporter = _build_reporter(run, rank, world_size, timeout, activity)
+        # One connection for all calls that only take a moment: each one is an open file at the store host.
+        client = store.clone()
+        reporter = _build_reporter(run, rank, world_size, client, activity)
         stack.callback(reporter.close)
-        gate = stack.enter_context(_open_gate(store, rank, world_size))
+        gate = stack.enter_context(_open_gate(store, client, rank, world_size))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
         place = rank, world_size, local_rank, device, run.path, attempt
@@ -191,18 +193,19 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
     return Path(known if known is not None else store.get("toolkit/run_dir").decode())
 
 
-def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, timeout: timedelta, activity: Activity) -> Reporter:
+def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, client: dist.Store, activity: Activity) -> Reporter:
     if os.environ.get("TOOLKIT_SUPERVISED") == "1":
-        return StoreReporter(rendezvous.store_of_environment(rank, world_size, timeout), rank, activity)
+        return StoreReporter(client, rank, activity)
     if rank == 0:
         return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
     return NullReporter()
 
 
 @contextmanager
-def _open_gate(store: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
+def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
     """The gate at which the ranks agree where to stop, fed by this process's stop signals."""
-    gate = Gate(rank, world_size, connector(store), force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
+    ask = StoreTransport(client)
+    gate = Gate(rank, world_size, connector(store), ask=ask, force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
     handler = signals.install()
     handler.listen(lambda: gate.request(STOP))
     try:

@@ -198,11 +198,13 @@ class Gate:
         world_size: int,
         connect: Callable[[], Transport],
         *,
+        ask: Transport | None = None,
         prefix: str = PREFIX,
         force_after_s: float | None = None,
         on_hang: Callable[[Hang], None] = _log_hang,
     ) -> None:
-        """``connect`` makes a client of the store; two threads get one each.
+        """``connect`` makes a client of the store; two threads get one each. The one that never blocks takes ``ask``
+        instead, if that is given, which others may use as well.
 
         ``on_hang`` is called once, from a thread, for each kind that ``boundary`` has not handed out ``force_after_s``
         after this rank asked for it or heard of it. So that time must cover the longest way from one boundary to the
@@ -224,8 +226,11 @@ class Gate:
         self._handed_out = threading.Event()
         self._asked: queue.SimpleQueue[_Asked | _Dead | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=run, args=(connect(),), name=f"toolkit-gate-{name}", daemon=True)
-            for name, run in (("watch", self._watch), ("propose", self._propose))
+            threading.Thread(target=run, args=(client,), name=f"toolkit-gate-{name}", daemon=True)
+            for name, run, client in (
+                ("watch", self._watch, connect()),
+                ("propose", self._propose, connect() if ask is None else ask),
+            )
         ]
         for thread in self._threads:
             thread.start()

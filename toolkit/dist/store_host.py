@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from toolkit import open_files
 from toolkit.cluster.network import listen, reachable_at
 from toolkit.dist.report import RESULT_KEY, parse_report, parse_result, rank_key
 from toolkit.dist.stop import propose
@@ -115,6 +116,7 @@ def main() -> None:
     """Serve the store on an inherited listening socket, or else on a free port, which the first line tells."""
     for number in SIGNALS:  # inside a container the starter's way of being deaf may be lost
         signal.signal(number, signal.SIG_IGN)
+    open_files.claim_all()  # each rank has several connections, and the usual soft limit is 1,024
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
     parser.add_argument("--host", required=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,12 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import logs
+from toolkit import logs, open_files
 from toolkit.cluster.commands import srun_here_argv, step_environment
 from toolkit.cluster.container import Container
 from toolkit.cluster.network import listen
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
+
+#: Of a rank to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; reports; saves.
+CONNECTIONS_A_RANK = 5
+#: Of a foreign script's rank: torch's own.
+CONNECTIONS_A_FOREIGN_RANK = 2
+#: What the store host has open beside its connections.
+OTHER_FILES = 64
 
 log = logs.get(__name__)
 
@@ -133,4 +141,16 @@ def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds:
             text=True,
             pass_fds=fds,
             start_new_session=True,
+        )
+
+
+def refuse_too_many_ranks(world_size: int, *, foreign: bool) -> None:
+    """Raise RequestError where the ranks' connections are more than a store host on this node may have open."""
+    connections = CONNECTIONS_A_FOREIGN_RANK if foreign else CONNECTIONS_A_RANK
+    needed, limit = connections * world_size + OTHER_FILES, open_files.hard_limit()
+    if needed > limit:
+        raise RequestError(
+            f"{world_size} ranks need {needed} open files on {socket.gethostname()}, where their store is "
+            f"({connections} connections each), and its hard limit is {limit}: raise it (`ulimit -Hn`; LimitNOFILE of "
+            f"slurmd), or run at most {(limit - OTHER_FILES) // connections} ranks"
         )

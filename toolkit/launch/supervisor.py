@@ -65,7 +65,7 @@ from toolkit.launch.steps import (
     Step,
     StepEnded,
 )
-from toolkit.launch.store import Report, StoreHost, StoreHostEnded
+from toolkit.launch.store import Report, StoreHost, StoreHostEnded, refuse_too_many_ranks
 from toolkit.launch.watchdog import Watchdog
 from toolkit.rundir import RunDir
 
@@ -146,6 +146,8 @@ class Supervisor:
         self._claim = Claim.of_job(self._run, self._allocation, self._token)
         if self._has_ended(last_words):
             return EXIT_DONE
+        ranks = self._allocation.without(self._config.cluster.spare_nodes).world_size
+        refuse_too_many_ranks(ranks, foreign=self._foreign)
         if self._slurm is not None:
             _record_size(self._run, self._config, self._allocation)
             _remember_job(self._run, self._allocation)

@@ -120,8 +120,7 @@ def test_one_sick_node_is_bad_and_no_other(
 ) -> None:
     monkeypatch.setattr(preflight.storage, "SEEN_WITHIN_S", 0.1)
     monkeypatch.setattr(preflight, "GATHER_S", 0.2)
-    monkeypatch.setattr(preflight, "FOLDER_LIMIT_S", 0.4)
-    report = examined(tmp_path, {"node3": play}, limit_s=1.4)
+    report = examined(tmp_path, {"node3": play}, limit_s=preflight.FOLDER_LIMIT_S + 1.0)
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
     assert (report.warnings, report.common) == ({}, ())

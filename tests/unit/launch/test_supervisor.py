@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, open_files, rundir
 from toolkit.config import JobConfig
+from toolkit.errors import RequestError
 from toolkit.launch import hang, intent, patience, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
@@ -446,3 +447,14 @@ def test_a_foreign_script_reports_nothing_and_is_not_watched(run: RunDir) -> Non
     ranks = Ranks(says_nothing)
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == []
+
+
+def test_a_run_that_needs_more_open_files_than_the_hard_limit_is_refused_before_its_ranks_start(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_files, "hard_limit", lambda: 83)
+    with pytest.raises(RequestError, match=r"4 ranks need 84 open files .* hard limit is 83: .* at most 3 ranks"):
+        supervise(run, Ranks())
+    assert run.attempts() == []
+    monkeypatch.setattr(open_files, "hard_limit", lambda: 84)
+    assert supervise(run, Ranks(completes)) == 0

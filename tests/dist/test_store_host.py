@@ -1,0 +1,88 @@
+"""The store host as the supervisor starts it: the connections that it bears, and how many a rank has."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from torch.distributed import TCPStore
+
+from toolkit import rundir
+from toolkit.launch import store
+from toolkit.launch.store import StoreHost
+
+pytestmark = pytest.mark.dist
+TIMEOUT = timedelta(seconds=30)
+
+
+@contextmanager
+def soft_limit(files: int) -> Iterator[None]:
+    """For the processes that are started inside."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_store_host_with_a_low_soft_limit_serves_what_the_hard_limit_allows(tmp_path: Path) -> None:
+    with soft_limit(128):
+        host = StoreHost(60, "127.0.0.1", os.environ, SimpleQueue(), tmp_path / "store.log")
+    try:
+        clients = [
+            TCPStore("127.0.0.1", host.port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+            for _ in range(60 * store.CONNECTIONS_A_RANK)
+        ]
+        for number, client in enumerate(clients):
+            client.set("key", str(number))
+        assert clients[0].get("key") == b"299"
+    finally:
+        host.close()
+
+
+SESSION = """
+import os
+from pathlib import Path
+from toolkit.config import DistConfig
+from toolkit.dist.session import open_session
+
+with open_session(DistConfig()) as session:
+    session.store.set("seen", "1")
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    lines += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    port = int(os.environ["MASTER_PORT"])
+    print(sum(line[9] in mine and int(line[2].rpartition(":")[2], 16) == port for line in lines))
+"""
+
+
+def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -> None:
+    run = rundir.create("test", tmp_path)
+    host = StoreHost(1, "127.0.0.1", os.environ, SimpleQueue(), tmp_path / "store.log")
+    environ = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(host.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TOOLKIT_SUPERVISED": "1",
+        rundir.RUN_DIR_VARIABLE: str(run.path),
+    }
+    try:
+        done = subprocess.run([sys.executable, "-c", SESSION], env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        # the process group's, the watcher's, and one for reports and requests
+        assert int(done.stdout) == 3
+    finally:
+        host.close()
+    saves, nccl = 1, 1  # a clone of each, where there are background saves and NCCL
+    assert int(done.stdout) + saves + nccl <= store.CONNECTIONS_A_RANK
