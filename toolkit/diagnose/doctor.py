@@ -65,7 +65,8 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     cluster = config.cluster
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     shared = preflight.SharedFolder(_folder())
-    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE, cluster.nodes > 1)
+    in_pairs = preflight.meet_in_pairs(cluster.nodes)
+    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE, in_pairs)
     options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
     start = preflight.srun_job(options, submit_environment(environ))

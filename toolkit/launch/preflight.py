@@ -37,6 +37,8 @@ from toolkit.launch.steps import RankEnded, parse_srun_line, tethered
 LIMIT_S = 30.0
 #: Nodes that have not said by then where they listen are left out of the pairs.
 GATHER_S = 6.0
+#: The list of all peers goes to every node, since srun gives all tasks the same stdin: larger jobs meet in no pairs.
+MOST_IN_PAIRS = 512
 #: What the caller does on the shared folder itself.
 FOLDER_LIMIT_S = 4.0
 #: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
@@ -201,24 +203,29 @@ def _without_label(line: str) -> tuple[int | None, str]:
 class Conversation:
     """Listens to the nodes, introduces them to each other, and dismisses them when all are done or time is up."""
 
-    def __init__(self, hosts: Sequence[str], talk: Talk, limit_s: float) -> None:
+    def __init__(self, hosts: Sequence[str], talk: Talk, limit_s: float, *, in_pairs: bool) -> None:
         self._nodes = [Heard(host) for host in hosts]
         self._talk = talk
         self._asked = talk.began
         self._deadline = time.monotonic() + limit_s
         self._gather_until = time.monotonic() + min(GATHER_S, limit_s / 2)
         self._exchanges: dict[pairs.Pair, pairs.Exchange] = {}
-        self._is_introduced = len(hosts) < 2
+        self._is_introduced = not in_pairs
         self._errors: list[str] = []
         self._is_over = False
+        self._awaited = set(range(len(hosts)))  #: tasks that are not done
+        self._unplaced = set(range(len(hosts)))  #: tasks that have not said where they listen
+        self._are_named = False
 
     def outcome(self) -> Outcome:
         """Hold it."""
-        while not self._is_over and time.monotonic() < self._deadline and not self._are_done():
+        while not self._is_over and time.monotonic() < self._deadline and self._awaited:
             with contextlib.suppress(Empty):
                 self._take(self._talk.events.get(timeout=self._patience_s()))
-            if not self._is_introduced and self._are_gathered():
+            if not self._is_introduced and (not self._unplaced or time.monotonic() >= self._gather_until):
                 self._introduce()
+        while not self._is_over and self._awaited and not self._talk.events.empty():  # it was said in time
+            self._take(self._talk.events.get())
         self._talk.end()
         return Outcome(self._nodes, self._exchanges, self._errors)
 
@@ -235,10 +242,18 @@ class Conversation:
                     node.is_here = True
                 except (ValueError, TypeError, KeyError, RequestError):
                     node.noise = text.strip()
+                self._note_progress(task)
             case Complaint(text):
                 self._take_complaint(text)
             case Ended():
                 self._is_over = True
+
+    def _note_progress(self, task: int) -> None:
+        node = self._nodes[task]
+        if node.is_done or node.is_gone:
+            self._awaited.discard(task)
+        if node.is_placed or node.is_gone:
+            self._unplaced.discard(task)
 
     def _take_complaint(self, text: str) -> None:
         """A node's own, which is labelled, or srun's. Tasks of which it says that they failed are not waited for."""
@@ -251,6 +266,7 @@ class Conversation:
         if isinstance(ended, RankEnded):
             for rank in ended.ranks:
                 self._nodes[rank].is_gone = True
+                self._note_progress(rank)
 
     def _hear(self, node: Heard, said: Any, received: float) -> None:
         if not isinstance(said, dict):
@@ -258,7 +274,9 @@ class Conversation:
         if "time" in said:
             node.set_clock(said["time"], self._asked, received)
         if "hello" in said:
-            self._name_the_silent(said["nodes"])
+            if said["nodes"] and not self._are_named:
+                self._name_the_silent(said["nodes"])
+                self._are_named = True
             node.name = str(said["hello"])
         elif "check" in said:
             node.findings.append(Finding.parse(said))
@@ -275,17 +293,8 @@ class Conversation:
         for node, name in zip(self._nodes, hostlist.expand(node_list), strict=False):
             node.name = node.name if node.is_here else name
 
-    def _are_done(self) -> bool:
-        return all(node.is_done or node.is_gone for node in self._nodes)
-
-    def _are_gathered(self) -> bool:
-        return all(node.is_placed or node.is_gone for node in self._nodes) or time.monotonic() >= self._gather_until
-
     def _introduce(self) -> None:
         listening = [(node.name, *node.listening) for node in self._nodes if node.listening is not None]
-        names = [name for name, _, _ in listening]
-        for i, j in pairs.partners(len(names)):
-            self._exchanges[names[i], names[j]] = pairs.Exchange(names[j], 0.0, "no word of it")
         self._is_introduced, self._asked = True, time.time()
         self._talk.send(json.dumps({"peers": listening}))
 
@@ -296,17 +305,27 @@ _UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
 def converse(request: Request, hosts: Sequence[str], start: Start, limit_s: float) -> Outcome:
     """Have ``request`` carried out on every host that srun reaches: where it does not reach one, it ends all others."""
     began = time.monotonic()
-    outcome = Conversation(hosts, start(request, hosts), limit_s).outcome()
+    outcome = Conversation(hosts, start(request, hosts), limit_s, in_pairs=request.pairs).outcome()
     unreached = {match[1] for match in map(_UNREACHED.search, outcome.errors) if match} & set(hosts)
     rest = [host for host in hosts if host not in unreached]
     if not unreached or not rest or all(node.is_done for node in outcome.nodes):
         return outcome
-    cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host in rest]
-    again = replace(request, cpus=cpus, pairs=len(rest) > 1)
+    cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host not in unreached]
+    again = replace(request, cpus=shortened(cpus), pairs=meet_in_pairs(len(rest)))
     left_s = limit_s - (time.monotonic() - began)
-    second = Conversation(rest, start(again, rest), left_s).outcome()
+    second = Conversation(rest, start(again, rest), left_s, in_pairs=again.pairs).outcome()
     lost = [node for node in outcome.nodes if node.name in unreached]
     return Outcome([*second.nodes, *lost], second.exchanges, [*outcome.errors, *second.errors])
+
+
+def meet_in_pairs(nodes: int) -> bool:
+    """Whether so many nodes exchange data in pairs."""
+    return 1 < nodes <= MOST_IN_PAIRS
+
+
+def shortened(cpus: Sequence[int]) -> Sequence[int]:
+    """``Request.cpus`` with one entry where all nodes need the same: srun hands it to every node."""
+    return cpus[:1] if len(set(cpus)) == 1 else cpus
 
 
 def check_nodes(
@@ -330,10 +349,10 @@ def check_nodes(
     request = Request(
         folder=str(shared.path),
         token=shared.token,
-        cpus=[(count or max(tasks)) * cpus_per_task for count in tasks],
+        cpus=shortened([(count or max(tasks)) * cpus_per_task for count in tasks]),
         gpus=gpus_per_node,
         peer=LAUNCHER if "SLURM_JOB_ID" in environ else "127.0.0.1",
-        pairs=len(hosts) > 1,
+        pairs=meet_in_pairs(len(hosts)),
     )
     start = start or (srun_step(environ) if "SLURM_JOB_ID" in environ else this_machine(environ))
     return examine(shared, hosts, request, start, limit_s, trusted=hosts[0])

@@ -25,6 +25,8 @@ from toolkit.cluster.checks import FIRST_NODE, LAUNCHER, Finding, Request, cpus,
 ASKING_LIMIT_S = 15.0
 #: For a file system: of the time for all checks.
 DISK_LIMIT_SHARE = 0.32
+#: The first tasks; one of them may be the one that is dead.
+TELL_ALL_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Node:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._task = int(os.environ.get("SLURM_PROCID", "0"))
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._silent_at: dict[str, tuple[float, Finding]] = {}
         self._adder: pairs.Adder | None = None
@@ -51,7 +54,9 @@ class Node:
     def talk(self) -> None:
         """Until the caller dismisses us, or time is up."""
         deadline = time.monotonic() + self._request.limit_s
-        say({"hello": self._name, "time": time.time(), "nodes": os.environ.get("SLURM_STEP_NODELIST", "")})
+        # Some tell the names of all nodes, for those that say nothing. Of thousands, all need not.
+        names = os.environ.get("SLURM_STEP_NODELIST", "") if self._task < TELL_ALL_NAMES else ""
+        say({"hello": self._name, "time": time.time(), "nodes": names})
         for name, check in self._checks().items():
             self._start(name, check)
         if self._request.pairs:
@@ -67,8 +72,8 @@ class Node:
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _checks(self) -> dict[str, Check]:
-        request, task = self._request, int(os.environ.get("SLURM_PROCID", "0"))
-        asked = request.cpus_of(task)
+        request = self._request
+        asked = request.cpus_of(self._task)
         folder, temporary = Path(request.folder), Path(os.environ.get("TMPDIR") or "/tmp")
 
         def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:

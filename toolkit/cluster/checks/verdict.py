@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.cluster import hostlist
@@ -38,7 +39,8 @@ class Report:
 
     def summary(self) -> list[str]:
         """For a log: one line for each thing that is wrong, or one that says that nothing is."""
-        counts = f"{len(self.bad)} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
+        bad = "all" if self.common else len(self.bad)
+        counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
         plural = "s" if len(self.hosts) > 1 else ""
         head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
         return [head, *self.problems()]
@@ -46,7 +48,7 @@ class Report:
     def problems(self) -> list[str]:
         """A line for each thing that is wrong, with all nodes of which it is."""
         return [
-            *(f"every node: bad: {text}" for text in self.common),
+            *(f"every node: bad: {text}" if self.findings else text for text in self.common),
             *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
             *(f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)),
         ]
@@ -54,8 +56,10 @@ class Report:
 
 def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each text with the hosts of which it is said, in Slurm's notation."""
-    for text in dict.fromkeys(texts.values()):
-        yield text, hostlist.compress(host for host, said in texts.items() if said == text)
+    hosts: dict[str, list[str]] = {}
+    for host, text in texts.items():
+        hosts.setdefault(text, []).append(host)
+    yield from ((text, hostlist.compress(names)) for text, names in hosts.items())
 
 
 @dataclass
@@ -138,27 +142,40 @@ def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mappin
 
 #: What srun says of the tasks that it ends itself.
 _CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
+_NAME = re.compile(r"[\w.-]+")
+#: Nodes that stay silent without a word of why are bad while they are no more than this share of all (or one). Where
+#: more do, it is the launch, the network or this host that is slow: nothing is known of them, and none is blamed.
+MOST_SILENT_SHARE = 0.1
 
 
 def _answers(outcome: Outcome) -> Iterator[tuple[str, Finding]]:
     """Of the nodes that are not done, why not."""
-    for node in outcome.nodes:
-        if node.is_done:
-            continue
-        words = [line for line in outcome.errors if node.name in line and not _CONSEQUENCE.search(line)][:1]
+    said_of: dict[str, str] = {}
+    for line in outcome.errors:
+        if not _CONSEQUENCE.search(line):
+            said_of |= {name: line for name in _NAME.findall(line) if name not in said_of}
+    undone = [
+        (node, [said_of[node.name]] if node.name in said_of else []) for node in outcome.nodes if not node.is_done
+    ]
+    silent = sum(not (words or node.noise or node.is_gone) for node, words in undone)
+    are_known = silent <= max(1, MOST_SILENT_SHARE * len(outcome.nodes))
+    for node, words in undone:
         words += [node.noise] if node.noise else []
-        silent = "has not got through its checks" if node.is_here else "does not answer"
-        how = f" ({'; '.join(words)})" if words else f" within {LIMIT_S:g} s"
-        text = f"{silent}{how}; have the node looked at"
-        yield node.name, Finding("answer", "bad", "none", text)
+        done = "has not got through its checks" if node.is_here else "does not answer"
+        if words or node.is_gone or are_known:
+            how = f" ({'; '.join(words)})" if words else f" within {LIMIT_S:g} s"
+            yield node.name, Finding("answer", "bad", "none", f"{done}{how}; have the node looked at")
+        else:
+            text = f"{done} within {LIMIT_S:g} s, as {silent} of {len(outcome.nodes)} nodes: nothing is known of it"
+            yield node.name, Finding("answer", "warning", "none", text)
 
 
 def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
     """Each clock against that of most nodes, or of two nodes against ours: our own may be the one that is wrong."""
     clocks = {node.name: node.clock for node in nodes if node.clock is not None}
-    middle = statistics.median((low + high) / 2 for low, high in clocks.values()) if len(clocks) > 2 else 0.0
+    usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
     for host, (low, high) in clocks.items():
-        lead_s = max(low - middle, 0.0) + min(high - middle, 0.0)
+        lead_s = max(low - usual, 0.0) + min(high - usual, 0.0)
         if abs(lead_s) < WARNING_CLOCK_S:
             yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
             continue
@@ -170,6 +187,23 @@ def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
             host,
             Finding("clock", "bad" if abs(lead_s) > BAD_CLOCK_S else "warning", f"{lead_s:+.1f} s", text, lead_s),
         )
+
+
+def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
+    """Return the lead on our clock that lies within the bounds of most nodes; of several, the one nearest to 0.
+
+    Not a mean of the bounds: they are wide for nodes that answer late, and nodes that answer at once would seem to be
+    behind them. (Marzullo's algorithm.)
+    """
+    edges = sorted((edge for low, high in bounds for edge in ((low, 1), (high, -1))), key=lambda e: (e[0], -e[1]))
+    within = most = 0
+    lead_s = 0.0
+    for (at, change), (until, _) in itertools.pairwise(edges):
+        within += change
+        nearest = min(max(0.0, at), until)
+        if (within, -abs(nearest)) > (most, -abs(lead_s)):
+            most, lead_s = within, nearest
+    return lead_s
 
 
 def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
@@ -186,8 +220,11 @@ def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
 
 
 def _exchanges(outcome: Outcome, trusted: str | None) -> Iterator[tuple[str, Finding]]:
-    nodes = [node.name for node in outcome.nodes if node.is_done and node.listening is not None]
-    met = {pair: exchange for pair, exchange in outcome.exchanges.items() if set(pair) <= set(nodes)}
+    """Of the nodes that took part in pairs. One that came too late for them is in none, which says nothing of it."""
+    done = {node.name for node in outcome.nodes if node.is_done}
+    met = {pair: exchange for pair, exchange in outcome.exchanges.items() if done.issuperset(pair)}
+    in_a_pair = {host for pair in met for host in pair}
+    nodes = [node.name for node in outcome.nodes if node.name in in_a_pair]
     failed = {pair: exchange.error for pair, exchange in met.items() if exchange.error is not None}
     bad, unclear = pairs.blame(nodes, met.keys() - failed.keys(), failed, trusted)
     for host in nodes:
