@@ -68,13 +68,15 @@ def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str
                 "attempt": number,
                 "traceback": first.traceback if first else "",
                 "others": sum(f.rank != attempt["first_failure"]["rank"] for f in said),
-                "log": str(_log_of(run, number, attempt["first_failure"]["rank"])),
+                "log": str(_log_of(run, number, attempt["first_failure"])),
             }
     return None
 
 
-def _log_of(run: RunDir, attempt: int, rank: int | None) -> Path:
-    return run.attempt_logs(attempt) / "store.log" if rank is None else run.rank_log(attempt, rank)
+def _log_of(run: RunDir, attempt: int, failure: dict[str, Any]) -> Path:
+    if failure["rank"] is not None:
+        return run.rank_log(attempt, failure["rank"])
+    return run.attempt_logs(attempt) / "store.log" if failure["host"] else run.attempt_logs(attempt)
 
 
 def page(told: dict[str, Any]) -> str:
@@ -98,7 +100,8 @@ def page(told: dict[str, Any]) -> str:
 def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     if failure is None:
         return []
-    who = failure["host"] if failure["rank"] is None else f"rank {failure['rank']} on {failure['host']}"
+    known = failure["host"] or "a rank that nobody knows"
+    who = known if failure["rank"] is None else f"rank {failure['rank']} on {known}"
     lines = [f"first failure: {who}, attempt {failure['attempt']}: {failure['how']}"]
     lines += [f"  {line}" for line in failure["traceback"].rstrip().split("\n")[-TRACEBACK_LINES:] if line]
     if failure["others"]:

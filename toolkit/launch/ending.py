@@ -409,5 +409,7 @@ def _kept(facts: Facts) -> str:
 
 
 def _describe(failure: RankFailure) -> str:
+    if not failure.host:  # a hang of which nobody knows whose it is
+        return failure.how
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     return f"{who}: {failure.how}"

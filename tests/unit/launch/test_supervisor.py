@@ -405,7 +405,8 @@ def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job) -> 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "ANSWER_S", 0.01)
+    monkeypatch.setattr(hang, "ANSWER_S", 0.5)
+    monkeypatch.setattr(hang, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
 
 
