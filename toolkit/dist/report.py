@@ -77,9 +77,10 @@ class Reporter(Protocol):
 
 
 class _Latest:
-    """The newest report and a thread that publishes it once a second: a slow store or disk never delays a step."""
+    """The newest report and a thread that publishes it: a slow store or disk never delays a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
         self._fields: dict[str, Any] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toolkit-report", daemon=True)
@@ -88,7 +89,7 @@ class _Latest:
         self._fields = {**self._fields, **fields, "time": time.time()}  # one assignment: the thread sees old or new
 
     def _run(self) -> None:
-        while not self._closed.wait(HEARTBEAT_S):
+        while not self._closed.wait(self._every_s):
             self._publish(self._fields)
 
     def _publish(self, fields: dict[str, Any]) -> None:
@@ -110,7 +111,8 @@ class StoreReporter(_Latest):
     """
 
     def __init__(self, store: Store, rank: int, activity: Activity) -> None:
-        super().__init__()
+        # The other ranks' reports are passed on once a second: more of them would only load the store.
+        super().__init__(HEARTBEAT_S if rank == 0 else 2 * HEARTBEAT_S)
         self._store = store
         self._rank = rank
         self._activity = activity
@@ -137,7 +139,7 @@ class FileReporter(_Latest):
     """Rank 0 of an unsupervised run writes ``status.json`` and ``result.json`` itself."""
 
     def __init__(self, run: RunDir, status: Mapping[str, Any]) -> None:
-        super().__init__()
+        super().__init__(HEARTBEAT_S)
         self._run_dir = run
         self._status = dict(status)
         self._started = time.time()

@@ -53,6 +53,9 @@ IDLE_S = 86_400.0
 #: Acknowledging takes milliseconds; a wait of this length ends only when a rank is frozen or dead.
 DECISION_S = 30.0
 LEAVE_S = 10.0
+#: Of a hang, the rank that lists for all who is missing has so long; it names so many.
+LIST_S = 4.0
+MOST_NAMED = 50
 
 log = logs.get(__name__)
 
@@ -61,7 +64,7 @@ class Transport(Protocol):
     """One client of the store that the ranks share, used by one thread; what it raises means that the store is gone."""
 
     def set(self, values: Mapping[str, str]) -> None:
-        """Write all of them, in one message."""
+        """Write all of them."""
 
     def get(self, keys: Sequence[str]) -> list[str]:
         """The values of keys that are there."""
@@ -90,12 +93,15 @@ class Hang:
     waited_s: float
     #: The agreed step; None while some have not acknowledged.
     step: int | None
-    #: The ranks that have not acknowledged; once a step is agreed, those that have not come to it. Empty when the
-    #: store does not answer.
+    #: The ranks that have not acknowledged; once a step is agreed, those that have not come to it. At most
+    #: ``MOST_NAMED``; empty when the store does not answer.
     missing: tuple[int, ...]
+    #: So many more are missing.
+    more: int = 0
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.missing)) or "unknown (the store does not answer)"
+        ranks += f" and {self.more} more" if self.more else ""
         verb = "acknowledged it" if self.step is None else f"come to step {self.step}"
         return f"{self.kind!r} asked for {self.waited_s:.0f} s ago; ranks that have not {verb}: {ranks}"
 
@@ -128,6 +134,14 @@ class _Round:
 
     def ack(self, rank: int) -> str:
         return f"{self.prefix}/{self.number}/ack/{rank}"
+
+    def lister(self, kind: str) -> str:
+        """The rank that finds out who is missing when ``kind`` hangs."""
+        return f"{self.prefix}/{self.number}/lister/{kind}"
+
+    def missing(self, kind: str) -> str:
+        """What it found."""
+        return f"{self.prefix}/{self.number}/missing/{kind}"
 
     def next(self) -> _Round:
         return _Round(self.prefix, self.number + 1)
@@ -203,8 +217,8 @@ class Gate:
         force_after_s: float | None = None,
         on_hang: Callable[[Hang], None] = _log_hang,
     ) -> None:
-        """``connect`` makes a client of the store; two threads get one each. The one that never blocks takes ``ask``
-        instead, if that is given, which others may use as well.
+        """``connect`` makes a client of the store; two threads get one each. The one that only blocks for moments takes
+        ``ask`` instead, if that is given, which others may use as well.
 
         ``on_hang`` is called once, from a thread, for each kind that ``boundary`` has not handed out ``force_after_s``
         after this rank asked for it or heard of it. So that time must cover the longest way from one boundary to the
@@ -441,19 +455,31 @@ class Gate:
         waiting = [asked for asked in waiting if asked.round >= self._round]  # the others were handed out
         overdue = {asked.kind: asked for asked in reversed(waiting) if now - asked.since >= self._force_after_s}
         for asked in overdue.values():
-            self._on_hang(Hang(asked.kind, now - asked.since, *self._missing(store)))
+            self._on_hang(Hang(asked.kind, now - asked.since, *self._missing(store, asked.kind)))
         return [asked for asked in waiting if asked.kind not in overdue]
 
-    def _missing(self, store: Transport) -> tuple[int | None, tuple[int, ...]]:
-        """The step agreed on in the round that this rank is in, if any, and the ranks it waits for."""
+    def _missing(self, store: Transport, kind: str) -> tuple[int | None, tuple[int, ...], int]:
+        """The step agreed on in the round that this rank is in, if any, the ranks it waits for, and how many more.
+
+        All ranks want to know at about the same time, and the store has a key for each rank. So one asks for all.
+        """
         keys = _Round(self._prefix, self._round)
+        mine = str(self._rank)
         try:
-            decided = store.exists(keys.decision)
-            step = int(store.get([keys.decision])[0]) if decided else None
-            ranks = range(self._world_size)
-            return step, tuple(rank for rank in ranks if store.exists(keys.ack(rank)) == decided)
+            if store.claim(keys.lister(kind), mine) == mine:
+                store.set({keys.missing(kind): json.dumps(self._list_missing(store, keys))})
+            elif not store.wait(keys.missing(kind), LIST_S):
+                return None, (), 0
+            step, ranks, more = json.loads(store.get([keys.missing(kind)])[0])
+            return step, tuple(map(int, ranks)), int(more)
         except Exception:
-            return None, ()
+            return None, (), 0
+
+    def _list_missing(self, store: Transport, keys: _Round) -> tuple[int | None, list[int], int]:
+        decided = store.exists(keys.decision)
+        step = int(store.get([keys.decision])[0]) if decided else None
+        ranks = [rank for rank in range(self._world_size) if store.exists(keys.ack(rank)) == decided]
+        return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
 
 
 class MemoryStore:

@@ -28,11 +28,11 @@ from toolkit import open_files
 from toolkit.cluster.network import listen, reachable_at
 from toolkit.dist.report import RESULT_KEY, parse_report, parse_result, rank_key
 from toolkit.dist.stop import propose
-from toolkit.dist.stop_store import StoreTransport
+from toolkit.dist.stop_store import StoreTransport, in_pieces
 
 POLL_S = 0.25
 #: Rank 0's reports and the result are looked for at every poll; the other ranks', of which there may be thousands, this
-#: often, and passed on in one line.
+#: often.
 OTHERS_EVERY_S = 1.0
 #: What Slurm sends to all processes of a job that is to end: the ranks need us to agree on where to stop.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -57,7 +57,7 @@ def serve(store: TCPStore, world_size: int, requests: int) -> None:
 
 
 class _Relay:
-    """Passes on what has changed in the store, with one call for any number of ranks."""
+    """Passes on what has changed in the store, in a line for each piece of it."""
 
     def __init__(self, store: TCPStore, world_size: int) -> None:
         self._store = store
@@ -75,22 +75,25 @@ class _Relay:
         keys, now = self._first, time.monotonic()
         if everything or now >= self._next_others:
             keys, self._next_others = self._first + self._others, now + OTHERS_EVERY_S
-        new = {key: value for key, value in self._values(keys) if self._seen.get(key) != value}
+        result = None
+        for piece in in_pieces((key, "") for key in keys):
+            read = self._news(list(piece))
+            result = read.pop(RESULT_KEY, result)
+            if read:
+                _say({"reports": {self._ranks[key]: report for key, report in read.items()}})
+        if result is not None:  # after all reports
+            _say({"result": result})
+
+    def _news(self, keys: list[str]) -> dict[str, dict[str, Any]]:
+        """What is new under these keys."""
+        values = zip(keys, self._store.multi_get(keys), strict=True)
+        new = {key: value for key, value in values if self._seen.get(key) != value}
         self._seen |= new
         read = {key: _PARSERS.get(key, parse_report)(value) for key, value in new.items() if value != NOTHING.encode()}
-        for key in [key for key, value in read.items() if value is None]:
-            del read[key]
-            if key not in self._ignored:
-                self._ignored.add(key)
-                _say({"ignored": key})
-        reports = {self._ranks[key]: report for key, report in read.items() if key != RESULT_KEY}
-        if reports:
-            _say({"reports": reports})
-        if RESULT_KEY in read:
-            _say({"result": read[RESULT_KEY]})
-
-    def _values(self, keys: list[str]) -> Iterator[tuple[str, bytes]]:
-        return zip(keys, self._store.multi_get(keys), strict=True)
+        for key in [key for key, value in read.items() if value is None and key not in self._ignored]:
+            self._ignored.add(key)
+            _say({"ignored": key})
+        return {key: value for key, value in read.items() if value is not None}
 
 
 def _requests(fd: int) -> Iterator[dict[str, str]]:
