@@ -46,6 +46,8 @@ FIXED_ON_RESUME = (
 SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
 #: Those that do all that train: asks for between gradients and weights.
 WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
+#: Those in which BatchNorm may see all ranks' samples.
+SYNC_BATCH_NORM = ("ddp", "fsdp", "zero", "auto")
 #: Those of which a rank holds a part of each weight, or of many.
 SHARDED = ("fsdp", "zero", "tensor")
 #: And kinds of compression that keep nothing from one step to the next.
@@ -222,6 +224,7 @@ class TrainConfig:
     spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average
     rollback_after: int | None = None  #: after so many left out in a row, back to the last checkpoint's weights
     ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
+    sync_batch_norm: bool = False  #: BatchNorm's statistics of a step are those of all ranks' samples
     channels_last: bool = False  #: lay out images and convolutions with the channels last
     pruning: PruningConfig = field(default_factory=PruningConfig)
 

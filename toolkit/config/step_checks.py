@@ -6,6 +6,7 @@ from typing import Any
 
 from toolkit.config.schema import (
     STATELESS,
+    SYNC_BATCH_NORM,
     WHOLE_UPDATE,
     JobConfig,
     ParameterServerConfig,
@@ -35,6 +36,12 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
     if train.channels_last and strategy.name != "ddp":
         raise ConfigError(
             f"train.channels_last: goes with strategy.name ddp only, not {strategy.name}; set it to false"
+        )
+    if train.sync_batch_norm and (strategy.name not in SYNC_BATCH_NORM or train.compile):
+        other = "train.compile" if train.compile else f"strategy.name {strategy.name}"
+        raise ConfigError(
+            f"train.sync_batch_norm: goes with strategy.name {', '.join(SYNC_BATCH_NORM)} and without train.compile, "
+            f"and not with {other}; set it to false"
         )
     _check_pruning(train.pruning)
 

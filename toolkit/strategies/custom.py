@@ -30,6 +30,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 from toolkit.strategies.update import Update
 
@@ -75,7 +76,8 @@ class Custom(AllNeeded):
 
     def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
         """Make the networks, in evaluation mode only while evaluated, with the first weights of rank 0."""
-        self.networks = nn.ModuleDict({name: make().to(self.device) for name, (make, _) in networks.items()}).train()
+        made = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
+        self.networks = nn.ModuleDict(made)
         broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
         optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}
         self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
@@ -110,11 +112,9 @@ class Custom(AllNeeded):
         self._equalise_buffers()
         if batch is None or not len(batch):
             return Sums({}, 0)
-        self.networks.eval()
         batch = batch.to(self.device)
-        found = Sums(measure(self.forward(batch), batch.targets), len(batch))
-        self.networks.train()
-        return found
+        with evaluating(self.networks):
+            return Sums(measure(self.forward(batch), batch.targets), len(batch))
 
     def state(self) -> dict[str, Entry]:
         """A collective, since buffers are broadcast first."""
@@ -145,9 +145,10 @@ class Custom(AllNeeded):
         return {name: value.detach() for name, value in self.networks.state_dict().items()}
 
     def _equalise_buffers(self) -> None:
-        """Statistics differ between ranks after a step: those of share 0 count, as under ddp."""
+        """As under ddp."""
         if not self._buffers_equal:
-            broadcast_tensors(self.networks.buffers(), source=0)
+            for update in self._updates.values():
+                update.equalise()
             self._buffers_equal = True
 
     def _stop_watch(self) -> None:

@@ -18,7 +18,7 @@ may be shorter.
 
 Inside a round there are as many models as ranks. What is evaluated there, exported, and stored as ``model/<name>`` is
 their mean; a rank's own weights stand beside it as ``replica/rank3/<name>`` and its optimizer's as
-``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are share 0's, as under ddp.
+``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are equalised as under ddp.
 """
 
 from __future__ import annotations

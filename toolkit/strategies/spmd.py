@@ -27,7 +27,9 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.batch_norm import synchronised
 from toolkit.strategies.layouts import Layout, entry, local
+from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.protocol import (
     AllNeeded,
     Criterion,
@@ -66,10 +68,13 @@ class Spmd(AllNeeded):
         """Raises ConfigError when a rank would have no sample, a parameter no gradient, or compiling fails."""
         batch = self._checked(sample)
         self._stand_in = batch.inputs[:1].to(self._device)
-        self._model = self._layout.place(model).train()
+        if self._train.sync_batch_norm:
+            model = synchronised(model)
+        self._model = in_training(self._layout.place(model))
+        broadcast_tensors(self._model.buffers(), source=0)  # the first ones are as each rank made them
+        self._buffers_equal = True
         self._update = Update(self._model, optimizer(self._model), self._train)
         self._criterion = criterion
-        self._equalise_buffers()  # the first ones are as each rank made them
         with compile_errors(self._compile):
             self._prime(batch)
 
@@ -85,14 +90,12 @@ class Spmd(AllNeeded):
         self._equalise_buffers()
         self._update.evaluating()
         found = Sums({}, 0)
-        self._model.eval()
-        with self._layout.precision():
+        with evaluating(self._model), self._layout.precision():
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
                 found = self._counted(measure(self._model(batch.inputs), batch.targets), len(batch))
             elif self._layout.passes_are_joint:
                 self._model(self._stand_in)  # the others wait for our part of the weights
-        self._model.train()
         self._layout.rest()
         return found
 
@@ -172,9 +175,9 @@ class Spmd(AllNeeded):
         return Sums({name: torch.zeros_like(value) for name, value in values.items()}, 0)
 
     def _equalise_buffers(self) -> None:
-        """BatchNorm's statistics differ between ranks after a step: those of share 0 count. Once after each step."""
+        """See ``Update.equalise``. Once after each step."""
         if not self._buffers_equal:
-            broadcast_tensors([*self._model.buffers(), *self._update.buffers()], source=0)
+            self._update.equalise()
             self._buffers_equal = True
 
     # ------------------------------------------------------------------------------------------------- priming

@@ -18,6 +18,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated, Sharded
 from toolkit.errors import ConfigError, StoppedError, ToolkitError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.modes import in_training
 from toolkit.strategies.parameter_server import cuts
 from toolkit.strategies.parameter_server.cuts import Cut, Flat
 from toolkit.strategies.parameter_server.mail import Kind, Mail, Message, decode, encode
@@ -71,7 +72,7 @@ class Side:
         optimizer keeps something that cannot be cut like a parameter."""
         peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
         self._mail = Mail(peers, self._noticed)
-        made = model().to(self._device).train()
+        made = in_training(model().to(self._device))
         with torch.no_grad():
             broadcast_tensors([*made.parameters(), *made.buffers()], source=0)
         self._cuts = cuts.cut(made, len(self._servers))

@@ -15,6 +15,7 @@ from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
+from toolkit.strategies.modes import evaluating
 from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.mail import Kind, Message
 from toolkit.strategies.parameter_server.side import Side
@@ -167,12 +168,9 @@ class Worker(Side):
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
         if batch is None or not len(batch):
             return Sums({}, 0)
-        self._model.eval()
-        with self._precision():
+        with evaluating(self._model), self._precision():
             batch = batch.to(self._device)
-            found = Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
-        self._model.train()
-        return found
+            return Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:

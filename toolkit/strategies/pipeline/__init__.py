@@ -42,6 +42,7 @@ from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.pipeline import stages as layers
 from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
@@ -127,9 +128,8 @@ class Pipeline(AllNeeded):
         if batch is None or not len(batch):
             return Sums({}, 0)
         batch = batch.to(self._device)
-        self._model.eval()
-        outputs = self._pass(batch.split(min(self._micro_batches, len(batch))))
-        self._model.train()
+        with evaluating(self._model):
+            outputs = self._pass(batch.split(min(self._micro_batches, len(batch))))
         with self._precision():
             if self._is_last:
                 return Sums(measure(torch.cat(outputs), batch.targets), len(batch))
@@ -208,10 +208,9 @@ class Pipeline(AllNeeded):
         return autocast(self._device, self._train.precision)
 
     def _equalise_buffers(self) -> None:
-        """BatchNorm's statistics differ between replicas after a step: those of the first one count."""
+        """See ``Update.equalise``: between the replicas, of which each has other samples."""
         if not self._buffers_equal and self._replicas > 1:
-            buffers = [*self._model.buffers(), *self._update.buffers()]
-            broadcast_tensors(buffers, self._first_replica, self._replica_group)
+            self._update.equalise(self._first_replica, self._replica_group)
         self._buffers_equal = True
 
     @property
@@ -286,7 +285,7 @@ class Pipeline(AllNeeded):
         whole = layers.tensors(model, plan.kept(range(self._count))) if dist.get_rank() == 0 else {}
         layers.keep(model, plan.kept(self._stages))
         is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        self._model = (model.to_empty(device=self._device) if is_meta else model.to(self._device)).train()
+        self._model = in_training(model.to_empty(device=self._device) if is_meta else model.to(self._device))
         self._hand_out(whole, plan)
         self._parts = [self._part(stage, plan.stages[stage]) for stage in self._stages]
         if dist.get_rank() == 0:

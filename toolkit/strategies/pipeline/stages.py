@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.strategies.blocks import blocks
+from toolkit.strategies.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,16 @@ _HINT = (
 
 
 def _watch(model: nn.Module, inputs: Tensor) -> list[_Call]:
-    was_training, handles = model.training, []
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    handles = []
+    # in evaluation mode: a batch norm could not do with a single sample otherwise
+    with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
         watch = _Watch(inputs, counter)
         for name, layer in _layers(model).items():
             handles.append(layer.register_forward_pre_hook(partial(_before, watch, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(watch.after, name)))
         try:
-            watch.end(model.eval()(inputs))  # a batch norm could not do with a single sample otherwise
+            watch.end(model(inputs))
         finally:
-            model.train(was_training)
             for handle in handles:
                 handle.remove()
     return watch.calls

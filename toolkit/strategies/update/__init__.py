@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from toolkit import logs
 from toolkit.config import TrainConfig
+from toolkit.dist.collectives import broadcast_tensors, sum_tensors
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError
+from toolkit.strategies.batch_norm import statistics
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients
 from toolkit.strategies.update.optimizer_state import OptimizerState
@@ -39,6 +42,7 @@ class Update:
         self, model: nn.Module, optimizer: Optimizer, train: TrainConfig | None = None, total: Total | None = None
     ) -> None:
         train = train or TrainConfig()
+        self._model = model
         self._optimizer = optimizer
         _split_groups(optimizer)
         self._ratios = _ratios(optimizer)
@@ -93,9 +97,24 @@ class Update:
         """Forget the gradients."""
         self._optimizer.zero_grad()
 
-    def buffers(self) -> list[Tensor]:
-        """Tensors here that differ between ranks as the model's buffers do, to be made equal with these."""
-        return [] if self._average is None else self._average.buffers()
+    @torch.no_grad()
+    def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        """Make the model's buffers and their averages equal on the ranks of ``group``, which differ after a step.
+
+        BatchNorm's statistics become their mean over the ranks: where parts of the data differ (`data.split`) one
+        rank's would misjudge the others' samples. All other buffers become those of rank ``source``.
+        """
+        averages = {} if self._average is None else self._average.of
+        means = dict.fromkeys(statistics(self._model))
+        others = [buffer for buffer in self._model.buffers() if buffer not in means]
+        broadcast_tensors([*others, *(averages[buffer] for buffer in others if buffer in averages)], source, group)
+        differing = [*means, *(averages[buffer] for buffer in means if buffer in averages)]
+        wide = [value.double() for value in differing]  # in which the mean of equal values is that value
+        sum_tensors(wide, group, 1 / dist.get_world_size(group))
+        for value, mean in zip(differing, wide, strict=True):
+            value.copy_(mean)
+        if self._buffers is not None:
+            self._buffers.keep()
 
     def state(self) -> dict[str, Entry]:
         """Everything here that a resume needs, under the names of the unparallelised model, live; see protocol.py."""

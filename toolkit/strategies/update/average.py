@@ -52,10 +52,6 @@ class Average:
         if self._is_shown:
             self._swap()
 
-    def buffers(self) -> list[Tensor]:
-        """The averages of the model's buffers: like these, they differ between ranks until they are made equal."""
-        return [self.of[self._live[name]] for name in self._buffers]
-
     def state(self) -> dict[str, Entry]:
         averages = {
             f"ema/{name}": dataclasses.replace(entry(tensor), value=self.of[tensor])

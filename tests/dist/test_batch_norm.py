@@ -1,0 +1,170 @@
+"""BatchNorm on several ranks: its statistics, its mode, and the one that sees all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.ranks import run_ranks
+from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, SUBJECTS, eval_parts, global_batch, part, rates, whole
+from toolkit.config import TrainConfig
+from toolkit.dist.session import Session
+from toolkit.strategies import Strategy, build_strategy
+from toolkit.train.evaluate import evaluate
+from toolkit.train.objectives import classification, cross_entropy
+
+pytestmark = pytest.mark.dist
+
+NORM = "1"
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def frozen() -> nn.Module:
+    model = normed()
+    model[1].eval()
+    with torch.no_grad():
+        model[1].running_mean.fill_(0.3)
+    return model
+
+
+def asleep() -> nn.Module:
+    """As libraries hand out a model that was trained before."""
+    return normed().eval()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def built(session: Session, name: str, model: Callable[[], nn.Module], **train: Any) -> Strategy:
+    strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
+    strategy.build(model, sgd, cross_entropy, part(strategy.share, 0))
+    return strategy
+
+
+def state_of(strategy: Strategy) -> dict[str, Tensor]:
+    found = {name: entry for name, entry in strategy.state().items() if isinstance(entry.value, Tensor)}
+    return {name: whole(entry).clone() for name, entry in found.items()}
+
+
+def alone(model: nn.Module, steps: int = STEPS, start: int = 0, stop: int = 10) -> nn.Module:
+    """One process on the samples ``start`` to ``stop`` of each global batch."""
+    stepper = sgd(model)
+    for step in range(steps):
+        inputs, targets = global_batch(step)
+        total, _ = cross_entropy(model(inputs[start:stop]), targets[start:stop])
+        stepper.param_groups[0]["lr"] = rates(step)
+        stepper.zero_grad()
+        (total / (stop - start)).backward()
+        stepper.step()
+    return model
+
+
+# ------------------------------------------------------------------------------------------- what each rank has seen
+
+
+def after_a_step(session: Session, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    strategy = built(session, name, normed, ema_decay=0.5)
+    strategy.step(part(strategy.share, 0), 0.0)
+    first = state_of(strategy)
+    strategy.settle()
+    return first, state_of(strategy)
+
+
+@pytest.mark.parametrize("name", ["ddp", "pipeline x replicas"])
+def test_statistics_are_the_mean_of_what_the_ranks_have_seen(name: str) -> None:
+    """Of shares with other data one rank's statistics would be wrong for the others."""
+    shares = 2 if name != "ddp" else 3
+    ranks = run_ranks(SUBJECTS[name][1], after_a_step, name)
+    cuts = [10 * share // shares for share in range(shares + 1)]
+    if name == "ddp":
+        own = [alone(normed(), 1, a, b)[1] for a, b in pairwise(cuts)]
+        expected = torch.stack([norm.running_mean for norm in own]).mean(0)
+        for first, _ in ranks:
+            torch.testing.assert_close(first[f"model/{NORM}.running_mean"], expected, atol=1e-6, rtol=0)
+    for first, again in ranks:
+        for kind in ("model", "ema"):
+            for value in ("running_mean", "running_var"):
+                key = f"{kind}/{NORM}.{value}"
+                assert torch.equal(first[key], ranks[0][0][key])
+                assert torch.equal(first[key], again[key]), "equal values stay as they are"
+
+
+# -------------------------------------------------------------------------------------------------------- its mode
+
+
+def train_a_little(session: Session, name: str, model: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    strategy = built(session, name, model)
+    for step in range(STEPS):
+        strategy.step(part(strategy.share, step), rates(step))
+        evaluate(strategy, eval_parts(strategy.share, 25, 4), 25, classification)
+    return state_of(strategy)
+
+
+@pytest.mark.parametrize("name", ["ddp", "pipeline", "parameter_server"])
+def test_a_frozen_batch_norm_stays_frozen_through_steps_and_evaluations(name: str) -> None:
+    expected = alone(frozen()).state_dict()
+    for state in run_ranks(SUBJECTS[name][1], train_a_little, name, frozen):
+        for key in (f"{NORM}.running_mean", f"{NORM}.num_batches_tracked"):
+            assert torch.equal(state[f"model/{key}"], expected[key])
+        torch.testing.assert_close(state["model/3.bias"], expected["3.bias"], atol=1e-6, rtol=0)
+
+
+def test_a_model_that_is_asleep_as_a_whole_is_trained_as_a_whole() -> None:
+    (state,) = run_ranks(1, train_a_little, "ddp", asleep)
+    expected = alone(normed()).state_dict()
+    assert int(state[f"model/{NORM}.num_batches_tracked"]) == STEPS
+    torch.testing.assert_close(state["model/0.weight"], expected["0.weight"], atol=1e-6, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------- of all samples
+
+
+def conv() -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4, momentum=None), nn.ReLU(), nn.Flatten(), nn.Linear(8, CLASSES)
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), *layers)
+
+
+def synchronised(session: Session, name: str, accumulate: int = 1) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for model in (normed, conv):
+        strategy = built(session, name, model, sync_batch_norm=True)
+        losses = [strategy.step(part(strategy.share, step), rates(step)).loss.item() for step in range(STEPS)]
+        evaluate(strategy, eval_parts(strategy.share, 25, 4), 25, classification)
+        buffers = {name: value for name, value in state_of(strategy).items() if "running" in name}
+        found.append((losses, buffers))
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_synchronised_batch_norm_is_that_of_one_process_however_the_shares_differ(name: str) -> None:
+    ranks = run_ranks(3, synchronised, name)  # 10 samples: 3, 3 and 4
+    for case, make in enumerate((normed, conv)):
+        model = make()
+        losses = []
+        stepper = sgd(model)
+        for step in range(STEPS):
+            inputs, targets = global_batch(step)
+            total, _ = cross_entropy(model(inputs), targets)
+            stepper.param_groups[0]["lr"] = rates(step)
+            stepper.zero_grad()
+            (total / 10).backward()
+            stepper.step()
+            losses.append(total.item() / 10)
+        assert [sum(each) for each in zip(*(rank[case][0] for rank in ranks), strict=True)] == pytest.approx(
+            losses, abs=1e-5
+        )
+        for rank in ranks:
+            for key, value in rank[case][1].items():
+                expected = model.state_dict()[key.removeprefix("model/")]
+                torch.testing.assert_close(value, expected, atol=1e-5, rtol=0)

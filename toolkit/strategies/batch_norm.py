@@ -1,0 +1,89 @@
+"""BatchNorm over ranks: statistics that are made equal for an evaluation or a save, or shared in each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from toolkit import logs
+from toolkit.dist.collectives import sum_across_ranks
+from toolkit.strategies.protocol import ModelFactory
+
+log = logs.get(__name__)
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running means and variances in ``model``, which follow the samples of each rank."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return [value for norm in norms for value in (norm.running_mean, norm.running_var) if value is not None]
+
+
+def synchronised(make: ModelFactory) -> ModelFactory:
+    """Return a factory of the same model, whose BatchNorm layers see the samples of all ranks while they train."""
+
+    def made() -> nn.Module:
+        model = make()
+        norms = [module for module in model.modules() if type(module) in _KINDS]
+        for norm in norms:
+            norm.__class__ = SyncBatchNorm  # in place: names, hooks and modes stay
+        if not norms:
+            log.warning("train.sync_batch_norm changes nothing: this model has no BatchNorm of torch's")
+        return model
+
+    return made
+
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm of a batch (n, c, ...) that is shared by all ranks, in parts of any size.
+
+    As torch.nn.SyncBatchNorm, which is for GPUs only. Each forward and backward pass is one small collective.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """The layer that it was made of has its own shapes; torch checks them in evaluation mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        dims = [0, *range(2, values.dim())]
+        count = torch.full((1,), values.numel() // values.shape[1], dtype=torch.float64, device=values.device)
+        var, mean = torch.var_mean(values, dims, correction=0)
+        var, mean = var.double(), mean.double()
+        sums: Tensor = _Sum.apply(torch.cat([count, count * mean, count * (var + mean.square())]))
+        count, mean, square = sums[0], *sums[1:].view(2, -1)
+        mean, square = mean / count, square / count
+        var = square - mean.square()
+        self._follow(mean.detach(), (var * count / (count - 1).clamp(min=1)).detach())
+        shape = [1, -1, *[1] * (values.dim() - 2)]
+        scale = (var + self.eps).rsqrt() if self.weight is None else self.weight * (var + self.eps).rsqrt()
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        normed: Tensor = values * scale.to(values.dtype).view(shape) + shift.to(values.dtype).view(shape)
+        return normed.to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        part = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.double()
+        for running, now in ((self.running_mean, mean), (self.running_var, var)):
+            running.copy_(running.double() * (1 - part) + now * part)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks; what each rank's loss makes of it comes back as a sum over all ranks, too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return sum_across_ranks(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return sum_across_ranks(gradient.clone())
