@@ -61,7 +61,7 @@ def main(config: JobConfig) -> Result:
         loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)
-            model = partial(initialised, job.model, config.model.init_from, session)
+            model = partial(initialised, job.model, config.model, session)
             strategy.build(model, partial(build_optimizer, config.optim), cross_entropy, sample)
             trainer = Trainer(
                 config.train,

@@ -62,7 +62,7 @@ def main(config: JobConfig) -> Result:
         loader = build_loader(train_set, config.data, strategy.share, seed=train.seed, device=session.device)
         with closing(loader), closing(strategy):
             sample = loader.at(0)
-            model = partial(initialised, job.model, config.model.init_from, session)
+            model = partial(initialised, job.model, config.model, session)
             strategy.build(model, partial(build_optimizer, config.optim), next_byte, sample)
             schedule = partial(build_schedule, config.optim)
             checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))

@@ -16,7 +16,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import snapshot
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
 from toolkit.checkpoint import weights
-from toolkit.config import StrategyConfig
+from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
 from toolkit.dist.session import Session
 from toolkit.strategies import build_strategy
@@ -34,7 +34,7 @@ def train_from(session: Session, run_dir: Path, source: str, epochs: int) -> tup
 
     def model() -> Any:
         torch.manual_seed(session.rank)  # what is not from the source would differ between ranks
-        seen.append(initialised(noisy_model, source, here))
+        seen.append(initialised(noisy_model, ModelConfig(init_from=source), here))
         seen.append({f"model/{name}": value.clone() for name, value in seen[0].state_dict().items()})
         return seen[0]
 
@@ -59,10 +59,10 @@ def test_all_ranks_start_from_the_other_runs_weights_and_a_resume_does_not_need_
 def start_sharded(session: Session, source: str) -> tuple[int, Weights]:
     """How often this rank read the source, and what it started from."""
     reads, plain_read = list[Any](), weights.read
-    weights.read = lambda found: reads.append(found) or plain_read(found)
+    weights.read = lambda *found: reads.append(found) or plain_read(*found)
     strategy = build_strategy(StrategyConfig("fsdp"), session)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
-    model = partial(initialised, noisy_model, source, session)
+    model = partial(initialised, noisy_model, ModelConfig(init_from=source), session)
     strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), cross_entropy, loader.at(0))
     return len(reads), snapshot(strategy)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import (
@@ -228,6 +228,11 @@ def test_running_statistics_forget_a_batch_that_is_left_out_and_other_optimizers
 DECAY = 0.8
 
 
+def warmed_up(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+    """For torch's AveragedModel: ``count`` is 1 in the first step."""
+    return average.lerp(weight, 1 - min(DECAY, count.item() / (9 + count.item())))
+
+
 def average(session: Session, name: str) -> Any:
     plain, evaluated = (built(name, session, ema_decay=DECAY) for _ in range(2))
     train(plain)
@@ -240,7 +245,7 @@ def average(session: Session, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_average_is_torchs_and_is_what_an_evaluation_sees_without_a_trace_in_the_training(name: str) -> None:
-    averaged = AveragedModel(plain_model(), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averaged = AveragedModel(plain_model(), avg_fn=warmed_up)
     averaged.update_parameters(plain_model())  # the first one is taken as it is
     model, _ = alone("adamw", after=lambda model, _: averaged.update_parameters(model))
     inputs, targets = global_batch(7, 25)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import eval_parts, fill, global_batch, token_loss
@@ -26,6 +26,7 @@ from tests.dist.test_steps import (
     spoil,
     tensors,
     train,
+    warmed_up,
 )
 from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
 from toolkit.dist.session import Session
@@ -137,7 +138,7 @@ def averaged(session: Session, config: StrategyConfig) -> Any:
 
 
 def test_the_average_is_torchs_and_is_what_an_evaluation_sees_of_every_part(found: list[dict[str, Any]]) -> None:
-    average = AveragedModel(layered_model(), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average = AveragedModel(layered_model(), avg_fn=warmed_up)
     average.update_parameters(layered_model())  # the first one is taken as it is
     model, _ = alone("adamw", after=lambda model, _: average.update_parameters(model), model=layered_model)
     inputs, targets = global_batch(7, 25)

@@ -40,23 +40,24 @@ def export(
     *,
     run: str,
     everything: bool = False,
-    ema: bool = False,
-) -> int:
-    """Write the checkpoint in ``folder`` as the new ``target``, all or nothing; returns how many tensors it holds.
+    weights: str | None = None,
+) -> tuple[int, str]:
+    """Write the checkpoint in ``folder`` as the new ``target``, all or nothing; returns how many tensors, and which.
 
-    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them; with ``ema`` their
-    moving averages. ``everything``: all
-    tensors under the checkpoint's names (``model/...``, ``optim/...``), and the values that are no tensors where
-    ``form`` can hold them unpickled: not in a DCP folder. CorruptCheckpointError for damage; CheckpointError where
-    there is nothing to write, or it cannot be written.
+    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them; ``weights`` as
+    ``whole.model_tensors`` has it. ``everything``: all tensors under the checkpoint's names (``model/...``,
+    ``optim/...``), and the values that are no tensors where ``form`` can hold them unpickled: not in a DCP folder.
+    CorruptCheckpointError for damage; CheckpointError where there is nothing to write, or it cannot be written.
     """
-    records = dict(manifest.tensors) if everything else whole.model_tensors(manifest, ema=ema)
+    chosen, records = whole.model_tensors(manifest.tensors, weights)
+    if everything:
+        chosen, records = "all", dict(manifest.tensors)
     if not records:
         there = listing(sorted(manifest.tensors)) or "none"
         raise CheckpointError(f"{folder} has no tensors named {whole.MODEL}..., see --all; there are: {there}")
     with _write_errors(target), fsio.new_path(target) as temporary:
-        _WRITERS[form](temporary, _Content(folder, manifest, records, run, everything))
-    return len(records)
+        _WRITERS[form](temporary, _Content(folder, manifest, records, run, chosen))
+    return len(records), chosen
 
 
 @contextmanager
@@ -76,12 +77,13 @@ class _Content:
     """What is to be written."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, records: Mapping[str, TensorRecord], run: str, everything: bool
+        self, folder: Path, manifest: Manifest, records: Mapping[str, TensorRecord], run: str, chosen: str
     ) -> None:
         self.folder = folder
         self.records = records
-        self.values = {name: record.value for name, record in manifest.values.items()} if everything else {}
-        self.about = {"step": str(manifest.step), "run": run, "toolkit": __version__, **manifest.versions}
+        self.values = {name: record.value for name, record in manifest.values.items()} if chosen == "all" else {}
+        about = {"step": str(manifest.step), "run": run, "weights": chosen, "toolkit": __version__}
+        self.about = {**about, **manifest.versions}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read it now."""

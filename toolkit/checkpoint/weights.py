@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +25,38 @@ from toolkit.errors import CheckpointError
 from toolkit.origin import Origin
 
 
-def read(source: Origin) -> tuple[Path, dict[str, Tensor]]:
-    """The place that was read, and the tensors; of a run its newest good checkpoint, of a checkpoint the model's.
+class Weights(NamedTuple):
+    """A model's tensors by name, from where, and which: ``whole.AVERAGE``, ``RAW``, or None where nobody knows."""
 
-    CheckpointError when it cannot be read, is damaged, or holds other things than tensors and plain values.
+    path: Path
+    tensors: dict[str, Tensor]
+    which: str | None
+
+
+def read(source: Origin, which: str | None = None) -> Weights:
+    """Read the weights; of a run those of its newest good checkpoint. ``which`` as ``whole.model_tensors`` has it.
+
+    CheckpointError when it cannot be read, is damaged, or holds other things than tensors and plain values;
+    RequestError for an average where there is none.
     """
     if source.kind == origin.RUN:
-        return whole.from_newest(committed(source.path / "checkpoints"), _model)
+        path, found = whole.from_newest(
+            committed(source.path / "checkpoints"), lambda path, manifest: _model(path, manifest, which)
+        )
+        return Weights(path, found[1], found[0])
     if source.kind == origin.CHECKPOINT:
-        return source.path, _model(source.path, manifests.read(source.path))
+        chosen, tensors = _model(source.path, manifests.read(source.path), which)
+        return Weights(source.path, tensors, chosen)
+    tensors = _read_file(source)
+    if which is None and not any(name.startswith(whole.MODEL) for name in tensors):
+        return Weights(source.path, tensors, None)
+    chosen, of_model = whole.model_tensors(tensors, which)  # our own export of everything
+    return Weights(source.path, of_model or tensors, chosen)
+
+
+def _read_file(source: Origin) -> dict[str, Tensor]:
     try:
-        return source.path, _of_the_model(_READERS[source.kind](source.path))
+        return _READERS[source.kind](source.path)
     except Exception as error:  # each reader has errors of its own
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
@@ -44,16 +65,10 @@ def read(source: Origin) -> tuple[Path, dict[str, Tensor]]:
         ) from error
 
 
-def _model(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+def _model(folder: Path, manifest: Manifest, which: str | None) -> tuple[str, dict[str, Tensor]]:
     manifests.check_sizes(folder, manifest)
-    records = whole.model_tensors(manifest)
-    return {name: whole.read(folder, name, record) for name, record in records.items()}
-
-
-def _of_the_model(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the optimizer's, where our own export holds both."""
-    model = {n.removeprefix(whole.MODEL): value for n, value in found.items() if n.startswith(whole.MODEL)}
-    return model or found
+    chosen, records = whole.model_tensors(manifest.tensors, which)
+    return chosen, {name: whole.read(folder, name, record) for name, record in records.items()}
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, RequestError
 
 log = logs.get(__name__)
 T = TypeVar("T")
@@ -24,23 +24,31 @@ MODEL = "model/"
 EMA = "ema/"
 
 
-def model_tensors(manifest: Manifest, *, ema: bool = False) -> dict[str, TensorRecord]:
-    """The records of the model alone, by the model's own names; with ``ema`` moving averages where there are some.
+#: Which weights of a model: their moving average, or those that the optimizer has.
+AVERAGE, RAW = "average", "raw"
 
-    (There are averages of buffers, too, that a model makes for itself and does not save.)
+
+def judged(manifest: Manifest) -> str:
+    """Return which weights the run's own figures are of: the average where there is one."""
+    return AVERAGE if _below(EMA, manifest.tensors) else RAW
+
+
+def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[str, dict[str, T]]:
+    """Return which weights of the model were chosen, and their records, or tensors, by the model's own names.
+
+    ``found`` has all that a checkpoint holds; ``weights`` is AVERAGE, RAW or, None, the average where there is one.
+    Raises RequestError for an average that is not there. (There are averages of buffers, too, that a model makes for
+    itself and does not save: only what the model has is returned.)
     """
-    found, averages = _below(MODEL, manifest), _below(EMA, manifest)
-    return {name: averages.get(name, record) if ema else record for name, record in found.items()}
+    raw, averages = _below(MODEL, found), _below(EMA, found)
+    if weights == AVERAGE and not averages:
+        raise RequestError("there is no moving average of the weights (train.ema_decay was not set); ask for raw ones")
+    chosen = weights or (AVERAGE if averages else RAW)
+    return chosen, {name: averages.get(name, one) if chosen == AVERAGE else one for name, one in raw.items()}
 
 
-def has_ema(manifest: Manifest) -> bool:
-    """Whether the checkpoint holds a moving average of the weights."""
-    return bool(_below(EMA, manifest))
-
-
-def _below(prefix: str, manifest: Manifest) -> dict[str, TensorRecord]:
-    found = manifest.tensors.items()
-    return {name.removeprefix(prefix): record for name, record in found if name.startswith(prefix)}
+def _below(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): one for name, one in found.items() if name.startswith(prefix)}
 
 
 def read(folder: Path, name: str, record: TensorRecord) -> torch.Tensor:

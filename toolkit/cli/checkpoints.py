@@ -157,9 +157,14 @@ def _told(what: str, value: Any) -> str:
 FORMATS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "dcp"}
 
 
-def export(run: RunDir, text: str | None, to: str, form: str | None, *, everything: bool) -> str:
-    """Write the checkpoint of step ``text``, by default the newest good one, as the file or folder ``to``; says what
-    was written. Raises RequestError before anything is read."""
+def export(run: RunDir, text: str | None, to: str, form: str | None, *, everything: bool, weights: str | None) -> str:
+    """Write the checkpoint of step ``text``, by default the newest good one, as the file or folder ``to``.
+
+    Returns what was written, and which weights: ``average`` or ``raw``, by default those that the run's figures are of.
+    Raises RequestError before anything is read.
+    """
+    if everything and weights is not None:
+        raise RequestError(f"--weights {weights}: --all writes the raw weights and the average; leave out one of them")
     target = Path(to).expanduser().absolute()
     form = form or FORMATS.get(target.suffix)
     if form is None:
@@ -169,13 +174,15 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
         raise RequestError(f"--to {to}: {target} {reason}")
     from toolkit.checkpoint import export, whole
 
-    chosen = form
-    path, count = whole.from_newest(
-        pick(run, text),
-        lambda path, manifest: export.export(path, manifest, target, chosen, run=run.id, everything=everything),
-    )
+    options: dict[str, Any] = {"run": run.id, "everything": everything, "weights": weights}
+    try:
+        path, (count, chosen) = whole.from_newest(
+            pick(run, text), lambda path, manifest: export.export(path, manifest, target, form, **options)
+        )
+    except RequestError as error:
+        raise RequestError(f"--weights {weights}: {error}") from None
     size = _size(target) if target.is_dir() else target.stat().st_size
-    return f"{target}: {count} tensors of {path.name}, {_bytes(size)}"
+    return f"{target}: {count} tensors of {path.name}, weights: {chosen}, {_bytes(size)}"
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:

@@ -155,7 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     saved = _add(commands, "checkpoint", _checkpoint, "a run's checkpoints: list, verify, diff, export, prune")
     saved.usage = (
         "toolkit checkpoint {list,verify,diff,prune} RUN [STEP] [STEP] [--with RUN] [--keep N] [--json]\n"
-        "       toolkit checkpoint export RUN [STEP] --to PATH [--as {safetensors,torch,dcp}] [--all]"
+        "       toolkit checkpoint export RUN [STEP] --to PATH [--as {safetensors,torch,dcp}]\n"
+        "                [--weights {average,raw} | --all]"
     )
     saved.add_argument("verb", choices=["list", "verify", "diff", "export", "prune"])
     saved.add_argument("run", metavar="RUN")
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     saved.add_argument("--to", metavar="PATH", help="export: a new .safetensors, .pt or .pth file, or a folder")
     saved.add_argument("--as", dest="form", choices=["safetensors", "torch", "dcp"], help="export: default by the name")
     saved.add_argument("--all", action="store_true", help="export: the optimizer's state as well")
+    _takes_weights(saved)
     saved.add_argument("--with", dest="other", metavar="RUN", help="diff: the second one is of this run")
     saved.add_argument("--keep", type=int, default=2, help="prune: so many stay, 2 or more; default 2")
     saved.add_argument("--json", action="store_true", help="list: one JSON document")
@@ -220,7 +222,12 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
 
 def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="newest", metavar="STEP|best|newest", help="default: newest")
-    parser.add_argument("--weights", choices=["ema", "model"], help="default: ema, the moving average, if there is one")
+    _takes_weights(parser)
+
+
+def _takes_weights(parser: argparse.ArgumentParser) -> None:
+    text = "default: the moving average if there is one, of which the run's figures are"
+    parser.add_argument("--weights", choices=["average", "raw"], help=text)
 
 
 def _takes_trust(parser: argparse.ArgumentParser) -> None:
@@ -377,7 +384,7 @@ def _export(run: Any, args: argparse.Namespace) -> int:
         raise RequestError("toolkit checkpoint export: --to PATH says where to")
     logs.setup()
     step = args.steps[0] if args.steps else None
-    print(checkpoints.export(run, step, args.to, args.form, everything=args.all))
+    print(checkpoints.export(run, step, args.to, args.form, everything=args.all, weights=args.weights))
     return EXIT_DONE
 
 

@@ -19,6 +19,7 @@ OUTER_STEPS = ("average", "diloco")
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
+INIT_WEIGHTS = ("average", "raw")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
@@ -177,10 +178,11 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """What to train. ``init_from``: where a new run's weights come from, see origin.py."""
+    """What to train. ``init_from``: where a new run's weights come from, see origin.py; ``init_weights``: which."""
 
     name: str = "mlp"
     init_from: str | None = None
+    init_weights: str | None = None  #: average or raw; null: the average of the weights where there is one
 
 
 @dataclass

@@ -20,6 +20,7 @@ from toolkit.config.schema import (
     DATASETS,
     FIXED_ON_RESUME,
     FOREIGN_JOB,
+    INIT_WEIGHTS,
     OPTIMIZERS,
     OUTER_STEPS,
     OWN_TIME,
@@ -107,7 +108,8 @@ def _check_values(config: JobConfig) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
         raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
     for key, words in _WORDS.items():
-        one_of(key, value_of(config, key), words)
+        if value_of(config, key) is not None:
+            one_of(key, value_of(config, key), words)
     for key, least in _LEAST.items():
         at_least(key, value_of(config, key), least)
     _check_strategy(config.strategy)
@@ -199,6 +201,7 @@ _WORDS: Mapping[str, Collection[str]] = {
     "data.bad_samples": BAD_SAMPLES,
     "data.share": SHARES,
     "data.split": SPLITS,
+    "model.init_weights": INIT_WEIGHTS,
     "optim.name": OPTIMIZERS,
     "optim.schedule": SCHEDULES,
     "train.precision": PRECISIONS,

@@ -56,7 +56,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Trained:
-    """The model as a checkpoint has it, in evaluation mode on ``device``; ``weights`` is ``model`` or ``ema``."""
+    """The model as a checkpoint has it, in evaluation mode on ``device``; ``weights`` is ``average`` or ``raw``."""
 
     run: RunDir
     config: JobConfig
@@ -69,8 +69,8 @@ class Trained:
 
     def recorded(self) -> dict[str, float]:
         """The figures of the run's own evaluation of these weights at this step; empty where there was none."""
-        meta, judged = self.manifest.meta, "ema" if whole.has_ema(self.manifest) else "model"
-        is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == judged
+        meta = self.manifest.meta
+        is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == whole.judged(self.manifest)
         metrics = meta.get("metrics", {}) if is_of_this else {}
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
@@ -86,8 +86,8 @@ def trained(
 ) -> Iterator[Trained]:
     """The first of ``paths``, checkpoints of ``run``, that is whole; on the GPU if there is one.
 
-    ``data`` are ``key=value`` of the config's data section; ``weights`` is ``model`` or ``ema``, by default ``ema``
-    where the checkpoint has it. Raises RequestError for what cannot be asked of this run, and CheckpointError.
+    ``data`` are ``key=value`` of the config's data section; ``weights`` is ``average`` or ``raw``, by default the
+    average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
     """
     config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,12 +124,11 @@ def _inference_of(run: RunDir, config: JobConfig) -> Any:
 
 def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | None) -> tuple[Manifest, str]:
     """Fill ``model`` with all of its tensors, each byte verified; returns which ones they are."""
-    has_ema = whole.has_ema(manifest)
-    if weights == "ema" and not has_ema:
-        raise RequestError(f"--weights ema: {folder} holds no moving average of the weights; leave it at model")
+    try:
+        chosen, records = whole.model_tensors(manifest.tensors, weights)
+    except RequestError as error:
+        raise RequestError(f"--weights {weights}: {folder}: {error}") from None
     manifests.check_sizes(folder, manifest)
-    chosen = weights or ("ema" if has_ema else "model")
-    records = whole.model_tensors(manifest, ema=chosen == "ema")
     match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
     if match.missing or match.extra or match.misshapen:
         raise CheckpointError(f"{folder} holds another model than the run's config makes{match.told()}")

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import activity, logs, origin
-from toolkit.checkpoint import weights
+from toolkit.checkpoint import weights, whole
 from toolkit.checkpoint.store import committed
+from toolkit.checkpoint.weights import Weights
+from toolkit.config import ModelConfig
 from toolkit.dist.session import Session
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError, RequestError, listing
 from toolkit.origin import Origin
 from toolkit.strategies.protocol import ModelFactory
 
@@ -24,10 +26,10 @@ _INFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 log = logs.get(__name__)
 
 
-def initialised(build: ModelFactory, source: str | None, session: Session) -> nn.Module:
-    """``build()``, at a run's fresh start with the weights that ``source`` names: the config's ``model.init_from``.
+def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> nn.Module:
+    """``build()``, at a run's fresh start with the weights that ``init_from`` and ``init_weights`` of ``config`` name.
 
-    A run that has a checkpoint ignores ``source``, for its own weights follow. Every rank calls it, and every rank gets
+    A run that has a checkpoint ignores them, for its own weights follow. Every rank calls it, and every rank gets
     the same weights. Tensors match by name, wrappers' prefixes aside, and shape; the log says which did not, and these
     keep the values that ``build`` gave them. Raises ConfigError when none matches or there is no such source, and
     CheckpointError when it cannot be read. A model made without memory (on ``meta``) stays as it is: sharding
@@ -36,32 +38,39 @@ def initialised(build: ModelFactory, source: str | None, session: Session) -> nn
     model = build()
     if torch.get_default_device().type == "meta":
         return model
-    if source is not None and not committed(session.run_dir / "checkpoints"):
+    if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
-        path, found = _read(source, session)
-        match = fill(model, found)
+        found = _read(config.init_from, config.init_weights, session)
+        match = fill(model, found.tensors)
         if not match.filled:
-            raise ConfigError(f"model.init_from: nothing in {path} fits this model{match.told(every=True)}")
+            raise ConfigError(f"model.init_from: nothing in {found.path} fits this model{match.told(every=True)}")
         if session.is_main:
-            log.info("initial weights from %s: %d tensors%s", path, len(match.filled), match.told())
+            which = _SAID[found.which]
+            log.info("initial weights%s from %s: %d tensors%s", which, found.path, len(match.filled), match.told())
     return model
 
 
-def _read(source: str, session: Session) -> tuple[Path, dict[str, Tensor]]:
+_SAID = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}
+
+
+def _read(source: str, which: str | None, session: Session) -> Weights:
     """Rank 0 says what all read: of a run that is saving at this moment the others might find a newer checkpoint."""
-    found: dict[str, Tensor] = {}
+    found: list[Weights] = []
 
     def look() -> dict[str, str]:
         chosen = origin.find(source)
-        path, read = weights.read(chosen)
-        found.update(read)
-        return {"kind": origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind, "path": str(path)}
+        try:
+            found.append(weights.read(chosen, which))
+        except RequestError as error:
+            raise ConfigError(f"model.init_weights: {which}: {source}: {error}") from None
+        kind = origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind
+        return {"kind": kind, "path": str(found[0].path)}
 
     told = session.from_main("model.init_from", look)
     path = Path(told["path"])
     if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
         raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
-    return (path, found) if session.is_main else weights.read(Origin(told["kind"], path))
+    return found[0] if session.is_main else weights.read(Origin(told["kind"], path), which)
 
 
 @dataclass(frozen=True)

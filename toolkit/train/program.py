@@ -75,8 +75,9 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
 
 
 def _write_weights(trained: Trained, path: Path) -> None:
-    ema = trained.weights == "ema"
-    export_weights(trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, ema=ema)
+    export_weights(
+        trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, weights=trained.weights
+    )
 
 
 def _example(trained: Trained) -> Tensor:

@@ -24,7 +24,7 @@ from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.dist.state import PerRank, Replicated, Sharded, State
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, RequestError
 
 FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
 
@@ -71,6 +71,26 @@ def exported(folder: Path, form: str, *, everything: bool = False) -> Path:
     manifest = CheckpointStore(path.parent).manifest(path)
     export(path, manifest, target, form, run="20260102-030405-abcd", everything=everything)
     return target
+
+
+def test_the_average_is_exported_where_there_is_one_unless_the_raw_weights_are_asked_for(tmp_path: Path) -> None:
+    """For the run's figures, `keep_best` and `toolkit export` are those of the average."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    plain, both = ({"model/w": Replicated(torch.zeros(2))}, {"ema/w": Replicated(torch.ones(2))})
+    for step, state in ((100, plain), (200, plain | both)):
+        alone(store, step, state)
+    newest, older = store.list()
+    found = {}
+    for path, weights in ((newest, None), (newest, "average"), (newest, "raw"), (older, None)):
+        target = tmp_path / f"{path.name}-{weights}.safetensors"
+        count, chosen = export(path, store.manifest(path), target, "safetensors", run="this one", weights=weights)
+        with safe_open(target, "pt") as file:
+            assert (count, file.metadata()["weights"]) == (1, chosen)
+        found[path.name, weights] = chosen, load_file(target)["w"].sum().item()
+    average, raw = ("average", 2.0), ("raw", 0.0)
+    assert [*found.values()] == [average, average, raw, raw]
+    with pytest.raises(RequestError, match="there is no moving average of the weights"):
+        export(older, store.manifest(older), tmp_path / "x.pt", "torch", run="this one", weights="average")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -47,7 +47,7 @@ WAYS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 def test_what_others_write_is_read(tmp_path: Path, way: str) -> None:
     name, prefix, write = WAYS[way]
     write(tmp_path / name)
-    path, found = read(origin.find(str(tmp_path / name)))
+    path, found, _ = read(origin.find(str(tmp_path / name)))
     assert path == tmp_path / name
     assert found.keys() == {prefix + name for name in TENSORS}
     for name, value in TENSORS.items():
@@ -74,14 +74,14 @@ def value(found: dict[str, Tensor]) -> float:
 def test_a_run_is_found_by_its_folder_id_prefix_and_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.path.parent)
     for text in (str(run.path), run.id, run.id[:-2], "digits", f"./{run.id}"):
-        path, found = read(origin.find(text))
+        path, found, _ = read(origin.find(text))
         assert (path.name, value(found)) == ("step-00000200", 200.0)
 
 
 def test_of_a_run_the_newest_good_checkpoint_is_read_and_nothing_is_moved(run: RunDir) -> None:
     file = run.checkpoints / "step-00000200/rank-00000.bin"
     file.write_bytes(bytes(48))
-    path, found = read(origin.find("digits"))
+    path, found, _ = read(origin.find("digits"))
     assert (path.name, value(found)) == ("step-00000100", 100.0)
     (run.checkpoints / "step-00000100/rank-00000.bin").write_bytes(bytes(48))
     with pytest.raises(CheckpointError, match="none of 2 checkpoints is good"):
@@ -91,7 +91,7 @@ def test_of_a_run_the_newest_good_checkpoint_is_read_and_nothing_is_moved(run: R
 
 def test_a_checkpoint_is_read_wherever_its_folder_was_copied_to(run: RunDir, tmp_path: Path) -> None:
     (run.checkpoints / "step-00000100").rename(tmp_path / "best")
-    path, found = read(origin.find(str(tmp_path / "best")))
+    path, found, _ = read(origin.find(str(tmp_path / "best")))
     assert (path, value(found)) == (tmp_path / "best", 100.0)
     (tmp_path / "best/rank-00000.bin").write_bytes(bytes(48))
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -159,12 +159,69 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
     model[1].weight = model[0].weight
     update = Update(model, torch.optim.SGD(model.parameters(), 0.1), TrainConfig(ema_decay=0.5))
     state = update.state()
-    assert state.keys() == {"ema/decay", "ema/0.weight", "ema/1.weight"}
+    assert state.keys() == {"ema/decay", "ema/steps", "ema/0.weight", "ema/1.weight"}
     before = model[0].weight.detach().clone()
     update.evaluating()
     update.evaluating()
     update.begin()
     assert torch.equal(model[0].weight, before)
+
+
+def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[Update, list[float]]:
+    """One weight that goes from 0 to 1 in the first step, and its average after each step."""
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    nn.init.zeros_(model.weight)
+    fused = {"fused": True} if options else {}
+    update = Update(model, torch.optim.SGD(model.parameters(), 1.0, **fused), TrainConfig(ema_decay=decay, **options))
+    seen = []
+    for step in range(steps):
+        model.weight.grad = torch.full((1, 1), -1.0 if step == 0 else 0.0, dtype=dtype)
+        update.apply(1.0)
+        seen.append(update.state()["ema/weight"].value.item())  # type: ignore[union-attr]
+    return update, seen
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_bad_steps": True}])
+def test_the_first_steps_of_an_average_count_more_than_later_ones(options: dict[str, Any]) -> None:
+    """Or a run of 100 steps with a decay of 0.9999 would be judged by 1 % of what it has learnt."""
+    left, expected = 1.0, []
+    for step in range(100):
+        left *= min(0.9999, (1 + step) / (10 + step))
+        expected.append(1 - left)
+    update, seen = averaged(torch.float32, 100, 0.9999, **options)
+    assert seen == pytest.approx(expected, rel=1e-5)
+    assert expected[0] == pytest.approx(0.9)
+    assert update.state()["ema/steps"].value == 100
+
+
+def test_the_average_of_bf16_weights_is_kept_in_fp32_and_shown_rounded() -> None:
+    """In bf16 a thousandth of the way from 0.5 to 1 is rounded away: the average would stand still."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    nn.init.constant_(model.weight, 0.5)
+    update = Update(model, torch.optim.SGD(model.parameters(), 1.0), TrainConfig(ema_decay=0.999))
+    update.loaded({"ema/decay": 0.999, "step": 10**6})  # long after the first steps
+    model.weight.grad = torch.full((1, 1), -0.5, dtype=torch.bfloat16)
+    for _ in range(100):
+        update.apply(1.0)
+    average = update.state()["ema/weight"].value
+    assert isinstance(average, torch.Tensor)
+    assert average.dtype == torch.float32
+    before = average.clone()
+    assert average.item() == pytest.approx(1 - 0.5 * 0.999**100, rel=1e-5)
+    update.evaluating()
+    assert model.weight.item() == before.bfloat16().item()
+    update.begin()
+    assert model.weight.item() == 1.0
+    assert torch.equal(average, before)
+
+
+def test_an_average_that_does_not_say_how_old_it_is_does_not_begin_again() -> None:
+    update, _ = averaged(torch.float32, 1, 0.5)
+    update.loaded({"ema/decay": 0.5, "step": 7})
+    assert update.state()["ema/steps"].value == 7
+    update.loaded({"step": 7})
+    assert update.state()["ema/steps"].value == 0, "one that starts here does"
 
 
 def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:

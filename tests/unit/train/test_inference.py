@@ -90,7 +90,7 @@ def expected(state: dict[str, Tensor]) -> tuple[float, float]:
     ("argv", "step", "of"),
     [
         ([], 30, 31),
-        (["--weights", "model"], 30, 30),
+        (["--weights", "raw"], 30, 30),
         (["--checkpoint", "best"], 20, 20),
         (["--checkpoint", "10"], 10, 10),
     ],
@@ -101,7 +101,7 @@ def test_the_figures_are_those_of_the_weights_that_were_asked_for(
 ) -> None:
     told = answer(capsys, "evaluate", run.id, *argv)
     loss, accuracy = expected(weights(of))
-    assert (told["step"], told["weights"]) == (step, "ema" if of == 31 else "model")
+    assert (told["step"], told["weights"]) == (step, "average" if of == 31 else "raw")
     assert told["metrics"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
     assert told["metrics"]["eval/accuracy"] == pytest.approx(accuracy)
     # the run judged the averages where it had some
@@ -168,7 +168,7 @@ def test_images_of_a_folder_are_classified_as_by_hand_and_a_torn_one_is_named(
     ("argv", "words"),
     [
         (["evaluate", "digits", "--checkpoint", "7"], "no checkpoint of step 7; there are: 30, 20, 10"),
-        (["evaluate", "digits", "--checkpoint", "20", "--weights", "ema"], "holds no moving average"),
+        (["evaluate", "digits", "--checkpoint", "20", "--weights", "average"], "there is no moving average"),
         (["evaluate", "digits", "--data", "nmae=digits"], "did you mean 'data.name'?"),
         (["evaluate", "digits", "--images", "nowhere"], "no such folder"),
         (["evaluate", "digits", "--images", "sbatch"], "holds no images"),
@@ -225,7 +225,7 @@ def test_an_exported_program_gives_the_models_outputs(
     assert all(torch.equal(value, weights(31)[name]) for name, value in model.state_dict().items())
     assert json.loads((out / "model.json").read_text()) == told
     assert told["sha256"]["model.pt2"] == hashlib.sha256((out / "model.pt2").read_bytes()).hexdigest()
-    assert (told["step"], told["weights"], told["classes"]) == (30, "ema", [str(n) for n in range(10)])
+    assert (told["step"], told["weights"], told["classes"]) == (30, "average", [str(n) for n in range(10)])
     assert told["input"] == {"shape": ["batch", 1, 8, 8], "dtype": "float32"}
     assert told["output"]["shape"] == ["batch", 10]
     assert told["metrics"] == {"eval/accuracy": 0.7}

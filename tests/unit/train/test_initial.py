@@ -14,8 +14,10 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import alone, on_ranks, weights
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import ModelConfig
 from toolkit.dist.report import NullReporter
 from toolkit.dist.session import Session
+from toolkit.dist.state import Replicated
 from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.train.initial import fill, initialised, pair
 
@@ -95,7 +97,7 @@ def test_a_fresh_run_starts_from_the_file_and_says_so(tmp_path: Path, caplog: py
     given = trained(classes=5)
     torch.save({"state_dict": {**given, "old.weight": torch.ones(1)}}, tmp_path / "w.pt")
     with caplog.at_level("INFO"):
-        model = initialised(Net, str(tmp_path / "w.pt"), session_of(tmp_path / "run"))
+        model = initialised(Net, ModelConfig(init_from=str(tmp_path / "w.pt")), session_of(tmp_path / "run"))
     assert torch.equal(model.state_dict()["norm.running_mean"], given["norm.running_mean"])
     (said,) = caplog.messages
     assert said == (
@@ -104,23 +106,41 @@ def test_a_fresh_run_starts_from_the_file_and_says_so(tmp_path: Path, caplog: py
     )
 
 
+@pytest.mark.parametrize(("which", "expected"), [(None, 2.0), ("average", 2.0), ("raw", 1.0)])
+def test_of_a_run_with_an_average_it_starts_from_that_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str | None, expected: float
+) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    state = {f"{kind}/weight": Replicated(torch.full((2, 2), value)) for kind, value in (("model", 1.0), ("ema", 2.0))}
+    alone(CheckpointStore(tmp_path / "checkpoints"), 10, state)
+    config = ModelConfig(init_from=str(tmp_path), init_weights=which)
+    with caplog.at_level("INFO"):
+        model = initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
+    assert (model.weight == expected).all()
+    assert f"initial weights ({'raw' if which == 'raw' else 'the moving average'}) from" in caplog.text
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "w.pt")
+    config.init_from, config.init_weights = str(tmp_path / "w.pt"), "average"
+    with pytest.raises(ConfigError, match=r"model\.init_weights: average: .*w\.pt: there is no moving average"):
+        initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
+
+
 def test_a_file_of_which_nothing_fits_is_refused_and_all_of_it_listed(tmp_path: Path) -> None:
     torch.save({f"layer{i}.w": torch.ones(1) for i in range(20)}, tmp_path / "w.pt")
     with pytest.raises(ConfigError, match=r"model\.init_from: nothing in .*w\.pt fits this model") as caught:
-        initialised(Net, str(tmp_path / "w.pt"), session_of(tmp_path / "run"))
+        initialised(Net, ModelConfig(init_from=str(tmp_path / "w.pt")), session_of(tmp_path / "run"))
     assert [f"layer{i}.w" for i in range(20) if f"layer{i}.w" not in str(caught.value)] == []
     assert [name for name in trained() if name not in str(caught.value)] == []
 
 
 def test_a_run_that_has_a_checkpoint_does_not_even_look_at_the_file(tmp_path: Path) -> None:
     alone(CheckpointStore(tmp_path / "run/checkpoints"), 10, weights(1.0))
-    model = initialised(Net, str(tmp_path / "gone.pt"), session_of(tmp_path / "run"))
+    model = initialised(Net, ModelConfig(init_from=str(tmp_path / "gone.pt")), session_of(tmp_path / "run"))
     assert isinstance(model, Net)
 
 
 def test_without_an_origin_a_model_is_as_it_was_built(tmp_path: Path) -> None:
     net = Net()
-    assert initialised(lambda: net, None, session_of(tmp_path)) is net
+    assert initialised(lambda: net, ModelConfig(), session_of(tmp_path)) is net
 
 
 def source_run(folder: Path) -> CheckpointStore:
@@ -141,7 +161,7 @@ def test_all_ranks_start_from_the_checkpoint_that_rank_0_found(tmp_path: Path, m
         if rank:  # the run that is read saves once more as soon as rank 0 has looked
             kv.wait(["toolkit/model.init_from/1"])
             alone(store, 10 + rank, weights(10.0 + rank))
-        model = initialised(linear, str(tmp_path), session_of(tmp_path / "run", rank, kv))
+        model = initialised(linear, ModelConfig(init_from=str(tmp_path)), session_of(tmp_path / "run", rank, kv))
         return float(model.state_dict()["weight"].mean())
 
     assert on_ranks(3, start) == [10.0] * 3
@@ -154,14 +174,14 @@ def test_no_rank_reads_weights_from_a_place_that_the_config_does_not_name(tmp_pa
     elsewhere, kv = source_run(tmp_path / "strangers").path(10), HashStore()
     kv.set("toolkit/model.init_from/1", json.dumps({"kind": "checkpoint", "path": str(elsewhere)}))
     with pytest.raises(ConfigError, match=r"rank 0 cannot have read .*strangers"):
-        initialised(linear, str(tmp_path / "named"), session_of(tmp_path / "run", 1, kv))
+        initialised(linear, ModelConfig(init_from=str(tmp_path / "named")), session_of(tmp_path / "run", 1, kv))
 
 
 def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
     (source_run(tmp_path).path(10) / "rank-00000.bin").write_bytes(bytes(48))
 
     def start(rank: int, kv: HashStore) -> nn.Module:
-        return initialised(linear, str(tmp_path), session_of(tmp_path / "run", rank, kv))
+        return initialised(linear, ModelConfig(init_from=str(tmp_path)), session_of(tmp_path / "run", rank, kv))
 
     first, second = on_ranks(2, start)
     assert isinstance(first, CheckpointError)

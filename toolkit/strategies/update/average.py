@@ -2,12 +2,16 @@
 
 It lies on the ranks as the weights do. Floating-point buffers (BatchNorm's statistics) are averaged with them: averaged
 weights beside the last step's statistics would be a model that never was.
+
+After t steps the next one counts with at least 9 / (10 + t): with a decay of 0.9999 alone a short run would end with
+little but its first weights. Averages of bf16 and fp16 are kept in fp32, in which a step of 1 - decay does not vanish.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +19,8 @@ from torch import Tensor, nn
 from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 
-_DECAY = "ema/decay"
+_DECAY, _STEPS = "ema/decay", "ema/steps"
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Average:
@@ -28,19 +33,25 @@ class Average:
         self._buffers = list(buffers)
         # A tied weight has several names, of which a checkpoint's reader may want any.
         self._live = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-        copies = {tensor: local(tensor).clone() for tensor in self._live.values()}
+        copies = {tensor: _wide(local(tensor)).clone() for tensor in self._live.values()}
         self.of = copies  #: this rank's part of the average of each tensor of the model
+        self._steps: int | Tensor = 0  #: that were averaged; a tensor where only the device knows which were made
         self._is_shown = False
+        self._own: dict[Tensor, Tensor] = {}  #: of tensors that cannot hold their average, while it is shown
 
     @torch.no_grad()
     def follow(self, made: Tensor | None) -> None:
         """After a step; ``made`` is 0 on the device where it was left out, and then nothing moves. None: all are."""
-        live = [local(tensor) for tensor in self.of]
+        averages, live = [*self.of.values()], [_wide(local(tensor)) for tensor in self.of]
+        kept = (1 + self._steps) / (10 + self._steps)
         if made is None:
-            torch._foreach_lerp_([*self.of.values()], live, 1 - self._decay)
+            assert not isinstance(kept, Tensor)
+            torch._foreach_lerp_(averages, live, 1 - min(self._decay, kept))
+            self._steps += 1
         else:
-            weight = (made * (1 - self._decay)).to(live[0].dtype)
-            torch._foreach_lerp_([*self.of.values()], live, [weight] * len(live))
+            weight = made * (1 - (kept.clamp(max=self._decay) if isinstance(kept, Tensor) else min(self._decay, kept)))
+            torch._foreach_lerp_(averages, live, [weight.to(average.dtype) for average in averages])
+            self._steps = self._steps + made
 
     def show(self) -> None:
         """The model has the averages until :meth:`hide`; calling it twice is calling it once."""
@@ -57,7 +68,7 @@ class Average:
             f"ema/{name}": dataclasses.replace(entry(tensor), value=self.of[tensor])
             for name, tensor in self._live.items()
         }
-        return {_DECAY: Replicated(self._decay), **averages}
+        return {_DECAY: Replicated(self._decay), _STEPS: Replicated(int(self._steps)), **averages}
 
     def live(self) -> dict[str, Tensor]:
         kinds = {name: "buffers" if name in self._buffers else "optimizer" for name in self._live}
@@ -65,7 +76,11 @@ class Average:
 
     @torch.no_grad()
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Start from the weights that were loaded where the checkpoint has no average."""
+        """Start from the weights that were loaded where the checkpoint has no average.
+
+        One that does not say how many steps its average has seen was made before the first ones counted more.
+        """
+        self._steps = int(cast(int, values.get(_STEPS, values.get("step", 0) if _DECAY in values else 0)))
         if _DECAY not in values:
             for tensor, average in self.of.items():
                 average.copy_(local(tensor))
@@ -74,7 +89,19 @@ class Average:
     def _swap(self) -> None:
         """In place, one tensor at a time: others (a data-parallel wrapper, a sharded gather) hold on to them."""
         for tensor, average in self.of.items():
-            kept = average.clone()
-            average.copy_(local(tensor))
-            local(tensor).copy_(kept)
+            live = local(tensor)
+            if live.dtype == average.dtype:
+                kept = average.clone()
+                average.copy_(live)
+                live.copy_(kept)
+            elif self._is_shown:
+                live.copy_(self._own.pop(tensor))
+            else:
+                self._own[tensor] = live.clone()
+                live.copy_(average)
         self._is_shown = not self._is_shown
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in fp32 where its own type has fewer digits than an average needs."""
+    return tensor.float() if tensor.dtype in _HALVES else tensor
