@@ -223,3 +223,23 @@ def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> Non
     for process in processes:
         process.communicate(timeout=END_S)
         assert process.returncode == 0
+
+
+def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_why(env: dict[str, str]) -> None:
+    with start(env, "optim.lr=1e30", "train.log_every=5", "checkpoint.every_steps=4") as process:
+        run = the_run(env)
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 1, out
+    (attempt,) = run.attempts()
+    assert (attempt["cause"], attempt["decision"], attempt["step_end"]) == ("crashed", "give_up", 10)
+    result = run.result()
+    assert result is not None
+    assert result["state"] == "failed"
+    assert "train.on_nan: the loss is not finite since step" in result["why"]
+    assert "would fail again unchanged" in result["why"]
+    for command in ("status", "why"):
+        told = subprocess.run(
+            [*TOOLKIT, command, run.id], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert result["why"] in told.stdout
+    assert newest_step(run.checkpoints) is None, "no checkpoint of such weights was made"

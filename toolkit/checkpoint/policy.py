@@ -57,9 +57,12 @@ class Keep:
             )
 
     def steps(self, manifests: Sequence[Manifest]) -> set[int]:
-        """Of valid checkpoints, newest first, the steps of those that stay."""
+        """Of valid checkpoints, newest first, the steps of those that stay; the newest with finite weights always."""
         steps = [manifest.step for manifest in manifests]
-        stay = set(steps[: self.newest]) | {step for step in steps if self.every and step % self.every == 0}
+        finite = [manifest.step for manifest in manifests if manifest.meta.get("finite", True)]
+        stay = set(steps[: self.newest] + finite[:1]) | {
+            step for step in steps if self.every and step % self.every == 0
+        }
         # metrics of a step that was not evaluated itself are an earlier one's
         evaluated = [m for m in manifests if m.meta.get("evaluated") == m.step]
         figures = {m.step: self.figure(m.meta.get("metrics") or {}) for m in evaluated}

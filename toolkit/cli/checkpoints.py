@@ -31,6 +31,8 @@ def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
     size = sum(manifest.files.values())
+    if not manifest.meta.get("finite", True):
+        row["problem"] = "its weights are not finite (train.on_nan: warn)"
     return {**row, "size_bytes": size, "ranks": manifest.world_size, "torch": manifest.versions.get("torch")}
 
 

@@ -159,7 +159,14 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
         for rank, how in row["lost_ranks"].items()
     ]
     damaged = [(row["run"], f"damaged: {what}") for row in rows for what in row["damage"]]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *bad, *dead, *damaged])
+    losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *dead, *damaged])
+
+
+def loss_remark(metrics: Any) -> str:
+    """Return what to say of a loss that was not finite; nothing where it always was."""
+    count = metrics.get("train/not_finite") if isinstance(metrics, dict) else None
+    return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 
 
 def _slow_lines(rows: list[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
-from toolkit.cli.show import status_rows, table
+from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch import ending, goodput, nodes
 from toolkit.launch.error_files import read_error_files
 from toolkit.rundir import RunDir
@@ -43,6 +43,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "why": result.get("why") or over or status.get("why") or last.get("line"),
         "cause": last.get("cause"),
         "first_failure": _first_failure(run, attempts, damage),
+        "loss": loss_remark(result.get("metrics") or (status.get("progress") or {}).get("metrics")),
         "nodes": status.get("nodes", []),
         "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,
@@ -83,6 +84,7 @@ def page(told: dict[str, Any]) -> str:
     """The facts as text."""
     lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
     lines += _failure_lines(told["first_failure"])
+    lines += [told["loss"]] if told["loss"] else []
     lines += slow.lines(told["stragglers"], told["nodes"])
     saved = told["last_checkpoint"]
     lines.append(f"last checkpoint: {'none' if saved is None else f'step {saved}'}")

@@ -20,6 +20,7 @@ TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 INIT_WEIGHTS = ("average", "raw")
+ON_NAN = ("stop", "warn")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BAD_SAMPLES = ("fail", "skip")
 SHARES = ("even", "auto")
@@ -224,6 +225,7 @@ class TrainConfig:
     clip_norm: float | None = None  #: the largest norm of a step's gradient, over all parameters
     skip_bad_steps: bool = False  #: leave out a step whose gradient is not finite, and list its samples
     spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average
+    on_nan: str = "stop"  #: at the second logging step in a row whose mean loss is not finite; warn: train on
     rollback_after: int | None = None  #: after so many left out in a row, back to the last checkpoint's weights
     ema_decay: float | None = None  #: keep a moving average of the weights, and evaluate that
     sync_batch_norm: bool = False  #: BatchNorm's statistics of a step are those of all ranks' samples

@@ -118,6 +118,35 @@ class Spmd(AllNeeded):
         self._update.loaded(values)
         self._buffers_equal = True
 
+    @torch.no_grad()
+    def first_bad_layer(self, batch: Batch | None) -> str | None:
+        """Name the first module whose output for a step's ``batch`` is not finite, on any rank; every rank calls it.
+
+        None where all are; a module is named before those that hold it. With ``train.compile`` only the model is.
+        """
+        assert batch is not None, "build() made sure that every share holds a sample"
+        modules = {"the model": self._model} if self._compile else dict(self._model.named_modules())
+        names, found = [*(name or "the model" for name in modules), "the criterion"], list[int]()
+
+        def look(number: int, output: object) -> None:
+            if isinstance(output, Tensor) and not found and not local(output).isfinite().all():
+                found.append(number)
+
+        hooks = [
+            module.register_forward_hook(lambda _module, _args, output, number=number: look(number, output))
+            for number, module in enumerate(modules.values())
+        ]
+        try:
+            for part in self._parts(batch.to(self._device)):
+                with self._layout.precision():
+                    look(len(modules), self._criterion(self._layout.forward(part.inputs), part.targets)[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._layout.rest()
+        counts = self.sum({str(number): float(number in found) for number in range(len(names))})
+        return next((names[int(number)] for number, count in counts.items() if count), None)
+
     def close(self) -> None:
         for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):
             self.__dict__.pop(name, None)

@@ -20,6 +20,7 @@ _LEFT_OUT = (
     "train.channels_last",
     "train.compile",
     "train.log_every",
+    "train.on_nan",
     "train.pruning.end_step",
     "train.pruning.every_steps",
     "train.pruning.start_step",

@@ -6,7 +6,6 @@ ranks' speeds are saved with the step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.train.balance import build_balance
+from toolkit.train.not_finite import NotFinite
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
@@ -37,6 +37,8 @@ from toolkit.train.witness import summoned
 
 log = logs.get(__name__)
 
+#: How many logging steps have had a mean loss that was not finite; there only when there were some.
+NOT_FINITE = "train/not_finite"
 #: The figures of one evaluation by name (``accuracy``), or None when it was cut short because the second argument said
 #: so; called on every rank, equal on every rank. The second argument is to be asked after each batch: an evaluation
 #: that asks nothing for half of ``dist.timeout_s`` is taken for a hang.
@@ -124,6 +126,7 @@ class Trainer:
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = BadSamples(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
+        self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
         self._sink: Sink = NullSink()
         self._show: Show = lambda sink, step: None
         self._metrics: dict[str, float] = {}
@@ -149,6 +152,7 @@ class Trainer:
             self._loss.restore(loaded.meta.get("loss_window"))
             self._balance.restore(loaded.meta.get("shares"))
             self._skipped.restore(loaded.meta.get("skipped_steps"))
+            self._not_finite.count = int(self._metrics.get(NOT_FINITE, 0))
         log.info("training from step %d to %d", self._step, self._total)
         self._strategy.begin(self._step, self._again)
         self._session.progress(step_start=self._step, expendable=sorted(self._strategy.expendable))
@@ -214,10 +218,9 @@ class Trainer:
         """Commit and leave; nothing to commit where this attempt has gained no step."""
         with self._sheet.on("checkpoint"):
             self._checkpoints.settle(self._step)
-        if self._step != (self._checkpoints.newest or 0):
-            self._save(must=True)
+        is_kept = self._step == (self._checkpoints.newest or 0) or self._save(must=True)
         self._report("stopped")
-        raise StoppedError(f"stopped at step {self._step} of {self._total}; committed")
+        raise StoppedError(f"stopped at step {self._step} of {self._total}; {'' if is_kept else 'not '}committed")
 
     def _is_cut(self) -> bool:
         """An evaluation makes room for a stop, which has seconds; it is made up for at the resume.
@@ -264,7 +267,6 @@ class Trainer:
             self._roll_back()
         loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
-            "train/loss": loss,
             "train/lr": self._lr(self._step - 1),
             "train/samples_per_s": self._throughput.samples_per_s,
             "train/data_wait_fraction": self._throughput.data_wait_fraction,
@@ -279,10 +281,11 @@ class Trainer:
                 self._sink.histogram(self._step, tag, figure)
             else:
                 values[tag] = figure
-        if math.isnan(loss) and self._skipped.figures():  # each step of the window was left out
-            del values["train/loss"]
-        else:
-            self._metrics["train/loss"] = loss
+        if loss is not None:
+            self._metrics["train/loss"] = values["train/loss"] = loss
+            self._not_finite.judge(self._step, loss, self._loss.taken)
+        if self._not_finite.count:
+            self._metrics[NOT_FINITE] = values[NOT_FINITE] = self._not_finite.count
         self._metrics |= self._skipped.figures()
         self._sink.scalars(self._step, values)
         if (table := self._history.take_table()) is not None:
@@ -327,12 +330,20 @@ class Trainer:
             except RankLostError as error:
                 log.warning("step %d: evaluating again: %s", self._step, error)
 
-    def _save(self, *, must: bool) -> None:
+    def _save(self, *, must: bool) -> bool:
+        """Whether it was made, or begun."""
         self._read_skipped()
         if self._skipped.saves_wait and not must:
             log.info("step %d is not saved: the steps before it were left out", self._step)
             self._checkpoints.postpone()
-            return
+            return False
+        is_finite = self._not_finite.weights_are_finite()
+        if not is_finite and self._not_finite.stops:
+            if self._step == self._total:
+                self._not_finite.refuse(self._step)
+            log.warning("step %d is not saved: the weights are not finite", self._step)
+            self._checkpoints.postpone()
+            return False
         self._report("checkpoint")
         self._doing.phase = activity.SAVING
         with self._sheet.on("checkpoint"):
@@ -343,12 +354,14 @@ class Trainer:
                 "loss_window": self._loss.state(),
                 "skipped_steps": self._skipped.state(),
                 "shares": self._balance.state(),
+                "finite": is_finite,
             }
             self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
             self._checkpoints.save(self._step, reached, must=must)
         self._saved = self._step
         self._report("train")
         self._throughput.pause()
+        return True
 
     def _report(self, phase: str) -> None:
         progress: dict[str, Any] = {
@@ -392,12 +405,16 @@ class LossWindow:
     ) -> None:
         self._rank, self._world_size, self._total = rank, world_size, total
         self._sum: Tensor | None = None
+        self._losses: list[Tensor] = []
+        #: What was added before the last :meth:`take`, since the one before it.
+        self.taken: list[Tensor] = []
         self._steps = 0
         self._before = 0.0  # of a restored window, until the first step tells the type and the device
 
     def add(self, loss: Tensor) -> None:
         """Add one step's ``StepOutput.loss``."""
         self._sum = loss + self._before if self._sum is None else self._sum.add_(loss)
+        self._losses.append(loss)
         self._steps += 1
 
     def leave_out(self, steps: int) -> None:
@@ -418,14 +435,15 @@ class LossWindow:
             sums = [sum(sums), *[0.0] * (self._world_size - 1)]
         self._steps, self._before = saved["steps"], sums[self._rank]
 
-    def take(self, figure: float) -> tuple[float, list[float]]:
+    def take(self, figure: float) -> tuple[float | None, list[float]]:
         """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
 
-        The mean is NaN where each step was left out.
+        The mean is None where each step was left out.
         """
         assert self._sum is not None, "a step comes before each logging step"
         loss, *figures = self._total({"loss": self._sum, **self._by_rank(figure)}).values()
-        mean = loss / self._steps if self._steps else math.nan
+        mean = loss / self._steps if self._steps else None
+        self.taken, self._losses = self._losses, []
         self._sum, self._steps, self._before = None, 0, 0.0
         return mean, figures
 

@@ -1,0 +1,110 @@
+"""A loss that is not finite: when the attempt ends, what it says, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist import test_trainer as trainer
+from tests.dist.ranks import run_ranks
+from tests.dist.test_rollback import spoilt
+from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import TrainConfig
+from toolkit.data.permutation import Order
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
+
+pytestmark = pytest.mark.dist
+
+#: 10 steps, saved after 4, 8 and 10; the mean of two steps is logged after 2, 4, 6, 8, 10.
+STOP = replace(CONFIG, log_every=2)
+WARN = replace(STOP, on_nan="warn")
+
+
+def bursting() -> nn.Module:
+    """Its gradient is not finite in step 5, though all outputs are; the first pass is that of priming."""
+    model, passes = trainer.plain_model(), itertools.count(-1)
+    model[1].weight.register_hook(lambda gradient: gradient * torch.inf if next(passes) == 5 else gradient)
+    return model
+
+
+def run(session: Session, run_dir: Path, attempt: int, config: TrainConfig, *bad: int, model: Any = None) -> Any:
+    """In a process group that has had others; ``attempt`` keeps their messages apart."""
+    with spoilt(bad):
+        try:
+            here = replace(session, attempt=attempt)
+            return trainer.train(here, run_dir, config, model or trainer.plain_model)[0]
+        except ConfigError as error:
+            return str(error)
+
+
+def stories(session: Session, folder: Path) -> dict[str, Any]:
+    return {
+        "stop": run(session, folder / "stop", 1, STOP, 5),
+        "diverged": run(session, folder / "diverged", 2, STOP, model=bursting),
+        "last": run(session, folder / "last", 3, STOP, 9),
+        "warn": run(session, folder / "warn", 4, WARN, 5),
+        "skip": run(session, folder / "skip", 5, replace(STOP, skip_bad_steps=True), 4, 5, 6, 7),
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("stories")
+    return folder, run_ranks(2, stories, folder, limit_s=240.0)
+
+
+def saved(run_dir: Path) -> dict[int, bool]:
+    """The steps of the checkpoints, newest first, and whether their weights are finite, as they say and as they are."""
+    store, found = CheckpointStore(run_dir / "checkpoints"), {}
+    for path in store.list():
+        manifest = store.verify(path)
+        found[manifest.step] = bool(manifest.meta["finite"])
+    return found
+
+
+def test_at_the_second_mean_that_is_not_finite_an_attempt_ends_and_names_step_samples_and_layer(told: Any) -> None:
+    folder, ranks = told
+    samples = Order(SAMPLES, CONFIG.seed).at(torch.arange(5 * BATCH, 6 * BATCH).numpy()).tolist()
+    first = ", ".join(map(str, samples[:8]))
+    for rank in ranks:
+        assert rank["stop"].startswith(
+            f"train.on_nan: the loss is not finite since step 5 (samples {first} and 12 more); with the weights of the "
+            "checkpoint of step 4 the first output for these samples that is not finite is that of 0. Look at"
+        )
+    assert saved(folder / "stop") == {4: True}
+    assert list(logged(folder / "stop", "train/lr")) == [2, 4, 6]
+
+
+def test_of_a_training_that_diverged_no_layer_is_blamed(told: Any) -> None:
+    for rank in told[1]:
+        assert "the loss is not finite since step 6 (samples" in rank["diverged"]
+        assert "with the weights of the checkpoint of step 4 all layers give finite values" in rank["diverged"]
+    assert saved(told[0] / "diverged") == {4: True}
+
+
+def test_a_run_is_not_completed_with_weights_that_are_not_finite(told: Any) -> None:
+    for rank in told[1]:
+        assert rank["last"].startswith("train.on_nan: the loss is not finite since step 9")
+    assert saved(told[0] / "last") == {8: True, 4: True}
+
+
+def test_a_run_that_is_only_warned_trains_on_and_keeps_the_last_finite_checkpoint(told: Any) -> None:
+    for rank in told[1]:
+        assert rank["warn"].step == 10
+        assert rank["warn"].metrics["train/not_finite"] == 3
+    assert saved(told[0] / "warn") == {10: False, 8: False, 4: True}
+
+
+def test_steps_that_are_left_out_are_no_loss_that_is_not_finite(told: Any) -> None:
+    for rank in told[1]:
+        assert rank["skip"].step == 10
+        assert rank["skip"].metrics["train/skipped_steps"] == 4
+        assert "train/not_finite" not in rank["skip"].metrics

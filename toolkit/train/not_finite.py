@@ -1,0 +1,129 @@
+"""`train.on_nan`: a training whose loss is not finite ends, instead of training on with weights that are worth nothing.
+
+The loop asks at logging steps and before saves, where the host waits for the device anyway. One mean that is not finite
+is a warning; at the second in a row the attempt fails, and names the step, its samples, and the first layer whose
+output is not finite, with the weights of the last checkpoint. The same steps would follow again from there, so the run
+is given up. Weights that are not finite are not saved: the newest checkpoint stays one to go on from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit import activity, logs
+from toolkit.config import TrainConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.errors import ConfigError, listing
+from toolkit.strategies.protocol import InRounds, Strategy
+from toolkit.train.seeds import reseed
+
+log = logs.get(__name__)
+
+
+class Loader(Protocol):
+    """What is needed of the loader."""
+
+    def at(self, step: int) -> Batch | None: ...
+
+    def global_samples(self, step: int) -> list[int]: ...
+
+
+class NotFinite:
+    """Watches the loss and the weights; every rank makes the same calls and comes to the same conclusion.
+
+    ``roll_back(step, newest)`` is that of the run's checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        session: Session,
+        strategy: Strategy,
+        loader: Loader,
+        roll_back: Callable[[int, int], int | None],
+    ) -> None:
+        self.stops = config.on_nan == "stop"
+        self.count = 0  #: of logging steps whose mean loss was not finite, in the whole run
+        self._seed = config.seed
+        self._activity = session.activity
+        self._strategy, self._loader, self._roll_back = strategy, loader, roll_back
+        self._row = 0
+        self._since: int | None = None  #: the first step of the row
+
+    def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
+        """Hear that ``loss`` is the mean of ``losses``, this rank's parts in the steps before ``step``.
+
+        Raises ConfigError, with ``train.on_nan: stop``, at the second mean in a row that is not finite.
+        """
+        if math.isfinite(loss):
+            self._row, self._since = 0, None
+            return
+        self._row, self.count = self._row + 1, self.count + 1
+        if self._row == 1:
+            self._since = self._first(step, losses)
+            log.warning("the loss is %s since step %d (samples %s)", loss, self._since, self._samples(self._since))
+        elif self.stops:
+            self.refuse(step)
+
+    def weights_are_finite(self) -> bool:
+        """Whether all weights are, on all ranks; a collective, and a host sync."""
+        return self._strategy.sum({"bad": float(bool(bad_weights(self._strategy)))})["bad"] == 0
+
+    def refuse(self, step: int) -> NoReturn:
+        """Raise ConfigError after ``step`` steps; all ranks load a checkpoint for it."""
+        what = "the weights are not finite after the last step"
+        if self._since is not None:
+            what = f"the loss is not finite since step {self._since} (samples {self._samples(self._since)})"
+        raise ConfigError(
+            f"train.on_nan: {what}; {self._cause(step)}. Look at these samples and at optim.lr, optim.warmup_steps and "
+            "train.clip_norm, or set train.skip_bad_steps: true, then resume; train.on_nan: warn trains on"
+        )
+
+    def _first(self, step: int, losses: list[Tensor]) -> int:
+        """The step in which the loss was not finite for the first time; a collective."""
+        totals = self._strategy.sum({str(index): loss for index, loss in enumerate(losses)})
+        first = next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
+        return step - len(losses) + first
+
+    def _samples(self, step: int) -> str:
+        return listing(list(map(str, self._loader.global_samples(step))), 8)
+
+    def _cause(self, step: int) -> str:
+        """What is wrong, as the end of a sentence: the layer, where a strategy can tell and there is a checkpoint."""
+        found = bad_weights(self._strategy)
+        now = f"of this rank's weights {len(found)} are not finite: {listing(found, 3)}" if found else "the weights are"
+        first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
+        if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
+            return now
+        self._activity.phase = activity.LOADING
+        to = self._roll_back(step, self._since)
+        try:
+            batch = self._loader.at(self._since)
+        except ValueError:  # a stream does not go back
+            return now
+        reseed(self._seed, self._since, self._strategy.share.index)
+        layer = first_bad_layer(batch)
+        weights = "the weights as they are now" if to is None else f"the weights of the checkpoint of step {to}"
+        if layer is None:
+            return f"with {weights} all layers give finite values for these samples: the training has diverged since"
+        return f"with {weights} the first output for these samples that is not finite is that of {layer}"
+
+
+def bad_weights(strategy: Strategy) -> list[str]:
+    """Return the names of this rank's weights, or parts of weights, that are not finite; a host sync."""
+    live = {
+        name.removeprefix("weights/"): value
+        for name, value in strategy.live().items()
+        if name.startswith("weights/") and value.is_floating_point() and value.numel()
+    }
+    if not live:
+        return []
+    largest = torch._foreach_norm([value.detach() for value in live.values()], math.inf)  # the largest, or NaN
+    is_finite = torch.stack([value.double() for value in largest]).isfinite().tolist()
+    return [name for name, fine in zip(live, is_finite, strict=True) if not fine]
