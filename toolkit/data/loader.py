@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
 from toolkit.data.workers import PREFETCH, InlineSource, Reader, Samples, WorkerSource
@@ -63,6 +64,7 @@ class Loader:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``split`` is global, or what split.py knows; ``balances``: the loop may :meth:`cut` the batches anew."""
+        self._dataset = dataset
         self.dataset_size = len(dataset)
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
@@ -118,6 +120,10 @@ class Loader:
         """A checkpoint needs nothing of it, for the step says all; with a split, by how many parts the data are split:
         on another number of ranks they would be other parts."""
         return None if self._parts is None else {"parts": self._parts}
+
+    def fingerprint(self) -> str | None:
+        """What the data set is, see fingerprint.py; of one of which ranks may have a part only (a split) its size."""
+        return fingerprint(self._dataset) if self._parts is None else f"{self.dataset_size} samples"
 
     def global_samples(self, step: int) -> list[int]:
         """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.data.fingerprint import digest
 from toolkit.data.permutation import Indices, hash64, mix_array
 
 
@@ -113,6 +114,10 @@ class Augmented:
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         inputs, target = self._dataset[index]
         return self._transform(inputs), target
+
+    def fingerprint(self) -> str:
+        """See :mod:`toolkit.data.fingerprint`."""
+        return digest(self._dataset)
 
 
 class RandomShift:

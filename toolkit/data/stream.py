@@ -144,6 +144,10 @@ class StreamLoader:
     def cut(self, step: int, counts: Sequence[int]) -> None:
         raise AssertionError("streams keep their shares")
 
+    def fingerprint(self) -> str | None:
+        """None: a stream does not tell what it holds, and each rank has another one."""
+        return None
+
     def global_samples(self, step: int) -> list[int]:
         """Which samples all streams together give in ``step``: their positions."""
         return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))

@@ -67,6 +67,9 @@ class Batches(Protocol):
     def part(self, step: int, share: Share) -> Batch:
         """``at(step)`` of the rank that holds ``share``."""
 
+    def fingerprint(self) -> str | None:
+        """What the data set is, in words that are equal for the same one; None where it cannot be told."""
+
     def global_samples(self, step: int) -> list[int]:
         """Which samples all ranks together get in ``step``."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from toolkit import activity, logs, trust
 from toolkit.checkpoint import policy
@@ -22,9 +25,10 @@ from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, goes_on_with, value_of
+from toolkit.dist.collectives import gather_rows
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import CheckpointError, ConfigError, listing
 from toolkit.rundir import RunDir
 from toolkit.strategies.protocol import REPLICA, InRounds, Strategy
 
@@ -32,6 +36,8 @@ from toolkit.strategies.protocol import REPLICA, InRounds, Strategy
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
 MESH = "strategy.mesh"
+#: In a checkpoint's identity: which data set the order of samples is one of.
+DATA = "the data set"
 #: What the ranks agree on when it is time for a save.
 SAVE = "save"
 
@@ -54,7 +60,7 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
         values = "; ".join(f"{key} was {saved[key]!r} and is now {current[key]!r}" for key in changed)
         raise ConfigError(
             f"{where} cannot be continued: {values}. Set {'them' if len(changed) > 1 else 'it'} back, "
-            "or start a new run with `toolkit submit`"
+            f"or start a new run with `toolkit submit` (from these weights: model.init_from={where})"
         )
 
 
@@ -83,6 +89,8 @@ class Stateful(Protocol):
     def state(self) -> Json: ...
 
     def restore(self, state: Json) -> None: ...
+
+    def fingerprint(self) -> str | None: ...
 
 
 class Checkpoints:
@@ -124,8 +132,15 @@ class Checkpoints:
         self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
 
     def include(self, loader: Stateful) -> None:
-        """Save where ``loader`` stands with the strategy's state, and put it there again."""
+        """Save where ``loader`` stands with the strategy's state, and put it there again.
+
+        Every rank calls it. Raises ConfigError, on all of them, where some have another data set than the others.
+        """
         self._loader = loader
+        data = loader.fingerprint()
+        if data is not None:
+            _refuse_different_data(self._session, data)
+            self._meta["identity"] = {**_mapping(self._meta["identity"]), DATA: data}
 
     def _state(self) -> State:
         position = None if self._loader is None else self._loader.state()
@@ -400,6 +415,29 @@ class Checkpoints:
         if changed and self._session.is_main:
             log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
                         "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _refuse_different_data(session: Session, data: str) -> None:
+    """Compare what all ranks have; before the first step, where one with fewer samples would leave the others waiting.
+
+    A folder that is listed while files arrive, or a stale copy on a node's own disk, gives ranks different sets.
+    """
+    if session.world_size == 1 or not dist.is_initialized():
+        return
+    size = int(data.split()[0])
+    row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=session.device)
+    rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
+    usual = Counter(rows).most_common(1)[0][0]
+    others = [
+        f"rank {rank} has {found[0]} samples{', but others' if found[0] == usual[0] else ''}"
+        for rank, found in enumerate(rows)
+        if found != usual
+    ]
+    if others:
+        raise ConfigError(
+            f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. See "
+            "that all nodes have the same files (data.root) and that none is being written, then start again"
+        )
 
 
 def _is_inside_a_round(manifest: Manifest) -> bool:

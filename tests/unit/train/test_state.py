@@ -102,6 +102,34 @@ def full_disk() -> Iterator[Disk]:
 REACHED = {"samples": 640}
 
 
+def loader_of(data: str | None) -> Any:
+    return SimpleNamespace(fingerprint=lambda: data, state=lambda: None, restore=lambda state: None)
+
+
+@pytest.mark.parametrize("data", ["110 samples, 0a1b2c3d", "100 samples, 99999999"])
+def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path: Path, data: str) -> None:
+    """With another number of samples each position is another sample: some would come twice, some never."""
+    checkpoints.include(loader_of("100 samples, 0a1b2c3d"))
+    checkpoints.save(10, REACHED)
+    checkpoints.include(loader_of(data))
+    with pytest.raises(ConfigError) as caught:
+        checkpoints.resume()
+    assert f"the data set was '100 samples, 0a1b2c3d' and is now '{data}'. Set it back, or start" in str(caught.value)
+    assert f"model.init_from={tmp_path}/checkpoints/step-00000010" in str(caught.value)
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_resumed_and_the_next_one_does(checkpoints: Checkpoints) -> None:
+    checkpoints.save(10, REACHED)
+    checkpoints.include(loader_of("100 samples"))
+    checkpoints._strategy.loaded = lambda values: None  # type: ignore[method-assign]
+    loaded = checkpoints.resume()
+    assert loaded is not None
+    checkpoints.save(20, REACHED)
+    checkpoints.include(loader_of("110 samples"))
+    with pytest.raises(ConfigError, match="the data set was '100 samples'"):
+        checkpoints.resume()
+
+
 def test_a_save_that_fails_is_logged_and_the_training_goes_on(
     checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,51 @@
+"""What a data set is, in a few words: by which a resume, and each rank, can tell that it has the same one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+#: Of a data set in memory so many samples are looked at, of a list of files so many names; all evenly spaced.
+SAMPLES, NAMES = 64, 10_000
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return the number of samples and, where ``dataset`` offers that cheaply, a digest of some of its content.
+
+    The content is what a method ``fingerprint() -> str`` of its own says; else the names and classes of files that it
+    lists as torchvision's folders do; else of one that gives batches the classes, and inputs that are integers. (What
+    is computed in floating point may differ in the last bit from one processor to the next.)
+    """
+    content = digest(dataset)
+    return f"{len(dataset)} samples{f', {content}' if content else ''}"
+
+
+def digest(dataset: Any) -> str:
+    """Return the content's part of :func:`fingerprint`; empty where a data set offers nothing."""
+    if callable(own := getattr(dataset, "fingerprint", None)):
+        return str(own())
+    files = getattr(dataset, "samples", None)
+    if isinstance(files, list) and files and isinstance(files[0], tuple) and files[0] and isinstance(files[0][0], str):
+        root = str(getattr(dataset, "root", ""))
+        return _crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
+    if not callable(batch := getattr(dataset, "batch", None)) or not len(dataset):
+        return ""
+    tensors: Sequence[Tensor] = batch(np.array(_some(range(len(dataset)), SAMPLES)))
+    whole = [value for value in tensors if not (value.is_floating_point() or value.is_complex())]
+    return _crc([value.contiguous().numpy().tobytes() for value in whole]) if whole else ""
+
+
+def _some(items: Sequence[Any], most: int) -> list[Any]:
+    count = min(len(items), most)
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def _crc(parts: list[bytes]) -> str:
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"
