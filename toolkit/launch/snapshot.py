@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import stat
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 
-from toolkit import fsio, logs
-from toolkit.errors import RequestError
+from toolkit import fsio, logs, rundir
+from toolkit.errors import RequestError, listing
 
 MAX_BYTES = 200 * 2**20
 #: Left out where no git says what belongs to the project: these anywhere, ...
 SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 #: ... and these at the top only: further down, `data` is a package as likely as data.
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
+#: Never copied, also where git tracks them: programs keep passwords, keys and tokens in files of these names.
+SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", "gcloud", ".huggingface"}
+SECRET_FILES = (
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".pypirc", ".npmrc", ".htpasswd",
+    ".git-credentials", ".boto", ".s3cfg", "rclone.conf", ".cdsapirc", "kaggle.json", "credentials", "credentials.json",
+    "secrets.*", "client_secret*.json", "service-account*.json", "token", "token.txt", ".token", "*.token", "*_history",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keytab",
+)  # fmt: skip
+NO_SECRETS = (".env.example", ".env.sample", ".env.template", "secrets.py")
+#: What Slurm writes into the folder of an sbatch.
+SLURM_OUTPUTS = ("slurm-*.out", "slurm-*.err")
 
 log = logs.get(__name__)
 
@@ -23,20 +37,30 @@ log = logs.get(__name__)
 def take(project: Path, code: Path) -> None:
     """Copy the project's sources into ``code`` with a note of the git revision and the uncommitted diff beside them.
 
-    In a git checkout the project is what git tracks plus what it would not ignore; elsewhere every file outside
-    well-known build and data folders. An existing copy is kept: a restarted job runs what it ran before. Raises
-    RequestError above 200 MiB, naming the largest files.
+    In a git checkout the project is what git tracks plus what it would not ignore, submodules and other repositories in
+    it included; elsewhere every file outside well-known build and data folders. Secrets, runs and Slurm's outputs are
+    never copied. What else is left out is logged and noted. An existing copy is kept: a restarted job runs what it ran
+    before. Raises RequestError above 200 MiB, naming the largest files.
     """
     if code.exists():
         return
-    files = list(_project_files(project))
-    _check_size(project, files)
+    sources = _Sources(project)
+    sources.refuse_if_large()
     partial = code.with_name("code.partial")
     shutil.rmtree(partial, ignore_errors=True)
     fsio.make_dir(partial)
-    for name in files:
-        _copy(project / name, partial / name)
-    _note_revision(project, partial)
+    for name, path in sources.files.items():
+        _copy(path, partial / name)
+    for name, target in sources.links.items():
+        fsio.make_dir((partial / name).parent)
+        (partial / name).symlink_to(target)
+        if not (partial / name).exists():
+            sources.left_out[name] = f"a link to {target}, which is not copied"
+    if sources.left_out:
+        log.warning(
+            "not copied with the sources: %s", listing([f"{n} ({why})" for n, why in sources.left_out.items()], 50)
+        )
+    _note_revision(project, partial, sources.left_out)
     fsio.rename_dir(partial, code)
 
 
@@ -49,41 +73,129 @@ def environment(code: Path, environ: dict[str, str] | os._Environ[str]) -> dict[
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def _git(project: Path, *args: str) -> str | None:
+def _git(folder: Path, *args: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(project), *args], capture_output=True, text=True, timeout=60, errors="surrogateescape"
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=60, errors="surrogateescape"
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-def _project_files(project: Path) -> Iterator[str]:
-    """What git tracks, in submodules too, and would track. Where git lists nothing (a folder that a repository around
-    it ignores) or refuses (one that belongs to somebody else), what lies there."""
-    tracked = _git(project, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
-    others = _git(project, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    names = dict.fromkeys((tracked + others).split("\0")) if tracked or others else _walk(project)
-    return (name for name in names if name and (project / name).is_file())
+class _Sources:
+    """What belongs to a project, by its name in the copy."""
+
+    def __init__(self, project: Path) -> None:
+        self.files: dict[str, Path] = {}
+        self.links: dict[str, str] = {}  #: of folders within the project: the target
+        self.left_out: dict[str, str] = {}  #: and why
+        self._project = project.resolve()
+        runs = rundir.runs_root().resolve()
+        is_inside = runs != self._project and runs.is_relative_to(self._project)
+        self._runs = f"{runs.relative_to(self._project)}/" if is_inside else None
+        self._copied = {self._project: ""}  #: folders, with their names in the copy
+        self._sizes: list[tuple[int, str]] = []
+        self._add_all(project, "")
+
+    def _add_all(self, folder: Path, prefix: str) -> None:
+        for name in _names(folder, is_top=not prefix):
+            self._add(folder / name, prefix + name)
+
+    def _add(self, path: Path, name: str) -> None:
+        if (self._runs and f"{name}/".startswith(self._runs)) or _matches(path.name, SLURM_OUTPUTS):
+            return
+        with contextlib.suppress(FileNotFoundError):  # git tracks it, and it has been deleted
+            mode = path.lstat().st_mode
+            is_link = stat.S_ISLNK(mode)
+            secret = _secret(name) or (is_link and _secret(str(path.resolve())) and name)
+            if secret or _is_private_key(path):
+                self.left_out[secret or name] = "may hold secrets"
+            elif stat.S_ISREG(mode) or (is_link and path.is_file()):
+                self._add_file(path, name)
+            elif is_link:
+                self._add_link(path, name)
+            elif stat.S_ISDIR(mode):  # a repository in this one, a submodule or not
+                before = len(self.files)
+                self._add_all(path, f"{name}/")
+                if len(self.files) == before:
+                    self.left_out[name] = "an empty repository; `git submodule update --init` fills a submodule"
+
+    def _add_file(self, path: Path, name: str) -> None:
+        self.files[name] = path
+        self._sizes.append((path.stat().st_size, name))
+
+    def refuse_if_large(self) -> None:
+        """RequestError that names the largest files."""
+        total = sum(size for size, _ in self._sizes)
+        if total > MAX_BYTES:
+            largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in sorted(self._sizes)[:-4:-1])
+            raise RequestError(
+                f"{self._project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
+                f"list data and outputs in .gitignore; the largest: {largest}"
+            )
+
+    def _add_link(self, path: Path, name: str) -> None:
+        """A link within what is copied stays one. A package outside is copied; anything else, such as data, is not."""
+        target = path.resolve()
+        for real, prefix in self._copied.items():
+            if target.is_relative_to(real):
+                self.links[name] = os.path.relpath(PurePath(prefix, target.relative_to(real)), PurePath(name).parent)
+                return
+        if not target.is_dir():
+            self.left_out[name] = "a link that leads nowhere"
+        elif self._project.is_relative_to(target) or not _holds_python(target):
+            self.left_out[name] = f"a link to {target}, which is no Python package"
+        else:
+            self._copied[target] = name
+            self._add_all(path, f"{name}/")
 
 
-def _walk(project: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(project):
-        skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS if Path(folder) == project else SKIPPED_DIRS
-        folders[:] = [name for name in folders if name not in skipped]
-        yield from (str((Path(folder) / name).relative_to(project)) for name in files)
+def _names(folder: Path, *, is_top: bool) -> Iterator[str]:
+    """What git tracks and would track: files, links, and folders that are repositories of their own.
+
+    Where git lists nothing (a folder that a repository around it ignores) or refuses (one that belongs to somebody
+    else), what lies there.
+    """
+    tracked = _git(folder, "ls-files", "--cached", "-z") or ""
+    others = _git(folder, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    names = (name.rstrip("/") for name in (tracked + others).split("\0"))
+    # of a submodule that was never filled git says "./"
+    return iter(dict.fromkeys(name for name in names if name not in ("", ".")) or _walk(folder, is_top))
 
 
-def _check_size(project: Path, files: list[str]) -> None:
-    sizes = sorted(((project / name).stat().st_size, name) for name in files)
-    total = sum(size for size, _ in sizes)
-    if total > MAX_BYTES:
-        largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in sizes[:-4:-1])
-        raise RequestError(
-            f"{project}: the sources to copy are {total / 2**20:.0f} MiB, more than {MAX_BYTES // 2**20}; "
-            f"list data and outputs in .gitignore; the largest: {largest}"
-        )
+def _walk(top: Path, is_top: bool) -> Iterator[str]:
+    for folder, folders, files in os.walk(top):
+        here = Path(folder)
+        skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS if is_top and here == top else SKIPPED_DIRS
+        links = [name for name in folders if (here / name).is_symlink()]
+        folders[:] = [name for name in folders if name not in skipped and name not in links]
+        yield from (str((here / name).relative_to(top)) for name in sorted([*files, *links]) if name not in skipped)
+
+
+def _secret(name: str) -> str | None:
+    """The part of ``name`` that programs keep secrets in, from the top on; None if it has none."""
+    path = PurePath(name)
+    for number, part in enumerate(path.parts, 1):
+        if part in SECRET_DIRS:
+            return str(PurePath(*path.parts[:number]))
+    return name if _matches(path.name, SECRET_FILES) and not _matches(path.name, NO_SECRETS) else None
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_private_key(path: Path) -> bool:
+    """Certificates, which anybody may read, have the same suffix."""
+    if path.suffix != ".pem" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b"PRIVATE KEY" in file.read(1 << 16)
+
+
+def _holds_python(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in ("*.py", "*/__init__.py"))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -92,11 +204,13 @@ def _copy(source: Path, target: Path) -> None:
     target.chmod(0o700 if os.access(source, os.X_OK) else fsio.FILE_MODE)
 
 
-def _note_revision(project: Path, code: Path) -> None:
-    """``SNAPSHOT.json`` and ``SNAPSHOT.diff``: which commit this is, and what was changed since."""
+def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> None:
+    """``SNAPSHOT.json`` and ``SNAPSHOT.diff``: which commit this is, and what was changed since, without secrets."""
     revision = _git(project, "rev-parse", "HEAD")
-    diff = _git(project, "diff", "HEAD") if revision else None
-    note = {"project": str(project), "git_sha": revision and revision.strip(), "dirty": bool(diff)}
-    fsio.write_json(code / "SNAPSHOT.json", note)
+    changed = (_git(project, "diff", "--name-only", "-z", "HEAD") or "") if revision else ""
+    secret = [f":(exclude,top,literal){name}" for name in changed.split("\0") if _secret(name)]
+    diff = _git(project, "diff", "HEAD", "--", ":/", *secret) if changed else None
+    note = {"project": str(project), "git_sha": revision and revision.strip(), "dirty": bool(changed)}
+    fsio.write_json(code / "SNAPSHOT.json", {**note, "left_out": left_out})
     if diff:
         fsio.write_atomic(code / "SNAPSHOT.diff", diff.encode(errors="surrogateescape"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -105,3 +106,120 @@ def test_the_files_of_a_submodule_are_copied(project: Path, tmp_path: Path) -> N
     git(project, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendored")
     snapshot.take(project, tmp_path / "run/code")
     assert (tmp_path / "run/code/vendored/lib.py").exists()
+
+
+SECRETS = [
+    ".env",
+    ".env.local",
+    ".netrc",
+    ".ssh/id_rsa",
+    ".ssh/config",
+    ".aws/credentials",
+    "id_ed25519",
+    "deploy.key",
+    "sub/token.txt",
+    "secrets.yaml",
+    "kaggle.json",
+    "own.pem",
+]
+HARMLESS = [".env.example", "ca.pem", "jobs/tokens.py", "environment.yml", "jobs/secrets.py"]
+
+
+def copied(code: Path) -> set[str]:
+    """Every file in the copy, by way of links too."""
+    found = [Path(folder) / name for folder, _, names in os.walk(code, followlinks=True) for name in names]
+    return {str(path.relative_to(code)) for path in found} - {"SNAPSHOT.json", "SNAPSHOT.diff"}
+
+
+@pytest.mark.parametrize("tracked", [True, False], ids=["git tracks them", "no git"])
+def test_no_secret_is_copied_and_each_is_named(
+    project: Path, tmp_path: Path, tracked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in SECRETS + HARMLESS:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("hunter2 -----BEGIN PRIVATE KEY-----" if name in SECRETS else "nothing\n")
+    (project / "settings").symlink_to(".env")
+    if tracked:
+        git(project, "init", "-q")
+        git(project, "add", "-Af")
+        git(project, "commit", "-qm", "first")
+        (project / ".env").write_text("hunter2 again")
+    code = tmp_path / "run/code"
+    snapshot.take(project, code)
+    assert copied(code) == {"jobs/a.py", "run.sh", ".gitignore", "weights.bin", *HARMLESS}
+    everything = b"".join(path.read_bytes() for path in code.rglob("*") if path.is_file())
+    assert b"hunter2" not in everything
+    left_out = json.loads((code / "SNAPSHOT.json").read_text())["left_out"]
+    assert {".env", ".ssh", ".aws", "own.pem", "settings"} <= left_out.keys()
+    assert all(f"{name} (may hold secrets)" in caplog.text for name in (".env", ".ssh", ".aws"))
+
+
+@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
+def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
+    project: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside, data = tmp_path / "shared" / "lib", tmp_path / "images"
+    for folder in (outside / "inner", data):
+        folder.mkdir(parents=True)
+    (outside / "__init__.py").write_text("L = 1\n")
+    (outside / "inner/deep.py").write_text("D = 1\n")
+    (outside / "back").symlink_to(project)
+    (outside / "self").symlink_to(outside)
+    (data / "0.png").write_text("x")
+    (project / "jobs/loop").symlink_to(".")
+    (project / "alias").symlink_to("jobs")
+    for name, target in {"lib": outside, "twice": outside, "images": data, "all": "/", "gone": "/not/there"}.items():
+        (project / name).symlink_to(target)
+    if with_git:
+        git(project, "init", "-q")
+    code = tmp_path / "run/code"
+    snapshot.take(project, code)
+    assert (code / "lib/inner/deep.py").read_text() == "D = 1\n"
+    assert (code / "alias/a.py").read_text() == "A = 1\n"
+    assert (code / "alias").readlink() == Path("jobs")
+    assert (code / "twice/inner/deep.py").samefile(code / "lib/inner/deep.py")
+    assert (code / "lib/back/run.sh").samefile(code / "run.sh")
+    assert all(not path.is_symlink() or path.resolve().is_relative_to(code) for path in code.rglob("*"))
+    left_out = json.loads((code / "SNAPSHOT.json").read_text())["left_out"]
+    assert left_out.keys() == {"images", "all", "gone"}
+    assert f"images (a link to {data}, which is no Python package)" in caplog.text
+
+
+def test_a_repository_in_the_project_is_copied_and_an_empty_submodule_is_named(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Git lists neither as files: the job died at its import, after hours in the queue."""
+    library = tmp_path / "library"
+    for folder in (library, project / "nested"):
+        folder.mkdir()
+        (folder / "lib.py").write_text("L = 1\n")
+        (folder / "junk.bin").write_text("x")
+        (folder / ".gitignore").write_text("*.bin\n")
+        git(folder, "init", "-q")
+    git(library, "add", "-A")
+    git(library, "commit", "-qm", "first")
+    git(project, "init", "-q")
+    for name in ("filled", "empty"):
+        git(project, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), name)
+    git(project, "submodule", "--quiet", "deinit", "-f", "empty")
+    (project / "filled/new.py").write_text("N = 1\n")
+    code = tmp_path / "run/code"
+    snapshot.take(project, code)
+    wanted = {"nested/lib.py", "nested/.gitignore", "filled/lib.py", "filled/new.py", "filled/.gitignore"}
+    assert copied(code) == {"jobs/a.py", "run.sh", ".gitignore", ".gitmodules", *wanted}
+    assert "empty (an empty repository; `git submodule update --init` fills a submodule)" in caplog.text
+
+
+@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
+def test_neither_runs_nor_slurms_outputs_are_copied(
+    project: Path, tmp_path: Path, with_git: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(project / "out/of"))
+    for name in ("out/of/digits/1/code/x.py", "out/of/digits/1/logs/a.log", "slurm-17.out", "out/often.py"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    if with_git:
+        git(project, "init", "-q")
+    snapshot.take(project, project / "out/of/digits/2/code")
+    found = copied(project / "out/of/digits/2/code") - {"weights.bin"}
+    assert found == {"jobs/a.py", "run.sh", ".gitignore", "out/often.py"}
