@@ -146,8 +146,7 @@ def new_path(path: Path) -> Iterator[Path]:
     try:
         _refuse_existing(path)
         yield temporary
-        temporary.chmod(DIR_MODE if temporary.is_dir() else FILE_MODE)
-        _sync(temporary)
+        _close_and_sync(temporary)
         _refuse_existing(path)
         temporary.rename(path)
     except BaseException:
@@ -161,8 +160,10 @@ def _refuse_existing(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
-def _sync(path: Path) -> None:
+def _close_and_sync(path: Path) -> None:
+    """Make what a library has written there private, and flush it: torch's DCP writes files with the user's umask."""
     for each in (*(path.rglob("*") if path.is_dir() else ()), path):
+        each.chmod(DIR_MODE if each.is_dir() else FILE_MODE)
         fd = os.open(each, os.O_RDONLY)
         try:
             os.fsync(fd)

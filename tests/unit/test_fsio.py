@@ -35,6 +35,18 @@ def test_modes_are_private_under_any_umask(tmp_path: Path, umask: int) -> None:
     assert [mode(folder / "file"), mode(folder / "lines")] == [0o600, 0o600]
 
 
+def test_what_a_library_writes_into_a_new_folder_is_private_too(tmp_path: Path) -> None:
+    """torch's DCP writes its files with the user's umask."""
+    before = os.umask(0)
+    try:
+        with fsio.new_path(tmp_path / "out") as path:
+            (path / "deep").mkdir(parents=True)
+            (path / "deep/file").write_text("x")
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path / name) for name in ("out", "out/deep", "out/deep/file")] == [0o700, 0o700, 0o600]
+
+
 def test_a_failed_write_leaves_the_old_content_and_no_temporary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 from toolkit import fsio
 from toolkit.cluster import hostlist
-from toolkit.cluster.checks import LAUNCHER, Finding, Request, pairs, storage
+from toolkit.cluster.checks import LAUNCHER, TOKEN_VARIABLE, Finding, Request, pairs, storage
 from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
 from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
 from toolkit.errors import RequestError
@@ -96,7 +96,8 @@ def srun_step(environ: Mapping[str, str]) -> Start:
         host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what we want to know
         try:
             os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
-            variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+            hosts_path = f"/proc/self/fd/{host_file}"
+            variables = {**_with_token(step_environment(environ), request), "SLURM_HOSTFILE": hosts_path}
             step = Step(_command(request), hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
             return SubprocessTalk(srun_argv(step), variables, [host_file])
         finally:
@@ -109,7 +110,7 @@ def srun_job(options: Sequence[str], environ: Mapping[str, str]) -> Start:
     """Starts the checks on as many nodes as there are hosts, but on such as Slurm chooses, and waits until it has."""
 
     def start(request: Request, hosts: Sequence[str]) -> Talk:
-        talk = SubprocessTalk(srun_nodes_argv(_command(request), len(hosts), options), environ)
+        talk = SubprocessTalk(srun_nodes_argv(_command(request), len(hosts), options), _with_token(environ, request))
         talk.wait_for_a_word()
         return talk
 
@@ -118,14 +119,19 @@ def srun_job(options: Sequence[str], environ: Mapping[str, str]) -> Start:
 
 def this_machine(environ: Mapping[str, str]) -> Start:
     """Starts the checks here, without Slurm."""
-    return lambda request, _: SubprocessTalk(_command(request), environ)
+    return lambda request, _: SubprocessTalk(_command(request), _with_token(environ, request))
+
+
+def _with_token(environ: Mapping[str, str], request: Request) -> dict[str, str]:
+    return {**environ, TOKEN_VARIABLE: request.token}
 
 
 def _command(request: Request) -> list[str]:
     """``-S``: what is in site-packages takes longer to find than all checks together."""
+    asked = {name: value for name, value in asdict(request).items() if name != "token"}
     here = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {here!r}); from toolkit.cluster.checks.__main__ import main; main()"
-    return [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(request))]
+    return [sys.executable, "-I", "-S", "-c", code, json.dumps(asked)]
 
 
 class SubprocessTalk:

@@ -30,6 +30,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
 
     A failure is written into the run's logs as this rank's own words before it goes on to the caller.
     """
+    os.umask(0o077)  # libraries write into the run folder, too
     faulthandler.enable()
     signals.install()  # before anything slow: a stop signal during the imports must not kill
     place: Placement | None = None

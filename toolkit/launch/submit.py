@@ -359,8 +359,9 @@ def _validate(config: JobConfig, executor: str, project: Path, *, goes_on: bool 
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
     if config.job == configs.FOREIGN_JOB:  # a script that runs where it lies
         return
-    source = configs.job_source(config.job, project).resolve()
-    if not source.is_relative_to(project) and "site-packages" not in source.parts:
+    source = configs.job_source(config.job, project)  # perhaps by a link, which is copied with the package it leads to
+    is_inside = source.is_relative_to(project) or source.resolve().is_relative_to(project)
+    if not is_inside and "site-packages" not in source.parts:
         raise RequestError(
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import network
-from toolkit.cluster.checks import Finding, cpus, devices, host, pairs, storage
+from toolkit.cluster.checks import TOKEN_VARIABLE, Finding, cpus, devices, host, pairs, storage
 from toolkit.cluster.checks.cpus import Process, Use
 from toolkit.errors import ToolkitError
 
@@ -422,11 +422,11 @@ def test_one_pair_alone_that_fails_may_be_either() -> None:
 
 def run_checks(**request: object) -> tuple[list[dict[str, object]], float]:
     """What one node says, run as on a node, and how long it took."""
-    content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1", "pairs": False}
+    content = {"folder": "/nowhere/.preflight", "cpus": [1], "peer": "127.0.0.1", "pairs": False}
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-m", "toolkit.cluster.checks", json.dumps(content | request)],
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: "word"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -456,7 +456,8 @@ def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
 
 def test_a_node_that_everybody_has_forgotten_leaves_by_itself() -> None:
     """Its caller keeps stdin open and says nothing, as one that was stopped would."""
-    content = {"folder": "/nowhere/x", "token": "word", "cpus": [1], "peer": "127.0.0.1", "limit_s": 1.0}
+    content = {"folder": "/nowhere/x", "cpus": [1], "peer": "127.0.0.1", "limit_s": 1.0}
     command = [sys.executable, "-S", "-P", "-m", "toolkit.cluster.checks", json.dumps(content)]
-    with subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stdin=-1, stdout=subprocess.DEVNULL) as node:
+    environ = {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: "word"}
+    with subprocess.Popen(command, env=environ, stdin=-1, stdout=subprocess.DEVNULL) as node:
         assert node.wait(timeout=30) == 0

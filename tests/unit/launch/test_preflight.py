@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cluster.checks import Request, pairs
+from toolkit.cluster.checks import TOKEN_VARIABLE, Request, pairs
 from toolkit.cluster.checks.verdict import Heard, Outcome, judge
 from toolkit.launch import preflight
 from toolkit.launch.preflight import Complaint, Ended, Report, Said, check_nodes
@@ -240,6 +240,30 @@ def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
 
     check_nodes(tmp_path, HOSTS, [2, 1, 2, 0], 3, environ={"SLURM_JOB_ID": "7"}, start=start)
     assert [asked[0].cpus_of(task) for task in range(4)] == [6, 3, 6, 6]
+
+
+@pytest.mark.parametrize("kind", ["step", "job", "this machine"])
+def test_the_token_of_a_check_is_in_no_command_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which any user of a node may read."""
+    started: list[tuple[Sequence[str], Mapping[str, str]]] = []
+
+    class Talk:
+        def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: object = ()) -> None:
+            started.append((argv, environ))
+
+        def wait_for_a_word(self) -> None: ...
+
+    monkeypatch.setattr(preflight, "SubprocessTalk", Talk)
+    environ = {"PATH": os.environ["PATH"]}
+    starts = {
+        "step": preflight.srun_step(environ),
+        "job": preflight.srun_job([], environ),
+        "this machine": preflight.this_machine(environ),
+    }
+    starts[kind](Request("/runs/x", "hunter2", [1]), ["n1", "n2"])
+    ((argv, given),) = started
+    assert "hunter2" not in " ".join(argv)
+    assert given[TOKEN_VARIABLE] == "hunter2"
 
 
 def test_this_machine_is_checked_for_real(tmp_path: Path) -> None:

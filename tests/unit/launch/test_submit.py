@@ -200,6 +200,15 @@ def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_p
         submit.dry_run("own.yaml", ["job=jobs.classify", "data.name=digits"], executor="local")
 
 
+def test_a_job_may_lie_in_a_package_that_is_linked_into_the_project(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    for name in ("__init__.py", "job.py"):
+        (project / "ownjobs" / name).rename(tmp_path / "lab" / name)
+    (project / "ownjobs").rmdir()
+    (project / "ownjobs").symlink_to(tmp_path / "lab")
+    submit.dry_run("own.yaml", executor="local")
+
+
 def test_the_project_may_be_another_folder_than_the_current_one(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks of one node, made on that node: ``python -m toolkit.cluster.checks REQUEST_JSON``.
+"""Checks of one node, made on that node: ``python -m toolkit.cluster.checks REQUEST_JSON``, token in the environment.
 
 `toolkit.launch.preflight` starts one such process on every node, at once, and judges what they say across the nodes.
 What one says is JSON, a line for each finding as soon as it is known, so that a check that hangs hides no other.
@@ -15,6 +15,8 @@ Severity = Literal["ok", "warning", "bad"]
 
 #: Where srun runs, which is where ranks find the store of their supervisor; or the first node of the step.
 LAUNCHER, FIRST_NODE = "launcher", "first node"
+#: Holds the request's token: any user of a node may read what stands in a command line.
+TOKEN_VARIABLE = "TOOLKIT_PREFLIGHT_TOKEN"
 #: All that a node does ends within this; the process leaves by itself a little later, whoever has forgotten it.
 LIMIT_S = 25.0
 

@@ -19,7 +19,19 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit.cluster import hostlist, network
-from toolkit.cluster.checks import FIRST_NODE, LAUNCHER, Finding, Request, cpus, devices, host, ok, pairs, storage
+from toolkit.cluster.checks import (
+    FIRST_NODE,
+    LAUNCHER,
+    TOKEN_VARIABLE,
+    Finding,
+    Request,
+    cpus,
+    devices,
+    host,
+    ok,
+    pairs,
+    storage,
+)
 
 #: How long a program or server of the node, and a file system, are waited for.
 ASKING_LIMIT_S = 15.0
@@ -204,7 +216,7 @@ def say(content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    Node(Request(**json.loads(sys.argv[1]))).talk()
+    Node(Request(**json.loads(sys.argv[1]), token=os.environ[TOKEN_VARIABLE])).talk()
     os._exit(0)  # a thread that hangs in the kernel would be waited for
 
 
