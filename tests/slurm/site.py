@@ -11,6 +11,7 @@ from typing import Any
 from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
+from toolkit.launch import ownership
 from toolkit.rundir import RunDir
 
 START_S = 60
@@ -75,8 +76,8 @@ class Site:
         return self.box.run(["sbatch", "--parsable", *what]).stdout.strip()
 
     def job_of(self, run: RunDir) -> str:
-        """The Slurm job that the run was submitted as, or that supervises it."""
-        return str((run.submission() or run.status())["job_id"])
+        """The Slurm job that the run was submitted as, or that supervises it now."""
+        return ownership.jobs_of(run)[0]
 
     def project(self, **jobs: str) -> Path:
         """A project of one's own, with these modules in its ``jobs`` package."""

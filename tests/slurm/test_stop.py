@@ -21,6 +21,7 @@ from tests.slurm.conftest import visit
 from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import newest_step
+from toolkit.launch import ownership
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
@@ -112,28 +113,80 @@ def came_back(run: RunDir) -> None:
     nothing_lost(run)
 
 
-def test_where_preemption_cancels_it_requeues_itself(site: Site) -> None:
+def test_where_preemption_cancels_a_follow_up_job_takes_over_though_nobody_could_say_a_word(site: Site) -> None:
+    """Without grace KillWait alone lies between the first signal and the end, and a busy batch host needs longer."""
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300", "cluster.partition=cancel")
     reached(run, 50)
+    first = site.job_of(run)
+    for pid, command in site.box.processes("node1"):
+        if "submitit.core._submit" in command:  # the supervisor and its guard
+            os.kill(pid, signal.SIGSTOP)
     site.preempt()
-    completed(site, run)
-    came_back(run)
-    assert len({a["job_id"] for a in run.attempts()}) == 1
+    assert site.box.wait_job(first, 60)["JobState"] == "PREEMPTED"
+    result = completed(site, run)
+    before, last = run.attempts()
+    assert (before["cause"], before["decision"], last["cause"]) == ("preempted", "requeue", "completed")
+    assert (result["step"], before["job_id"]) == (300, first)
+    assert last["job_id"] != first
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
 
 
-def test_where_requeue_is_forbidden_an_heir_takes_over(site: Site) -> None:
+@pytest.mark.soak
+def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=600", "cluster.partition=cancel")
+    for number in range(1, 4):
+        wait_for(lambda n=number: run.status().get("attempt") == n, END_S, f"attempt {number}")  # type: ignore[misc]
+        time.sleep(random.uniform(0.0, 12.0))
+        site.preempt()
+        attempts_of(run, number)
+    completed(site, run, 2 * END_S)
+    attempts = run.attempts()
+    assert len({a["job_id"] for a in attempts}) == len(attempts)
+    assert {a["decision"] for a in attempts[:-1]} == {"requeue"}
+
+
+def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) -> None:
     nodes = ["cluster.exclude=node4", "cluster.exclusive=true"]
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", *nodes, no_requeue=True)
+    run = submit(site, slow_project(site, 0.02), "train.max_steps=400", *nodes, no_requeue=True)
     reached(run, 50)
     ours = site.job_of(run)
     (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
     for asked in ("ExcNodeList", "OverSubscribe"):
         assert site.box.job(heir)[asked] == site.box.job(ours)[asked]
-    site.preempt()
-    completed(site, run)
-    came_back(run)
-    assert len({a["job_id"] for a in run.attempts()}) == len(run.attempts())
+    site.preempt(seconds=600)
+    attempts_of(run, 1)
+    site.box.wait_job(ours, 60)
+    # the follow-up job waits: it is the run's job, and nobody may start another one
+    status = site.run("toolkit", "status", run.id)
+    assert "requeued (PENDING" in status
+    assert f"  {heir}  " in status
+    assert "it can be resumed when it has ended" in site.run("toolkit", "resume", run.id, check=False)
+    site.box.run(["scancel", "--user=root"])  # whoever preempted us
+    # it runs: it is the one that is told, twice
+    wait_for(lambda: run.step() >= 100, END_S, "step 100")
+    assert site.job_of(run) == heir
+    assert "can be resumed when" in site.run("toolkit", "resume", run.id, check=False)
+    for _ in range(2):
+        site.run("toolkit", "stop", run.id)
+    assert wait_for(run.result, 60, "a result")["state"] == "stopped"
+    assert [(a["cause"], a["job_id"]) for a in run.attempts()] == [("preempted", ours), ("stopped", heir)]
+    nothing_lost(run)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
+    # resumed, taken away again, and its follow-up job cancelled: the run says what to do
+    site.run("toolkit", "resume", run.id)
+    wait_for(lambda: run.status().get("attempt") == 3, END_S, "attempt 3")
+    owner = ownership.read(run)
+    assert owner is not None
+    assert owner.follow_up is not None
+    site.run("scancel", owner.follow_up)
+    site.preempt(seconds=1)
+    attempts_of(run, 3)
+    site.box.wait_job(site.job_of(run), 60)
+    told = site.run("toolkit", "why", run.id)
+    assert f"`toolkit resume {run.id}` goes on" in told
+    site.run("toolkit", "resume", run.id, "--wait")
+    assert completed(site, run)["step"] == 400
+    nothing_lost(run)
 
 
 def test_an_heir_never_revives_a_cancelled_job(site: Site) -> None:
@@ -446,8 +499,8 @@ def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None
     came_back(run)
 
 
-def test_a_full_disk_is_waited_out(site: Site) -> None:
-    """One node, whose run folder is a small file system that is full for 30 s, checkpoints and metrics included."""
+def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> None:
+    """One node, whose run folder is a small file system that is full for 30 s while it trains, then while it starts."""
     project = slow_project(site, 0.02)
     site.run("mkdir", str(site.runs))
     node = {"node": "node1"}
@@ -470,10 +523,16 @@ def test_a_full_disk_is_waited_out(site: Site) -> None:
     fill = f"cat /dev/zero > {site.runs}/filler 2>/dev/null; true"
     site.box.run(["sh", "-c", fill], **node)
     time.sleep(30)
+    assert step() >= 100  # what was written last is still there
+    site.run("scontrol", "requeue", job)
+    again = lambda: site.box.job(job)["Restarts"] == "1" and site.box.job(job)["JobState"] == "RUNNING"  # noqa: E731
+    wait_for(again, END_S, "the job to start again")
+    output = site.folder / f"slurm-{job}.out"
+    wait_for(lambda: "owner.json: cannot be written" in output.read_text(), START_S, "a start on the full disk")
     site.box.run(["rm", f"{site.runs}/filler"], **node)
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
     result = json.loads(read("result.json"))
-    assert (result["state"], result["attempts"], result["step"]) == ("completed", 1, 2000)
+    assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2000)
     assert "No space left" in read("logs/supervisor.log") + read("logs/attempt-001/rank-0.log")
     logged = [json.loads(line) for line in read("tensorboard/metrics.jsonl").splitlines()]
     assert [line["step"] for line in logged if "train/loss" in line] == list(range(10, 2001, 10))

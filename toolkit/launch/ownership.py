@@ -241,7 +241,7 @@ class Claim:
 
     def _write(self, owner: Owner) -> None:
         self._owner = owner
-        patience.persist(lambda: self._run.write_owner(asdict(owner)), self._run.path)
+        patience.persist(lambda: self._run.write_owner(asdict(owner)), self._run.path / "owner.json")
 
 
 def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:

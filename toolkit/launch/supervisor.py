@@ -682,7 +682,7 @@ class Supervisor:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
         elif lost:
             cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
-        elif status.get("stop"):
+        elif status.get("stop") or self._was_preempted(status.get("job_id")):
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
@@ -694,6 +694,13 @@ class Supervisor:
         left = Attempt(number, started, plan, lost_nodes=lost, reports=reports, ended=ended)
         left.left_over = status
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
+
+    def _was_preempted(self, job_id: str | None) -> bool:
+        """True if that is another job than ours, which a preemption has ended."""
+        if self._slurm is None or job_id in (None, self._allocation.job_id):
+            return False
+        row = patience.ask(partial(self._slurm.show_job, job_id), "Slurm does not say how it ended", patience_s=0.0)
+        return ending.how_slurm_sees_it(row, 0) is ending.Slurm.PREEMPTED
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -18,9 +19,10 @@ from toolkit import fsio, rundir
 from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
-from toolkit.launch import nodes, supervisor
+from toolkit.errors import EXIT_STOPPED
+from toolkit.launch import nodes, patience, supervisor
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.ownership import Overtaken
+from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import Report
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
 from toolkit.launch.supervisor import Supervisor
@@ -402,3 +404,63 @@ def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight:
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     assert Supervisor(run, config, allocation, Ranks(completes), slurm).run() == 0
     assert preflight.asked == []
+
+
+# -------------------------------------------------------------------------------------------------------- a full disk
+
+
+def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its files is refused once: owner, size, job, the line that the last start left over, the result."""
+    place = {"nodes": ["node1"], "tasks": [1]}
+    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.001)
+    plain, refused = os.fsync, set()
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        name = path.name.split(".tmp-")[0].lstrip(".")
+        if path.is_file() and name not in refused:
+            refused.add(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert supervise(run, slurm, Ranks(completes)) == 0
+    assert refused >= {"owner.json", "config.yaml", "local-1", "attempts.jsonl", "result.json"}
+    assert [line["attempt"] for line in run.attempts()] == [1, 2]
+    assert (run.result() or {})["state"] == "completed"
+
+
+@pytest.mark.parametrize("follow_up", [False, True])
+def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, follow_up: bool
+) -> None:
+    def full(*args: object) -> Supervisor:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
+    if follow_up:
+        claim.note_follow_up("2")
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
+    monkeypatch.setattr(supervisor, "_build", full)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    assert supervisor._supervise(run, "slurm", None) == EXIT_STOPPED
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor.SIGNALS)
+    assert slurm.show_job("1").restarts == (0 if follow_up else 1)  # type: ignore[union-attr]
+    assert run.result() is None
+
+
+def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(RunDir, "write_result", full)
+    supervisor._write_own_failure(run, ValueError("x"))
+    assert run.result() is None
