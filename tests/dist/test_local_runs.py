@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,17 +205,49 @@ def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
+    """Exit code and output of a command that is read to the end of its pipe."""
+    done = subprocess.run([*TOOLKIT, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_local_run_frees_the_pipe_hears_a_cancel_at_once_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
+    """The supervisor has not yet said which process it is when it is cancelled; the ranks need no torch."""
+    code, out = toolkit(env, "exec", "--executor", "local", "--", "sleep", "600")
+    assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run goes on
+    run = the_run(env)
+    assert run.result() is None
+    assert toolkit(env, "cancel", run.id)[0] == 0
+    assert wait_for(run.result, START_S, "a result")["state"] == "cancelled"
+    assert toolkit(env, "cancel", run.id) == (0, f"run {run.id} has already ended: cancelled\n")
+    wait_for(lambda: nobody_left(env), START_S, "the end of the first supervisor")
+    resumes = [subprocess.Popen([*TOOLKIT, "resume", run.id], cwd=ROOT, env=env, text=True) for _ in range(2)]
+    assert sorted(process.wait(START_S) for process in resumes) == [0, 2]
+    wait_for(lambda: run.status().get("state") == "starting", START_S, "the start of the ranks")
+    assert toolkit(env, "stop", run.id)[0] == 0
+    assert wait_for(run.result, START_S, "a result")["state"] == "stopped"
+    assert [line["attempt"] for line in run.attempts()] == [run.status()["attempt"]]
+
+
 @pytest.mark.soak  # on Slurm the same holds for all launchers
-def test_one_rank_alone_and_torchrun_reach_the_same_loss(env: dict[str, str]) -> None:
+def test_one_rank_alone_torchrun_and_torchs_minimal_environment_reach_the_same_loss(env: dict[str, str]) -> None:
     job = ["run", "configs/digits_ddp.yaml", *SHORT]
     alone = [*TOOLKIT, *job]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=localhost:0", "-m", "toolkit", *job]
     for argv, name in ((alone, "alone"), (torchrun, "torchrun")):
         subprocess.run([*argv, f"name={name}"], cwd=ROOT, env=env, check=True, timeout=END_S)
-    results = [rundir.find(name, Path(env["TOOLKIT_RUNS"])).result() for name in ("alone", "torchrun")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    minimal = {**env, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    argv = [*TOOLKIT, *job, "name=minimal"]
+    ranks = [subprocess.Popen(argv, cwd=ROOT, env={**minimal, "RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(END_S) for process in ranks] == [0, 0]
+    names = ("alone", "torchrun", "minimal")
+    results = [rundir.find(name, Path(env["TOOLKIT_RUNS"])).result() for name in names]
     losses = [result["metrics"]["train/loss"] for result in results if result]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses == [pytest.approx(losses[0], rel=1e-5)] * 3
 
 
 def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> None:
