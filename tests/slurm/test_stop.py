@@ -153,7 +153,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
     for asked in ("ExcNodeList", "OverSubscribe"):
         assert site.box.job(heir)[asked] == site.box.job(ours)[asked]
-    site.preempt(seconds=600)
+    intruder = site.preempt(seconds=600)
     attempts_of(run, 1)
     site.box.wait_job(ours, 60)
     # the follow-up job waits: it is the run's job, and nobody may start another one
@@ -161,7 +161,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     assert "requeued (PENDING" in status
     assert f"  {heir}  " in status
     assert "it can be resumed when it has ended" in site.run("toolkit", "resume", run.id, check=False)
-    site.box.run(["scancel", "--user=root"])  # whoever preempted us
+    site.box.run(["scancel", intruder])
     # it runs: it is the one that is told, twice
     wait_for(lambda: run.step() >= 100, END_S, "step 100")
     assert site.job_of(run) == heir

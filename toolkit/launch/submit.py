@@ -55,7 +55,7 @@ class Run:
 
     dir: RunDir
     executor: str
-    job_id: str  #: when it was submitted; see `job_now`
+    job_id: str  #: when it was submitted, see `job_now`; empty where that was interrupted
 
     @property
     def id(self) -> str:
@@ -140,7 +140,7 @@ class Run:
         return self._jobs()[0]
 
     def _jobs(self) -> list[str]:
-        return ownership.jobs_of(self.dir) or [self.job_id]
+        return ownership.jobs_of(self.dir) or list(filter(None, [self.job_id]))
 
     def _write_ended(self, what: Intent) -> None:
         """A job that waits in the queue, or died, has no supervisor to write its result."""
@@ -167,7 +167,7 @@ class Run:
     def _last_owner(self) -> str:
         jobs = self._jobs()
         follow_up = f", with its follow-up job {jobs[1]}," if len(jobs) > 1 else ""
-        return f"the job {jobs[0]}{follow_up}"
+        return f"the job {jobs[0]}{follow_up}" if jobs else "its submission"
 
     def is_over(self) -> bool:
         """Whether nobody can write this run's result any more; False where Slurm does not answer."""
@@ -183,10 +183,10 @@ class Run:
             return True
         if self.executor == "local":
             owner = ownership.read(self.dir)
-            pids: list[int | str] = [self.job_id, *([owner.pid] if owner else [])]
+            pids: list[int | str] = [*self._jobs(), *([owner.pid] if owner else [])]
             return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
         jobs = self._jobs()
-        _, status = ownership.present(jobs, Slurm().show_jobs(jobs))
+        status = ownership.present(jobs, Slurm().show_jobs(jobs))[1] if jobs else None
         return status is None or status.is_over
 
     def _host(self) -> str | None:
@@ -201,12 +201,11 @@ class Run:
 def attach(run: RunDir) -> Run:
     """The handle of a run that was submitted earlier, by anybody. Raises RequestError for one that never was."""
     owner, jobs = ownership.read(run), ownership.jobs_of(run)
-    if jobs:
-        return Run(run, owner.executor if owner else run.submission().get("executor", "slurm"), jobs[0])
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
-    if owner is not None:
-        raise RequestError(f"run {run.id}: its submission was interrupted; `toolkit resume {run.id}` submits it again")
+    if jobs or owner is not None:  # of a submission that was interrupted nobody knows the job
+        executor = owner.executor if owner is not None else run.submission().get("executor", "slurm")
+        return Run(run, executor, jobs[0] if jobs else "")
     damage: list[str] = []
     run.owner(damage), run.submission(damage), run.status(damage)
     why = f"which job it is cannot be said: {'; '.join(damage)}" if damage else "it was started without a supervisor"
@@ -305,10 +304,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
 
 def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
     """Raises RequestError for a run that has a job, or may have one."""
-    owner, note = ownership.read(run), run.submission() or status
-    if ownership.is_being_submitted(run, owner):
-        raise RequestError(f"run {run.id} is being submitted at this moment; `toolkit status {run.id}` shows its job")
-    is_known = note.get("job_id") is not None or owner is not None
+    is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
     if not is_known and status.get("state") in (None, "failed"):
         return
     if not is_known or not attach(run).is_over():

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,21 @@ def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.Captu
     for command in ("stop", "cancel", "resume"):
         assert main([command, run.id]) == EXIT_REQUEST
         assert "is being submitted at this moment" in capsys.readouterr().err
+
+
+def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDir, slurm: FakeSlurm) -> None:
+    """Nobody knows whether there is a job; if there is, it finds that it is not wanted, or not the run's."""
+    submit.attach(run).cancel()
+    run.clear_result()
+    intent.clear(run)
+    dead = replace(ownership.submit_as(run, "slurm", ownership.number_of(run)), pid=2**22 + 1)
+    run.write_owner(asdict(dead))
+    submit.attach(run).stop()
+    assert ((run.result() or {})["state"], intent.asked(run)) == ("stopped", Intent.STOP)
+    run.clear_result()
+    assert submit.resume(run).job_id == "2"
+    with pytest.raises(Overtaken):
+        Claim.of_job(run, allocation("7"), dead.token)
 
 
 # ----------------------------------------------------------------------------------------------------- twice in a row
