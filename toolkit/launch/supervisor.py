@@ -36,13 +36,12 @@ from toolkit.errors import (
     EXIT_FAILED,
     EXIT_REQUEST,
     EXIT_STOPPED,
-    SlurmError,
     ToolkitError,
 )
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.comeback import Comeback
+from toolkit.launch.comeback import Comeback, take_back
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.guard import guarded
@@ -789,12 +788,14 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
     allocation = Allocation.slurm(os.environ)
     if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
         return False
-    try:
-        Slurm().requeue(allocation.job_id)
-    except SlurmError as refused:
-        log.error("the job cannot be requeued: %s", refused)
-        return False
-    return True
+    slurm, job_id = Slurm(), allocation.job_id
+
+    def look() -> ending.Slurm:
+        if intent.asked(run):
+            return ending.Slurm.CANCELLED
+        return ending.how_slurm_sees_it(slurm.show_job(job_id), allocation.restart_count)
+
+    return take_back(look, slurm, job_id) is ending.Slurm.REQUEUED
 
 
 def _build(run: RunDir, where: str) -> Supervisor:
