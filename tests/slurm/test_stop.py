@@ -519,7 +519,7 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
         except json.JSONDecodeError:  # not there yet
             return 0
 
-    wait_for(lambda: step() >= 100, START_S, "step 100")
+    wait_for(lambda: step() >= 100, END_S, "step 100")
     fill = f"cat /dev/zero > {site.runs}/filler 2>/dev/null; true"
     site.box.run(["sh", "-c", fill], **node)
     time.sleep(30)
