@@ -58,7 +58,7 @@ _PROGRESS = Record(
     }
 )
 #: The files of a run, see `toolkit.launch.journal`.
-_STATUS = Record(
+_STATUS_KEYS = Record(
     {
         **dict.fromkeys(("state", "run", "host", "why"), Maybe(TEXT)),
         **dict.fromkeys(("job_id", "stop"), Maybe(OrNull(TEXT))),
@@ -73,6 +73,7 @@ _STATUS = Record(
         "goodput": Maybe(_SECONDS),
     }
 )
+_STATUS = Record({**_STATUS_KEYS.keys, "left_over": Maybe(_STATUS_KEYS)})
 _ATTEMPT = Record(
     {
         "attempt": COUNT,
@@ -220,6 +221,16 @@ class RunDir:
         """
         status: dict[str, Any] = records.read_or(self.path / "status.json", _STATUS, {}, damage)
         return status
+
+    def left_over(self) -> dict[str, Any] | None:
+        """Return the status of an attempt whose supervisor died before it could write the attempt's line; else None.
+
+        `toolkit resume` replaces the status, and keeps such a one as a part of the new one.
+        """
+        status = self.status()
+        status = status.get("left_over", status)
+        number = status.get("attempt")
+        return status if number and all(line["attempt"] != number for line in self.attempts()) else None
 
     def step(self) -> int:
         """The last step that rank 0 has told the supervisor; 0 before the first."""

@@ -365,7 +365,9 @@ def _validate(config: JobConfig, executor: str, project: Path, *, goes_on: bool 
 
 
 def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
-    run.write_status({"state": "queued", "run": f"{run.name}/{run.id}", "updated": time.time(), "progress": {}})
+    status = {"state": "queued", "run": f"{run.name}/{run.id}", "updated": time.time(), "progress": {}}
+    left_over = run.left_over()
+    run.write_status(status if left_over is None else {**status, "left_over": left_over})
     umask = os.umask(0o077)  # submitit's files hold logs too
     try:
         send = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]

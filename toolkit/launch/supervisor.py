@@ -667,11 +667,10 @@ class Supervisor:
 
     def _close_left_over_attempt(self, last_words: str | None) -> None:
         """An attempt whose supervisor could not say goodbye gets its line now; a preempted one would have had TERM."""
-        status = self._run.status()
-        number = status.get("attempt")
-        if not number or any(line["attempt"] == number for line in self._run.attempts()):
+        status = self._run.left_over()
+        if status is None:
             return
-        now = time.time()
+        number, now = status["attempt"], time.time()
         nodes, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
         started, ended = status.get("started", now), status.get("updated", now)
         gone = self._unreachable(nodes) if self._slurm else set()

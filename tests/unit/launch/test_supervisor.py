@@ -15,7 +15,7 @@ from toolkit import config as configs
 from toolkit import fsio, open_files, rundir
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
-from toolkit.launch import hang, intent, patience, supervisor
+from toolkit.launch import hang, intent, patience, submit, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
@@ -317,6 +317,25 @@ def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | No
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
     assert (first["cause"], first["step_end"], second["attempt"]) == (cause, 30, 2)
+
+
+def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its number was given again, and its old error file made a completed attempt a crashed one."""
+    place = {"nodes": ["a"], "tasks": [2], "progress": {"step": 30, "step_start": 10}}
+    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "a", "time": 1.5, "type": "OSError", "message": "old"})
+    monkeypatch.setattr(submit.Run, "is_over", lambda *_, **__: True)
+    monkeypatch.setattr(submit, "_send_to_local", lambda *_: "1")
+    fsio.write_json(run.submitit / "submission.json", {"executor": "local", "job_id": "1"})
+    submit.resume(run, executor="local")
+    assert run.status()["state"] == "queued"
+    assert supervise(run, Ranks(completes)) == 0
+    first, second = run.attempts()
+    assert (first["attempt"], first["cause"], first["step_end"]) == (1, "node_failure", 30)
+    assert (second["attempt"], second["cause"]) == (2, "completed")
 
 
 def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
