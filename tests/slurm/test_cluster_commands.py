@@ -45,6 +45,10 @@ def ask(box: Box, code: str) -> Any:
     return json.loads(box.run([sys.executable, "-c", head + code]).stdout)
 
 
+def test_the_controllers_clock_is_that_of_the_machine_here(box: Box) -> None:
+    assert abs(ask(box, "import time; print(s.clock() - time.time())")) < 10
+
+
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
 def test_an_uneven_arbitrary_step_tells_every_rank_its_place(box: Box, shared: Path, mpi: str) -> None:
     order = ["node1", "node3", "node1", "node2"]  # two CPUs a node on a strict site

@@ -143,6 +143,10 @@ class SlurmCommands(Protocol):
         """How this cluster is set up."""
         ...
 
+    def clock(self) -> float:
+        """The controller's time, by which a job's times are, in seconds since the epoch."""
+        ...
+
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
         """Whether a preemption ends this job for good, instead of requeueing or suspending it."""
         ...
@@ -246,6 +250,13 @@ class Slurm:
         except SlurmError:
             return None
         return None if mode in ("", "cluster") else mode
+
+    def clock(self) -> float:
+        answer = self._run(["sdiag"])
+        time_of_answer = re.search(r"^sdiag output at .*\((\d+)\)", answer, re.MULTILINE)
+        if time_of_answer is None:
+            raise SlurmError(f"sdiag does not say what time it is: {answer[:200]!r}")
+        return float(time_of_answer[1])
 
     # ------------------------------------------------------------------------------------------------- asking
 

@@ -113,6 +113,10 @@ class FakeSlurm:
         self._contact()
         return self.preempt_mode == "CANCEL"
 
+    def clock(self) -> float:
+        self._contact()
+        return self.now
+
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()
         options = dict(_option(argument) for argument in arguments)

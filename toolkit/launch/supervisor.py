@@ -87,6 +87,8 @@ VERDICT_S = 5.0
 STOP_LIMIT_S = 150.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
+#: Beyond the second to which Slurm tells its time, and the time that it takes to ask.
+CLOCKS_AGREE_S = 3.0
 #: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
 SIGNAL_EARLY_S = 75.0
 #: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
@@ -125,6 +127,8 @@ class Supervisor:
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
         self._row: JobRow | None = None
+        self._ahead_s = 0.0  #: of the controller's clock, by which a job's times are
+        self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
         self._sentinel: Sentinel | None = None
         self._settings = Settings()
         retry = config.retry
@@ -201,9 +205,13 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _look_at_the_job(self) -> None:
-        """Once at the start: the time limit, whether Slurm lets us requeue, and how the cluster is set up."""
+        """Once at the start: the time limit, whether Slurm lets us requeue, how it is set up, and what time it is."""
         self._row = self._show_job(patience_s=0.0)
         if self._slurm is not None:
+            clock = patience.ask(self._slurm.clock, "Slurm does not say what time it is", patience_s=0.0)
+            self._ahead_s = 0.0 if clock is None else time.time() - clock
+            if abs(self._ahead_s) > CLOCKS_AGREE_S:
+                log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
             settings = patience.ask(self._slurm.settings, "Slurm does not say how it is set up", patience_s=0.0)
             self._settings = settings or self._settings
 
@@ -274,7 +282,7 @@ class Supervisor:
         """By a signal that came while there were no ranks: in the preflight, or between two attempts."""
         while not self._events.empty():
             event = self._events.get()
-            if isinstance(event, _Signalled):
+            if isinstance(event, _Signalled) and not self._is_slurms_signal(attempt, event.number):
                 attempt.stop, attempt.stop_asked = self._why_stop(event.number), time.time()
                 log.warning("%s: the ranks are not started", event.number.name)
         return attempt.stop is not None
@@ -500,6 +508,8 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------- the stop path
 
     def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
+        if self._is_slurms_signal(attempt, number):
+            return
         log.warning("%s: asking the ranks to stop", number.name)
         if number is signal.SIGTERM and self._slurm is not None:
             wait_s = self._settings.kill_wait_s
@@ -524,16 +534,27 @@ class Supervisor:
             return Stop.CANCEL
         if wanted is Intent.STOP or number is signal.SIGINT or self._allocation.job_id is None:
             return Stop.USER
-        if number in (signal.SIGUSR1, signal.SIGUSR2) and self._may_be_the_clocks():
-            return Stop.CLOCK
         return Stop.SIGNAL
 
-    def _may_be_the_clocks(self) -> bool:
-        """Whether it is the time for the signal that ``cluster.signal_delay_s`` asks Slurm for."""
-        row = self._row
-        if row is None or row.end_time is None or row.time_limit_s is None:
+    def _is_slurms_signal(self, attempt: Attempt, number: signal.Signals) -> bool:
+        """Whether this is the one signal that ``cluster.signal_delay_s`` asks Slurm for. We watch the clock ourselves.
+
+        Slurm may send it a minute early, and at once where the delay is as long as the limit.
+        """
+        row, delay_s = self._row, self._config.cluster.signal_delay_s
+        is_expected = number is signal.SIGUSR2 and delay_s > 0 and not self._has_slurms_signal
+        if not is_expected or row is None or row.end_time is None or row.time_limit_s is None:
             return False
-        return time.time() > row.end_time - self._config.cluster.signal_delay_s - SIGNAL_EARLY_S
+        is_its_time = self._slurms_time() > row.end_time - delay_s - SIGNAL_EARLY_S
+        if intent.asked(self._run) or not is_its_time:
+            return False
+        self._has_slurms_signal = True
+        log.info("%s: Slurm's word that the limit is %d s away, or up to a minute more", number.name, delay_s)
+        return True
+
+    def _slurms_time(self) -> float:
+        """Now, by the controller's clock."""
+        return time.time() - self._ahead_s
 
     def _ask_to_stop(self, attempt: Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
         """Asking twice changes nothing, but a cancellation overrides what was asked before."""
@@ -568,8 +589,8 @@ class Supervisor:
         if row is None or row.end_time is None or row.time_limit_s is None:
             return False
         slack_s = min(max(CLOCK_SLACK_SHARE * row.time_limit_s, CLOCK_SLACK_MIN_S), CLOCK_SLACK_MAX_S)
-        margin_s = slack_s + 2 * float(attempt.progress.get("save_s") or 0.0)
-        return time.time() > row.end_time - min(margin_s, row.time_limit_s / 2)
+        margin_s = max(slack_s + 2 * float(attempt.progress.get("save_s") or 0.0), self._config.cluster.signal_delay_s)
+        return self._slurms_time() > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     # ------------------------------------------------------------------------------------------------------ judging
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launch.test_supervisor import Ranks, completes, quick  # noqa: F401
+from tests.unit.launch.test_supervisor import Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cluster.commands import Settings
@@ -383,6 +383,80 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
     assert supervise(run, slurm, ranks) == 75
     assert not ranks.abandoned
     assert "committed, nothing is lost" in run.attempts()[0]["line"]
+
+
+def with_limit(
+    run: RunDir, slurm: FakeSlurm, ranks: Ranks, minutes: int, delay_s: int, left_s: float | None = None
+) -> int:
+    """Supervise a job of one node with this time limit, of which ``left_s`` are left, and this signal_delay_s."""
+    job = slurm.sbatch([f"--time={minutes}", "job.sh"])
+    slurm.start(job)
+    if left_s is not None:
+        slurm._set(slurm._one(job), end_time=slurm.now + left_s)
+    config = JobConfig()
+    config.cluster.signal_delay_s = delay_s
+    return Supervisor(run, config, Allocation(("node1",), (1,), 1, job_id=job), ranks, slurm).run()
+
+
+def gets_slurms_signal(ranks: Ranks) -> None:
+    """And completes 2 looks later, if it is let."""
+    ranks.report(step=7, step_start=0)
+    ranks.events.put(supervisor._Signalled(signal.SIGUSR2))
+    Store.on_propose = lambda: ranks.events.put(StepEnded(75))
+    threading.Timer(3 * supervisor.STATUS_EVERY_S, completes, [ranks]).start()
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
+def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """Before, it was out of time in the first second where cluster.signal_delay_s is as long as the limit, or the batch
+    host's clock is ahead: again and again, until it was given up."""
+    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+    slurm.now = time.time() - ahead_s
+    assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
+    assert [line["cause"] for line in run.attempts()] == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "minutes", "margin_s"), [(120, 1, 30), (0, 1, 10), (50, 2, 50)], ids=["half", "slack", "delay"]
+)
+def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
+    run: RunDir, slurm: FakeSlurm, delay_s: int, minutes: int, margin_s: int
+) -> None:
+    """Half the limit, cluster.signal_delay_s or a few seconds before it; the batch host's clock is 2 h ahead."""
+    slurm.now = time.time() - 7200
+    proposed = []
+
+    def trains(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+
+        def stop() -> None:
+            proposed.append(time.monotonic())
+            ranks.events.put(RankEnded((0,), "node1", "exit code 75", None, time.time(), 75))
+            ranks.events.put(StepEnded(75))
+
+        Store.on_propose = stop
+
+    began = time.monotonic()
+    assert with_limit(run, slurm, Ranks(trains), minutes, delay_s, left_s=margin_s + 0.3) == 75
+    assert proposed[0] - began >= 0.3
+    assert [(line["cause"], line["decision"]) for line in run.attempts()] == [("timeout", "requeue")]
+
+
+def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+    slurm.now = time.time()
+
+    def gets_two(ranks: Ranks) -> None:
+        ranks.report(step=7, step_start=0)
+        for _ in range(2):
+            ranks.events.put(supervisor._Signalled(signal.SIGUSR2))
+        stopped = RankEnded((0,), "node1", "exit code 75", None, time.time(), 75)
+        Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, StepEnded(75))]
+
+    assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
+    assert [line["cause"] for line in run.attempts()] == ["stopped"]
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
