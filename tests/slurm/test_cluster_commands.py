@@ -13,6 +13,7 @@ import pytest
 from tests.box import Box
 from toolkit.cluster.placement import derive, launch_key
 from toolkit.cluster.states import Phase, phase
+from toolkit.config.sbatch_flags import FLAGS
 
 pytestmark = pytest.mark.slurm
 
@@ -188,3 +189,9 @@ except Exception as error: print(json.dumps([[c.__name__ for c in type(error).__
     assert "SlurmRefusedError" in kinds
     assert "invalid partition specified: nowhere" in text
     assert "What to do" in text
+
+
+def test_every_option_that_this_sbatch_lists_is_one_that_a_config_is_checked_against(box: Box) -> None:
+    listed = set(ask(box, "print(json.dumps(sorted(s.sbatch_flags())))"))
+    assert {"test-only", "nodelist", "mail-type"} <= listed
+    assert listed <= FLAGS.keys()

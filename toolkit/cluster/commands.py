@@ -219,6 +219,10 @@ class Slurm:
             return False
         return True
 
+    def sbatch_flags(self) -> frozenset[str]:
+        """The long names of all options that sbatch lists, those of the site's plugins among them."""
+        return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", self._run(["sbatch", "--help"])))
+
     def settings(self) -> Settings:
         text = self._run(["scontrol", "show", "config"])
         names = "SlurmdPort|KillWait|MpiDefault|PreemptType|PreemptMode"

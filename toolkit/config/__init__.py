@@ -5,6 +5,7 @@ Nothing here imports torch or the job: a config is checked on the login node in 
 
 from toolkit.config.job_module import job_source, torchvision_models
 from toolkit.config.layers import dump_config, load_config
+from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
 from toolkit.config.schema import (
     DATASETS,
@@ -62,6 +63,7 @@ __all__ = [
     "check_batch",
     "check_change",
     "check_pipeline",
+    "check_places",
     "check_step",
     "dump_config",
     "goes_on_with",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import origin, rundir
-from toolkit.cluster import container
 from toolkit.config.job_module import check_job
+from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
 from toolkit.config.request import check_cluster
 from toolkit.config.schema import (
@@ -39,11 +39,12 @@ from toolkit.config.schema import (
     JobConfig,
     MeshConfig,
     StrategyConfig,
+    all_keys,
     value_of,
 )
 from toolkit.config.step_checks import check_compression, check_step
-from toolkit.config.words import at_least, one_of
-from toolkit.errors import ConfigError
+from toolkit.config.words import is_one_line, one_of, within
+from toolkit.errors import ConfigError, DataMissingError
 
 
 def validate(
@@ -57,11 +58,14 @@ def validate(
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
     ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
-    leaves out the checks for GPUs that only the submitting side makes of its request. ``project`` is the folder that
-    holds the job, the current one if None. A run that ``goes_on`` needs no first weights: they may be gone.
+    leaves out what the submitting side checks of its request: GPUs, and the programs and folders that it names.
+    ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` needs no first
+    weights: they may be gone.
     """
     _check_values(config)
     check_cluster(config)
+    if login_node:
+        check_places(config)
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
     check_job(config, project)
@@ -79,11 +83,11 @@ def validate(
             "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
             "or dist.backend to auto or gloo"
         )
-    if login_node and config.cluster.container is not None:
-        container.refuse_missing(config.cluster.container)
-    from toolkit.data.catalog import check_datasets
+    from toolkit.data.catalog import check_datasets, data_root
 
     check_datasets(config.data)
+    if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():
+        raise DataMissingError(f"data.root: there is no folder {data_root(config.data.root)}")
 
 
 def check_change(then: JobConfig, now: JobConfig) -> None:
@@ -107,12 +111,19 @@ def goes_on_with(key: str, then: Any, now: Any) -> bool:
 
 def _check_values(config: JobConfig) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
-        raise ConfigError(f"name: {config.name!r} names a folder: letters, digits, . _ - only, starting with neither")
+        raise ConfigError(
+            f"name: {config.name!r} names a folder: 100 letters, digits, . _ - at most, the first a letter or a digit; "
+            "without the key it is the config file's name"
+        )
     for key, words in _WORDS.items():
         if value_of(config, key) is not None:
             one_of(key, value_of(config, key), words)
-    for key, least in _LEAST.items():
-        at_least(key, value_of(config, key), least)
+    for key, (least, most) in _LIMITS.items():
+        within(key, value_of(config, key), least, most)
+    _check_texts(config)
+    for key in ("optim.momentum", "strategy.local_sgd.outer_momentum"):
+        if value_of(config, key) == 1:
+            raise ConfigError(f"{key}: 1 never forgets anything; use less than 1, such as 0.9")
     _check_strategy(config.strategy)
     _check_local_sgd(config)
     _check_custom(config)
@@ -121,7 +132,7 @@ def _check_values(config: JobConfig) -> None:
             f"checkpoint.keep: {config.checkpoint.keep} is refused: if the only checkpoint turns out damaged, nothing "
             "is left to resume from; use 2 or more"
         )
-    if (config.notify and not config.notify[0]) or any("\0" in word for word in config.notify):
+    if config.notify and not config.notify[0]:
         raise ConfigError(
             f"notify: {config.notify!r} is no command: a list of a program and its arguments, such as "
             "[mail, -s, done, me@example.org]"
@@ -149,6 +160,24 @@ def _check_values(config: JobConfig) -> None:
     check_compression(config)
 
 
+#: Lists of words for a shell or a program, which may have these control characters.
+_ALSO = {"cluster.setup": "\t", "notify": "\t\r\n"}
+
+
+def _check_texts(config: JobConfig) -> None:
+    """Refuse control characters: a line break would start a line of its own in the job's script."""
+    for key in all_keys():
+        value, also = value_of(config, key), _ALSO.get(key, "")
+        words = {key: value}
+        if isinstance(value, list):
+            words = {f"{key}[{index}]": word for index, word in enumerate(value)}
+        elif isinstance(value, dict):
+            words = {f"{key}.{name}": f"{name}{word}" for name, word in value.items()}
+        for full, word in words.items():
+            if isinstance(word, str) and not ((word.strip() or also) and is_one_line(word, also)):
+                raise ConfigError(f"{full}: {word!r} is empty or holds a line break or another control character")
+
+
 def _check_strategy(strategy: StrategyConfig) -> None:
     """Keys that concern some strategies only are refused for the others, never silently ignored."""
     if strategy.cpu_offload and strategy.name != "fsdp":
@@ -167,10 +196,6 @@ def _check_strategy(strategy: StrategyConfig) -> None:
 
 def _check_local_sgd(config: JobConfig) -> None:
     local, every = config.strategy.local_sgd, config.checkpoint.every_steps
-    if local.outer_momentum >= 1:
-        raise ConfigError(
-            f"strategy.local_sgd.outer_momentum: {local.outer_momentum} never forgets anything; use less than 1"
-        )
     is_between = not isinstance(every, int) or every % local.round_steps != 0 or config.checkpoint.every_min is not None
     if config.strategy.name == "local_sgd" and config.retry.allow_fewer_nodes and is_between:
         raise ConfigError(
@@ -210,52 +235,58 @@ _WORDS: Mapping[str, Collection[str]] = {
     "strategy.pipeline.schedule": PIPELINE_SCHEDULES,
     "strategy.local_sgd.outer": OUTER_STEPS,
 }
-_LEAST: Mapping[str, float] = {
-    "cluster.nodes": 1,
-    "cluster.tasks_per_node": 1,
-    "cluster.cpus_per_task": 1,
-    "cluster.gpus_per_node": 0,
-    "cluster.spare_nodes": 0,
-    "cluster.mem_gb": 0.001,
-    "cluster.time_min": 1,
-    "cluster.signal_delay_s": 0,
-    "retry.max_failures": 0,
-    "retry.max_requeues": 0,
-    "retry.no_progress_attempts": 1,
-    "dist.timeout_s": 1,
-    "strategy.compression_rank": 1,
-    "strategy.mesh.replicas": 1,
-    "strategy.mesh.shards": 1,
-    "strategy.mesh.tensor": 1,
-    "strategy.mesh.stages": 1,
-    "strategy.parameter_server.servers": 1,
-    "strategy.parameter_server.staleness": 0,
-    "strategy.pipeline.micro_batches": 1,
-    "strategy.pipeline.stages_per_rank": 2,
-    "strategy.local_sgd.round_steps": 1,
-    "strategy.local_sgd.after_steps": 0,
-    "strategy.local_sgd.outer_lr": 0,
-    "strategy.local_sgd.outer_momentum": 0,
-    "data.global_batch_size": 1,
-    "data.workers": 0,
-    "data.image_size": 1,
-    "data.max_bad_samples": 0,
-    "optim.lr": 0,
-    "optim.momentum": 0,
-    "optim.weight_decay": 0,
-    "optim.warmup_steps": 0,
-    "train.epochs": 1,
-    "train.max_steps": 1,
-    "train.accumulate": 1,
-    "train.log_every": 1,
-    "train.clip_norm": 1e-12,
-    "train.spike_factor": 1.01,
-    "train.rollback_after": 1,
-    "train.pruning.start_step": 0,
-    "train.pruning.end_step": 1,
-    "train.pruning.every_steps": 1,
-    "checkpoint.every_min": 0.01,
-    "checkpoint.keep_every": 1,
+#: Slurm counts nodes, tasks and CPUs of a task in 16 bits.
+_16_BITS = 65_533
+_STEPS, _MANY = 10**12, 10**9
+#: The least and the most that a number may be. What is beyond cannot be meant, and would overflow somewhere.
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "cluster.nodes": (1, _16_BITS),
+    "cluster.tasks_per_node": (1, _16_BITS),
+    "cluster.cpus_per_task": (1, _16_BITS),
+    "cluster.gpus_per_node": (0, 1024),
+    "cluster.spare_nodes": (0, _16_BITS),
+    "cluster.mem_gb": (0.001, 2**20),
+    "cluster.time_min": (1, 366 * 24 * 60),
+    "cluster.signal_delay_s": (0, 65_535),
+    "retry.max_failures": (0, _MANY),
+    "retry.max_requeues": (0, _MANY),
+    "retry.no_progress_attempts": (1, _MANY),
+    "dist.timeout_s": (1, 7 * 86_400),
+    "strategy.compression_rank": (1, 65_536),
+    "strategy.mesh.replicas": (1, _MANY),
+    "strategy.mesh.shards": (1, _MANY),
+    "strategy.mesh.tensor": (1, _MANY),
+    "strategy.mesh.stages": (1, _MANY),
+    "strategy.parameter_server.servers": (1, _MANY),
+    "strategy.parameter_server.staleness": (0, _MANY),
+    "strategy.pipeline.micro_batches": (1, _MANY),
+    "strategy.pipeline.stages_per_rank": (2, 1000),
+    "strategy.local_sgd.round_steps": (1, _STEPS),
+    "strategy.local_sgd.after_steps": (0, _STEPS),
+    "strategy.local_sgd.outer_lr": (0, 10_000),
+    "strategy.local_sgd.outer_momentum": (0, 1),
+    "data.global_batch_size": (1, _MANY),
+    "data.workers": (0, 1024),
+    "data.image_size": (1, 65_536),
+    "data.max_bad_samples": (0, _STEPS),
+    "optim.lr": (0, 10_000),
+    "optim.momentum": (0, 1),
+    "optim.weight_decay": (0, 10_000),
+    "optim.warmup_steps": (0, _STEPS),
+    "train.epochs": (1, _MANY),
+    "train.max_steps": (1, _STEPS),
+    "train.seed": (0, 2**63 - 1),
+    "train.accumulate": (1, _MANY),
+    "train.log_every": (1, _STEPS),
+    "train.clip_norm": (1e-12, 1e12),
+    "train.spike_factor": (1.01, 1e12),
+    "train.rollback_after": (1, _STEPS),
+    "train.pruning.start_step": (0, _STEPS),
+    "train.pruning.end_step": (1, _STEPS),
+    "train.pruning.every_steps": (1, _STEPS),
+    "checkpoint.every_min": (0.01, 366 * 24 * 60),
+    "checkpoint.keep": (0, _MANY),
+    "checkpoint.keep_every": (1, _STEPS),
 }
 
 
@@ -279,5 +310,5 @@ def _check_parts(config: JobConfig) -> None:
 
 
 def _check_every(key: str, value: int | str, word: str) -> None:
-    if value != word and not (isinstance(value, int) and value >= 1):
+    if value != word and not (isinstance(value, int) and 1 <= value <= _STEPS):
         raise ConfigError(f"{key}: {value!r} is not a number of steps (1 or more) or {word!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import unicodedata
 from collections.abc import Iterable
 
 from toolkit.errors import ConfigError, nearest
@@ -15,6 +15,12 @@ def one_of(key: str, value: str, valid: Iterable[str]) -> None:
         raise ConfigError(f"{key}: there is no {value!r}; {nearest(value, names)}valid: {shown}")
 
 
-def at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and not least <= value < math.inf:  # also refuses NaN
-        raise ConfigError(f"{key}: {value} is refused; it must be a number of {least} or more")
+def within(key: str, value: float | None, least: float, most: float) -> None:
+    """Refuses infinity and what is no number, too."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{key}: {value} is refused; it must be a number of {least} or more, {most:g} at most")
+
+
+def is_one_line(text: str, also: str = "") -> bool:
+    """True if ``text`` has no line break or other control character but those in ``also``, and can be UTF-8."""
+    return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)

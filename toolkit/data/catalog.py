@@ -95,9 +95,10 @@ def check_datasets(config: DataConfig) -> None:
         return
     missing = missing_files(config.name, root)
     if missing:
+        origin = " (TOOLKIT_DATA)" if config.root is None and os.environ.get("TOOLKIT_DATA") else ""
         raise DataMissingError(
-            f"data.root: data set {config.name} is not in {root}: {missing[0]} is not there ({len(missing)} missing "
-            f"in all). Compute nodes have no internet: on the login node run\n"
+            f"data.root: data set {config.name} is not in {root}{origin}: {missing[0]} is not there "
+            f"({len(missing)} missing in all). Compute nodes have no internet: on the login node run\n"
             f"    {fetch_command(config.name, root)}\n"
             "or set data.root to a folder that has it"
         )

@@ -72,6 +72,7 @@ def _open_run_of(allocation: Allocation) -> RunDir | None:
 def _make_run(config_path: str, overrides: Sequence[str], allocation: Allocation) -> RunDir:
     config = configs.load_config(config_path, overrides)
     configs.validate(config, ranks=allocation.without(config.cluster.spare_nodes).world_size, login_node=False)
+    configs.check_places(config)
     run = new_run(config, Path.cwd())
     log.info("run folder: %s", run.path)
     return run

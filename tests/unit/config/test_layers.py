@@ -148,7 +148,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("cluster.spare_nodes=-1", ["cluster.spare_nodes", "0 or more"]),
         ("name=../x", ["name"]),
         ('notify=[""]', ["notify", "a program and its arguments"]),
-        ('notify=["mail", "a\\0b"]', ["notify", "a program and its arguments"]),
+        ('notify=["mail", "a\\0b"]', ["notify[1]", "control character"]),
         ("cluster.extra.nodes=3", ["cluster.nodes"]),
         ("'cluster.extra={\"x y\": 1}'", ["cluster.extra"]),
     ],

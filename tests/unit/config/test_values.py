@@ -1,0 +1,139 @@
+"""Values that cannot be meant, key by key, and what is said of them; nothing is queued with one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from toolkit.config import JobConfig, all_keys, load_config, validate, value_of
+from toolkit.errors import RequestError
+
+
+def refusal(*overrides: str, login_node: bool = True) -> str:
+    with pytest.raises(RequestError) as caught:
+        validate(load_config(None, overrides), login_node=login_node)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("name='a b'", "name: 'a b' names a folder: 100 letters, digits, . _ - at most"),
+        ("name=../x", "name: '../x' names a folder"),
+        ("name=-x", "name: '-x' names a folder"),
+        ('name="a\\n#SBATCH --uid=0"', "name: "),
+        (f"name={'a' * 101}", "name: "),
+        ('job=""', "job: '' is empty"),
+        ("job=..", "job: no module '..'"),
+        ("job=a b", "job: no module 'a b'"),
+        ("job=/etc/passwd", "job: no module '/etc/passwd'"),
+        ("job=sys", "job: no module 'sys'"),
+        ("cluster.nodes=0", "cluster.nodes: 0 is refused; it must be a number of 1 or more, 65533 at most"),
+        ("cluster.nodes=70000", "cluster.nodes: 70000 is refused; it must be a number of 1 or more, 65533 at most"),
+        ("cluster.tasks_per_node=0", "cluster.tasks_per_node: 0"),
+        ("cluster.cpus_per_task=100000", "cluster.cpus_per_task: 100000"),
+        ("cluster.gpus_per_node=-1", "cluster.gpus_per_node: -1"),
+        ("cluster.gpu_type=a100:2", "cluster.gpu_type: 'a100:2' is no type of a GPU"),
+        ("cluster.mem_gb=0", "cluster.mem_gb: 0.0 is refused; it must be a number of 0.001 or more"),
+        ("cluster.mem_gb=.inf", "cluster.mem_gb: inf is refused"),
+        ("cluster.time_min=0", "cluster.time_min: 0 is refused"),
+        ("cluster.time_min=10000000", "cluster.time_min: 10000000 is refused"),
+        ('cluster.partition=" "', "cluster.partition: ' ' is empty"),
+        ('cluster.account=""', "cluster.account: '' is empty"),
+        ('cluster.qos="a\\tb"', "cluster.qos: 'a\\tb' is empty or holds a line break"),
+        ('cluster.constraint="a\\u2028b"', "cluster.constraint: 'a\\u2028b' is empty or holds a line break"),
+        ("cluster.exclude='n[1-'", "cluster.exclude: host list 'n[1-', character 2: this bracket never closes"),
+        (
+            "cluster.exclude='n[2-1]'",
+            "cluster.exclude: host list 'n[2-1]', character 3: the range '2-1' runs back",
+        ),
+        ("cluster.exclude=/no/list", "cluster.exclude: there is no file /no/list"),
+        ("cluster.spare_nodes=1000000000000", "cluster.spare_nodes: 1000000000000 is refused"),
+        ("cluster.signal_delay_s=-1", "cluster.signal_delay_s: -1"),
+        ("cluster.signal_delay_s=70000", "cluster.signal_delay_s: 70000 is refused; it must be a number of 0 or more"),
+        ('cluster.setup=["ls\\nrm"]', "cluster.setup[0]: 'ls\\nrm' is empty or holds a line break"),
+        ('cluster.setup=["ls\\0"]', "cluster.setup[0]: 'ls\\x00' is empty or holds a line break"),
+        ("cluster.setup=['#SBATCH --uid=0']", "cluster.setup: '#SBATCH --uid=0' is an option of sbatch"),
+        ("cluster.setup=['module load x \\']", "cluster.setup: 'module load x \\\\' ends with a backslash"),
+        ('cluster.setup=["echo \'a"]', "cluster.setup: these are no lines of bash: "),
+        ("cluster.setup=['if true; then']", "cluster.setup: these are no lines of bash: "),
+        ("cluster.setup=['cat <<END', text]", "cluster.setup: these are no lines of bash: "),
+        ("cluster.container=/no/image.sif", "cluster.container: there is no /no/image.sif"),
+        ("cluster.container_mounts=[/no/folder]", "cluster.container_mounts: there is no folder /no/folder"),
+        ("cluster.extra={test-only: true}", "cluster.extra.test-only: sbatch would submit nothing"),
+        ("retry.max_failures=-1", "retry.max_failures: -1"),
+        ("retry.max_requeues=-1", "retry.max_requeues: -1"),
+        ("retry.no_progress_attempts=0", "retry.no_progress_attempts: 0 is refused; it must be a number of 1 or more"),
+        ("retry.no_progress_attempts=-1", "retry.no_progress_attempts: -1 is refused"),
+        ("dist.timeout_s=1000000000", "dist.timeout_s: 1000000000 is refused"),
+        ("data.root=/no/such/folder", "data.root: there is no folder /no/such/folder"),
+        ("data.global_batch_size=1000000000000", "data.global_batch_size: 1000000000000 is refused"),
+        ("data.workers=100000", "data.workers: 100000 is refused"),
+        ("data.image_size=0", "data.image_size: 0 is refused"),
+        ("optim.lr=-1", "optim.lr: -1.0 is refused"),
+        ("optim.momentum=1.5", "optim.momentum: 1.5 is refused; it must be a number of 0 or more, 1 at most"),
+        ("optim.momentum=1", "optim.momentum: 1 never forgets anything; use less than 1"),
+        ("optim.weight_decay=.nan", "optim.weight_decay: nan is refused"),
+        ("train.seed=-1", "train.seed: -1 is refused; it must be a number of 0 or more"),
+        ("train.seed=18446744073709551616", "train.seed: 18446744073709551616 is refused"),
+        ("train.eval_every=10000000000000000", "train.eval_every: 10000000000000000 is not a number of steps"),
+        ("checkpoint.every_min=1e30", "checkpoint.every_min: 1e+30 is refused"),
+        ("checkpoint.copy_to=/proc/copies", "checkpoint.copy_to: /proc/copies cannot be written: /proc: "),
+        ("checkpoint.copy_to=/dev/null/copies", "checkpoint.copy_to: /dev/null/copies cannot be written: /dev/null: "),
+        ('checkpoint.copy_to=""', "checkpoint.copy_to: '' is empty"),
+        ('checkpoint.keep_best=""', "checkpoint.keep_best: '' is empty"),
+        ("notify=[no-such-program, now]", "notify: there is no program 'no-such-program'"),
+        ("notify=[/etc/passwd]", "notify: there is no program '/etc/passwd'"),
+        ('notify=[sh, -c, "a\\0"]', "notify[2]: 'a\\x00' is empty or holds a line break"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_with_its_key(override: str, says: str) -> None:
+    assert refusal(override).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'cluster.setup=["module load x", "\\techo $HOME", "for f in a b; do", "echo $f", "done", ""]',
+        "cluster.exclude='n[01-04,07],login'",
+        "cluster.exclude=/etc/hosts",
+        "cluster.gpu_type=nvidia_a100_1g.5gb",
+        'notify=[sh, -c, "echo done\\nmail me"]',
+        "checkpoint.copy_to=/tmp/not/there/yet",
+        "cluster.account='日本 語'",
+        "train.seed=9223372036854775807",
+    ],
+)
+def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
+    validate(load_config(None, [override]))
+    assert not Path("/tmp/not").exists()
+
+
+def test_no_number_of_a_config_can_be_huge_or_none() -> None:
+    """Every key that takes a number has its limits."""
+    for key in all_keys():
+        section, _, leaf = key.rpartition(".")
+        hint = get_type_hints(type(value_of(JobConfig(), section) if section else JobConfig()))[leaf]
+        kinds = set(get_args(hint) or [hint])
+        odd = ([10**30, -(10**30)] if int in kinds else []) + (
+            [math.inf, -math.inf, math.nan] if float in kinds else []
+        )
+        for value in odd:
+            config = JobConfig()
+            setattr(value_of(config, section), leaf, value)
+            with pytest.raises(RequestError, match=key.replace(".", r"\.")):
+                validate(config)
+
+
+def test_what_is_not_there_is_for_the_login_node_to_say() -> None:
+    overrides = ["notify=[no-such-program]", "checkpoint.copy_to=/proc/copies", "data.root=/no/such/folder"]
+    validate(load_config(None, overrides), login_node=False)
+
+
+def test_a_missing_data_set_says_where_its_folder_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_DATA", "/no/data")
+    assert "is not in /no/data (TOOLKIT_DATA): " in refusal("data.name=mnist")

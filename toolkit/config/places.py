@@ -1,0 +1,36 @@
+"""Whether the programs and folders that a config names are there, as far as the login node can tell."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from toolkit.cluster import container
+from toolkit.config.schema import JobConfig
+from toolkit.errors import ConfigError
+
+
+def check_places(config: JobConfig) -> None:
+    """Refuse a program that is not there, and a folder that is not, or cannot be written. Raises ConfigError."""
+    if config.cluster.container is not None:
+        container.refuse_missing(config.cluster.container)
+    for folder in config.cluster.container_mounts:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")
+    if config.notify and shutil.which(config.notify[0]) is None:
+        raise ConfigError(
+            f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
+        )
+    if config.checkpoint.copy_to is not None:
+        _check_writable("checkpoint.copy_to", Path(config.checkpoint.copy_to).expanduser())
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    """By a folder made and removed again: permissions say nothing of a disk that is read-only, full or /proc."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be written: {there}: {error.strerror}") from None

@@ -1,0 +1,155 @@
+"""Which flags of sbatch ``cluster.extra`` may hold: sbatch's own, but for those that the toolkit sets or relies on.
+
+sbatch_flags.txt lists them all, and says where they are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.cluster import commands, hostlist
+from toolkit.config.schema import ClusterConfig
+from toolkit.errors import ConfigError, RequestError, SlurmError, nearest
+
+_LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()[1:]
+#: By the long name: whether a value follows: value, none or optional.
+FLAGS: Mapping[str, str] = {name: follows for name, _, follows in map(str.split, _LINES)}
+#: The long names by the short ones.
+SHORT: Mapping[str, str] = {short: name for name, short, _ in map(str.split, _LINES) if short != "-"}
+
+_LOGS = "`toolkit logs` reads them in the run's folder, to which they are appended"
+_NOTHING_IS_SUBMITTED = "sbatch would submit nothing with it"
+_OTHER_CLUSTER = "status, stop and resume ask the cluster of this login node; submit where the job is to run"
+_RANKS_ENVIRONMENT = "the ranks need the environment in which the job is submitted"
+_PER_TASK_GPUS = "it hides the other ranks' devices from NCCL; use cluster.gpus_per_node"
+_PLACES_RANKS = "the supervisor says which rank is on which node"
+_READ_BY_US = "it changes what sbatch prints, from which the job's id is read"
+_SUPERVISED_FROM_OUTSIDE = "the supervisor must stay outside of it; use cluster.container"
+_USER = "a run belongs to the user who submits it"
+
+#: Why a flag is refused, and what to use instead.
+REFUSED: Mapping[str, str] = {
+    "account": "use cluster.account",
+    "array": "one submit makes one run",
+    "autocomplete": _NOTHING_IS_SUBMITTED,
+    "chdir": "ranks start in the folder in which the run is submitted; go there",
+    "cluster": _OTHER_CLUSTER,
+    "cluster-constraint": _OTHER_CLUSTER,
+    "clusters": _OTHER_CLUSTER,
+    "constraint": "use cluster.constraint",
+    "container": _SUPERVISED_FROM_OUTSIDE,
+    "container-id": _SUPERVISED_FROM_OUTSIDE,
+    "container-type": _SUPERVISED_FROM_OUTSIDE,
+    "cpus-per-gpu": "use cluster.cpus_per_task",
+    "cpus-per-task": "use cluster.cpus_per_task",
+    "distribution": _PLACES_RANKS,
+    "error": _LOGS,
+    "exclude": "use cluster.exclude",
+    "exclusive": "use cluster.exclusive",
+    "export": _RANKS_ENVIRONMENT,
+    "export-file": _RANKS_ENVIRONMENT,
+    "external": "such a job has no batch script, and so no supervisor",
+    "get-user-env": _RANKS_ENVIRONMENT,
+    "gid": _USER,
+    "gpu-bind": _PER_TASK_GPUS,
+    "gpus": "use cluster.gpus_per_node",
+    "gpus-per-node": "use cluster.gpus_per_node",
+    "gpus-per-socket": "use cluster.gpus_per_node",
+    "gpus-per-task": _PER_TASK_GPUS,
+    "help": _NOTHING_IS_SUBMITTED,
+    "input": "the supervisor reads no input",
+    "job-name": "use name",
+    "mem": "use cluster.mem_gb",
+    "no-kill": "use cluster.spare_nodes or retry.allow_fewer_nodes: without them nobody would requeue the job",
+    "nodes": "use cluster.nodes",
+    "ntasks": "use cluster.nodes and cluster.tasks_per_node",
+    "ntasks-per-gpu": "use cluster.tasks_per_node",
+    "ntasks-per-node": "use cluster.tasks_per_node",
+    "ntasks-per-tres": "use cluster.tasks_per_node",
+    "open-mode": _LOGS,
+    "output": _LOGS,
+    "parsable": _READ_BY_US,
+    "partition": "use cluster.partition",
+    "qos": "use cluster.qos",
+    "quiet": _READ_BY_US,
+    "signal": "use cluster.signal_delay_s",
+    "tasks-per-node": "use cluster.tasks_per_node",
+    "test-only": _NOTHING_IS_SUBMITTED + "; `toolkit submit --dry-run` shows the script",
+    "time": "use cluster.time_min",
+    "tres-bind": _PER_TASK_GPUS,
+    "tres-per-task": "use cluster.cpus_per_task and cluster.gpus_per_node",
+    "uid": _USER,
+    "usage": _NOTHING_IS_SUBMITTED,
+    "verbose": _READ_BY_US,
+    "version": _NOTHING_IS_SUBMITTED,
+    "wait": "sbatch would not return before the job's end; `toolkit submit --wait` waits",
+    "wrap": "the script is the toolkit's; use job",
+}
+
+
+def check_extra(cluster: ClusterConfig) -> None:
+    """Refuse what ``cluster.extra`` may not ask of sbatch, with the reason. Raises ConfigError."""
+    seen: dict[str, str] = {}
+    for key, value in cluster.extra.items():
+        where, flag = f"cluster.extra.{key}", key.replace("_", "-")
+        if flag in seen:
+            raise ConfigError(f"{where}: is there twice, as {seen[flag]}, too")
+        seen[flag] = key
+        if flag in SHORT or flag.startswith("-"):
+            name = SHORT.get(flag.lstrip("-"), flag.lstrip("-"))
+            raise ConfigError(f"{where}: {REFUSED.get(name) or f'write the long name of the flag, {name}'}")
+        if flag in REFUSED:
+            raise ConfigError(f"{where}: {REFUSED[flag]}")
+        if flag not in FLAGS and flag not in _plugins_flags():
+            raise ConfigError(f"{where}: sbatch has no flag --{flag}; {nearest(flag, FLAGS.keys() - REFUSED.keys())}")
+        _check_value(where, flag, value)
+    _check_together(cluster, seen)
+
+
+def _check_value(where: str, flag: str, value: object) -> None:
+    if not isinstance(value, (str, int, float)) or value == "":
+        raise ConfigError(f"{where}: {value!r} must be a text, a number or true")
+    if value is False and flag == "requeue":
+        raise ConfigError(f"{where}: false leaves the flag out, and the job is requeued; write no-requeue: true")
+    if value is True and FLAGS.get(flag) == "value":
+        raise ConfigError(f"{where}: sbatch wants a value for --{flag}")
+    if not isinstance(value, bool) and FLAGS.get(flag) == "none":
+        raise ConfigError(f"{where}: --{flag} takes no value; write true")
+    if flag == "nodelist" and isinstance(value, str):
+        check_hosts(where, value)
+    if flag == "gres" and "gpu" in [part.partition(":")[0].removeprefix("gres/") for part in str(value).split(",")]:
+        raise ConfigError(f"{where}: use cluster.gpus_per_node and cluster.gpu_type for GPUs")
+
+
+def _check_together(cluster: ClusterConfig, flags: Mapping[str, str]) -> None:
+    for flag in ("mem-per-cpu", "mem-per-gpu"):
+        if flag in flags and cluster.mem_gb is not None:
+            raise ConfigError(f"cluster.extra.{flags[flag]}: does not go with cluster.mem_gb; leave one of them out")
+    if {"requeue", "no-requeue"} <= flags.keys():
+        raise ConfigError("cluster.extra.no-requeue: does not go with requeue; leave one of them out")
+
+
+def check_hosts(key: str, text: str) -> None:
+    """Refuse a list of hosts that Slurm would read as other hosts: ``n[1`` is a host ``n]`` to it.
+
+    With a slash it is a file to sbatch, which holds a list.
+    """
+    if "/" in text:
+        if not Path(text).is_file():
+            raise ConfigError(f"{key}: there is no file {text}; give it, or a list of hosts such as node[01-04,07]")
+        return
+    try:
+        hosts = hostlist.expand(text)
+    except RequestError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if not hosts:
+        raise ConfigError(f"{key}: {text!r} names no host")
+
+
+def _plugins_flags() -> frozenset[str]:
+    """The long names that this site's sbatch knows, those of SPANK plugins among them; none without an sbatch."""
+    try:
+        return commands.Slurm().sbatch_flags()
+    except SlurmError:
+        return frozenset()
