@@ -11,6 +11,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site, reached
 from tests.waiting import wait_for
+from toolkit import rundir
 
 pytestmark = pytest.mark.slurm
 
@@ -88,14 +89,19 @@ def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
     assert site.only_run().submission()["executor"] == "slurm"
 
 
-def test_what_was_submitted_is_what_runs_and_a_nasty_comment_arrives_unharmed(site: Site) -> None:
-    """The job is held in the queue while its sources are broken; the comment must not be read by any shell."""
+#: Below which runs are to be the same as anywhere else; see tests/unit/launch/test_script_paths.py.
+ODD_FOLDER = """it's "my" $HOME `touch /tmp/hurt`; ${A=$(touch /tmp/hurt)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
+
+
+def test_what_was_submitted_is_what_runs_and_odd_texts_and_folders_arrive_unharmed(site: Site) -> None:
+    """The job is held in the queue while its sources are broken; no shell must read the comment and the folder."""
     project = site.project(tiny="def main(config):\n    print('the old code runs')\n")
     (project / "tiny.yaml").write_text("job: jobs.tiny\ncluster: {nodes: 2}\n")
     comment = 'it\'s "quoted" $(touch /tmp/hurt) `id` \\ ; #x'
     extra = json.dumps({"comment": comment, "hold": True})
-    site.run("toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}", cwd=project)
-    run = site.only_run()
+    odd_runs = site.runs / ODD_FOLDER
+    site.run("toolkit", "submit", "tiny.yaml", f"cluster.extra={extra}", cwd=project, TOOLKIT_RUNS=str(odd_runs))
+    (run,) = rundir.all_runs(odd_runs)
     job = str(run.submission()["job_id"])
     assert site.box.job(job)["Comment"] == comment
     (project / "jobs/tiny.py").write_text("raise SystemExit('the new code runs')\n")

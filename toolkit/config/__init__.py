@@ -35,6 +35,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.step_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
+from toolkit.config.words import is_one_line
 
 __all__ = [
     "DATASETS",
@@ -67,6 +68,7 @@ __all__ = [
     "check_step",
     "dump_config",
     "goes_on_with",
+    "is_one_line",
     "job_source",
     "load_config",
     "mesh_of",

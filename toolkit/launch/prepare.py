@@ -8,6 +8,7 @@ from toolkit import config as configs
 from toolkit import fsio, origin, rundir
 from toolkit.config import JobConfig
 from toolkit.launch import snapshot
+from toolkit.launch.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
 
@@ -15,8 +16,9 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """A new run of ``config`` with a copy of the sources in ``project``; None: a foreign script runs where it lies.
 
     A relative ``data.root`` becomes absolute: ranks may start in another folder. So does ``model.init_from``, which may
-    be a name that this run has as well.
+    be a name that this run has as well. Raises RequestError where no job could use the folder's path.
     """
+    refuse_unfit(rundir.runs_root())
     if config.data.root is not None:
         config.data.root = str(Path(config.data.root).expanduser().absolute())
     if config.model.init_from is not None:

@@ -34,6 +34,7 @@ from toolkit.launch.intent import Intent
 from toolkit.launch.journal import write_ended
 from toolkit.launch.ownership import Owner
 from toolkit.launch.prepare import new_run
+from toolkit.launch.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -273,6 +274,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
     RequestError, or ConfigError for a change that a run cannot go on with, before anything is touched.
     """
+    refuse_unfit(run.path)
     before, owner = ownership.number_of(run), run.owner()
     result, status, wanted = run.result(), run.status(), intent.asked(run)
     if result is None:
@@ -487,13 +489,9 @@ def _gpus(cluster: ClusterConfig) -> str | int | None:
 def _environment_lines(run: RunDir, token: str) -> list[str]:
     wanted = {**snapshot.environment(run.code, {}), "TOOLKIT_RUNS": str(run.path.parent.parent)}
     wanted[ownership.TOKEN_VARIABLE] = token
-    wanted["PYTHONPATH"] += "${PYTHONPATH:+:$PYTHONPATH}"
-    return [f"export {name}={_quote_keeping_variables(value)}" for name, value in wanted.items()]
-
-
-def _quote_keeping_variables(value: str) -> str:
-    fixed, _, variable = value.partition("${")
-    return shlex.quote(fixed) + (f'"${{{variable}"' if variable else "")
+    quoted = {name: shlex.quote(value) for name, value in wanted.items()}
+    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    return [f"export {name}={value}" for name, value in quoted.items()]
 
 
 def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto") -> str:
@@ -501,6 +499,7 @@ def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str 
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
     _validate(loaded, chosen, Path.cwd())
+    refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
     script = sbatch_script(loaded, run) if chosen == "slurm" else _local_text(loaded)
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"

@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         monkeypatch.delenv(name, raising=False)
     for name, value in OURS.items():
         monkeypatch.setenv(name, value)
-    return rundir.create("digits", tmp_path / """it's "my" $HOME `runs`; \\""")
+    return rundir.create("digits", tmp_path / """it's "my" $HOME `runs`; ${A=$(touch hit)}""")
 
 
 def running(slurm: FakeSlurm, *options: str) -> JobRow:

@@ -1,0 +1,27 @@
+"""Which paths can be a part of a job's script: the one place that decides it, before a run is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from toolkit.config import is_one_line
+from toolkit.errors import RequestError
+
+#: In the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
+_RESERVED = "%\\:"
+
+
+def refuse_unfit(runs: Path) -> None:
+    """Refuse a folder for runs, a current folder or a Python whose path no job could use. Raises RequestError.
+
+    All other characters are quoted where a shell or sbatch reads them. A line break would end an ``#SBATCH`` line.
+    """
+    for what, path, reserved, remedy in (
+        ("the folder for runs", runs, _RESERVED, "choose another: set TOOLKIT_RUNS"),
+        ("the current folder", Path.cwd(), "", "go to another one"),
+        ("Python", Path(sys.executable), "", "use one in another folder"),
+    ):
+        bad = next((char for char in str(path) if char in reserved or not is_one_line(char)), None)
+        if bad is not None:
+            raise RequestError(f"{what}: {str(path)!r} cannot be in a job's script, because of {bad!r}; {remedy}")
