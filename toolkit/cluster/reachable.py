@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import selectors
 import socket
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from toolkit import open_files
 
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0
 DEFAULT_SLURMD_PORT = 6818
-#: Threads that wait for silent nodes.
-AT_ONCE = 32
+#: Threads that look names up, and how long all of them may take.
+LOOK_UPS, LOOK_UP_S = 32, 10.0
+#: Descriptors that are left to the rest of the process.
+KEPT_FREE = 64
+#: Errors of this machine: the question was not asked, so they say nothing of the other node.
+_OURS = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.EADDRNOTAVAIL,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.EAFNOSUPPORT,
+    }
+)
+
+
+Question = tuple[str, socket.AddressFamily, Any]  #: host, and an address of it
 
 
 def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float = TIMEOUT_S) -> set[str]:
-    """Those of ``hosts`` on which nothing accepts a connection on ``port``; none if our own node, ``here``, is among
-    them, for then it is the port that is wrong.
+    """Return those of ``hosts`` on which nothing accepts a connection on ``port``; none that could not be asked.
 
-    Slurm's own daemons talk to each other on slurmd's port, so no site's firewall closes it. Blocks for ``timeout_s``
-    at the most, or a multiple of it for more than ``AT_ONCE`` hosts.
+    None at all if our own node, ``here``, does not answer: then it is the port that is wrong. Slurm's own daemons talk
+    to each other on slurmd's port, so no site's firewall closes it. All are asked at once, as far as the limit of open
+    files goes: blocks for ``timeout_s`` and as long as the names are looked up.
     """
-    names = [here, *hosts]
-    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        there = pool.map(lambda host: answers(host, port, timeout_s), names)
-        missing = {host for host, is_there in zip(names, there, strict=True) if not is_there}
-    return set() if here in missing else missing
+    addresses = _look_up(dict.fromkeys([here, *hosts]), port)
+    questions = [(host, *address) for host, found in addresses.items() for address in found]
+    there, silent = set[str](), {host for host, found in addresses.items() if not found}
+    with open_files.all_claimed():
+        while questions:
+            at_once = max(1, open_files.hard_limit() - len(list(Path("/proc/self/fd").iterdir())) - KEPT_FREE)
+            wave, questions = questions[:at_once], questions[at_once:]
+            heard, unheard = _ask(wave, timeout_s)
+            there |= heard
+            silent |= unheard
+    return silent - there if here in there else set()
 
 
 def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
@@ -34,3 +69,54 @@ def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
             return True
     except OSError:
         return False
+
+
+def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.AddressFamily, Any]]]:
+    """The addresses of each name, none for one that nobody knows. A name is left out if no name server tells."""
+    pool = ThreadPoolExecutor(LOOK_UPS)
+    futures = {name: pool.submit(_addresses, name, port) for name in names}
+    wait(futures.values(), LOOK_UP_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    found = {name: future.result() for name, future in futures.items() if future.done() and not future.cancelled()}
+    return {name: addresses for name, addresses in found.items() if addresses is not None}
+
+
+def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] | None:
+    try:
+        return [
+            (family, address) for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        ]
+    except socket.gaierror as error:
+        return [] if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
+
+
+def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set[str]]:
+    """The hosts that accept a connection, and those that refuse it or say nothing."""
+    there, silent = set[str](), set[str]()
+
+    def note(host: str, error: int | None) -> None:
+        if error == 0:
+            there.add(host)
+        elif error not in _OURS:
+            silent.add(host)
+
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for host, family, address in questions:
+            try:
+                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+                error: int | None = connection.connect_ex(address)
+            except OSError as failure:  # no descriptor is left, or this machine has no such family
+                error = errno.EMFILE if failure.errno is None else failure.errno
+            if error == errno.EINPROGRESS:
+                selector.register(connection, selectors.EVENT_WRITE, host)
+            else:
+                note(host, error)
+        deadline = time.monotonic() + timeout_s
+        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                selector.unregister(key.fileobj)
+                assert isinstance(key.fileobj, socket.socket)
+                note(key.data, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        silent |= {key.data for key in selector.get_map().values()}
+    return there, silent
