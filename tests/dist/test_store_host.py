@@ -46,7 +46,7 @@ def test_a_store_host_with_a_low_soft_limit_serves_what_the_hard_limit_allows(tm
             client.set("key", str(number))
         assert clients[0].get("key") == b"299"
     finally:
-        host.close()
+        host.close(3.0)
 
 
 SESSION = """
@@ -83,6 +83,6 @@ def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -
         # the process group's, the watcher's, and one for reports and requests
         assert int(done.stdout) == 3
     finally:
-        host.close()
+        host.close(3.0)
     saves, nccl = 1, 1  # a clone of each, where there are background saves and NCCL
     assert int(done.stdout) + saves + nccl <= store.CONNECTIONS_A_RANK

@@ -190,9 +190,13 @@ class Slurm:
         self._run(["scancel", *options, f"{job_id}.{step}" if step is not None else job_id])
 
     def find_step(self, job_id: str, name: str) -> str | None:
-        answer = self._run(["squeue", "--steps", "--noheader", f"--jobs={job_id}", "--format=%i|%j"])
-        steps = [line.strip().split("|", 1) for line in answer.splitlines() if "|" in line]
-        return next((step_id.rpartition(".")[2] for step_id, step_name in steps if step_name == name), None)
+        try:  # of squeue the controller would be asked for every step of the cluster
+            answer = self._run(["scontrol", "show", "step", job_id])
+        except _ProgramFailed as error:
+            if error.stderr.strip() and not error.says("Invalid job id"):
+                raise
+            return None  # that there is no step it says on stdout
+        return next((number for number, step_name in _STEP.findall(answer) if step_name == name), None)
 
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         try:
@@ -300,6 +304,10 @@ class Slurm:
         if environ is None:
             environ = _plain_environment(self._environ)
         return _run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
+
+
+#: Number and name of each step that `scontrol show step` tells of; a name of ours has no spaces.
+_STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
 
 
 class _Failed(SlurmError):

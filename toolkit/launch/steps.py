@@ -251,6 +251,7 @@ class _SrunStep:
     ) -> None:
         self._process = process
         self._name = plan.name or ""
+        self._number: str | None = None  #: of the step in its job, once it has been asked for
         self._hosts = plan.hosts
         self._job_id = job_id
         self._slurm = slurm
@@ -276,9 +277,9 @@ class _SrunStep:
     def _kill(self, number: signal.Signals) -> None:
         """srun's own way would be to send SIGTERM first and to wait KillWait."""
         try:
-            step = self._slurm.find_step(self._job_id, self._name)
-            if step is not None:
-                self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=step)
+            self._number = self._number or self._slurm.find_step(self._job_id, self._name)
+            if self._number is not None:
+                self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=self._number)
                 return
         except SlurmError as error:
             instead = "; ending srun instead" if number is signal.SIGKILL else ""

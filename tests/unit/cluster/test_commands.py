@@ -261,11 +261,34 @@ def test_a_job_is_cancelled_whole_and_a_step_by_its_name(stubs: Stubs) -> None:
     assert stubs.calls("scancel") == ["5", "--signal=KILL 5.0", "--signal=USR1 --batch 5"]
 
 
-def test_a_step_is_found_by_its_name(stubs: Stubs) -> None:
-    stubs.add("squeue", "2_1.0|attempt-0\n2_1.1|attempt-1\n2_1.batch|batch\n")
+#: Slurm 22.05's.
+STEP = """StepId=2_1.{number} UserId=0 StartTime=2026-11-22T02:46:47 TimeLimit=UNLIMITED
+   State=RUNNING Partition=main NodeList=node1
+   Nodes=1 CPUs=1 Tasks=1 Name={name} Network=(null)
+   TRES=cpu=1,mem=0,node=1
+   ResvPorts=(null)
+   CPUFreqReq=Default Dist=Cyclic
+   SrunHost:Pid=node1:75
+
+"""
+
+
+def test_a_step_is_found_by_its_name_without_asking_for_those_of_other_jobs(stubs: Stubs) -> None:
+    steps = {"batch": "batch", "0": "r.1", "1": "r.11"}
+    stubs.add("scontrol", "".join(STEP.format(number=number, name=name) for number, name in steps.items()))
     slurm = stubs.slurm()
-    assert slurm.find_step("2_1", "attempt-1") == "1"
-    assert slurm.find_step("2_1", "attempt-2") is None
+    assert [slurm.find_step("2_1", name) for name in ("r.1", "r.11", "r.2", "batch")] == ["0", "1", None, "batch"]
+    assert set(stubs.calls("scontrol")) == {"show step 2_1"}
+
+
+def test_a_job_without_steps_has_none_of_any_name(stubs: Stubs) -> None:
+    stubs.add("scontrol", "Job step 2_1. not found\n", code=1)
+    assert stubs.slurm().find_step("2_1", "r.1") is None
+    stubs.add("scontrol", stderr="slurm_get_job_steps error: Invalid job id specified\n", code=1)
+    assert stubs.slurm().find_step("2_1", "r.1") is None
+    stubs.add("scontrol", stderr="slurm_load_ctl_conf error: Zero Bytes were transmitted or received\n", code=1)
+    with pytest.raises(SlurmError, match="Zero Bytes"):
+        stubs.slurm().find_step("2_1", "r.1")
 
 
 def test_a_requeue_that_slurm_has_done_already_is_no_error(stubs: Stubs) -> None:
