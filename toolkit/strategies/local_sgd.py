@@ -36,6 +36,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, PerRank, Replicated
 from toolkit.errors import ConfigError
 from toolkit.strategies.layouts import Layout
+from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.protocol import (
     REPLICA,
     Criterion,
@@ -163,6 +164,7 @@ class LocalSgd(Spmd):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
     ) -> None:
+        refuse_learnt(criterion, "local_sgd")
         super().build(model, optimizer, criterion, sample)
         parameters = self._model.named_parameters()
         self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}

@@ -24,7 +24,8 @@ OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
 
 #: ``criterion(outputs, targets) -> (sum, weight)``: the loss summed over the samples given, a scalar, and what the sum
 #: is to be divided by over the whole global batch. ``None`` means one for each sample; a tensor (a number of tokens)
-#: is added up over all ranks. Which of the two it is must not change from one call to the next.
+#: is added up over all ranks. Which of the two it is must not change from one call to the next. A criterion that is a
+#: torch.nn.Module with parameters learns: these are trained and saved with the model's (``criterion/<name>``).
 Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 #: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.

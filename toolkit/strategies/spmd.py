@@ -17,18 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.activity import PRIMING
 from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import broadcast_tensors, start_sum
+from toolkit.dist.collectives import broadcast_tensors, start_sum, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.batch_norm import synchronised
 from toolkit.strategies.layouts import Layout, entry, local
+from toolkit.strategies.learnt import placed
 from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.protocol import (
     AllNeeded,
@@ -48,6 +50,7 @@ class Spmd(AllNeeded):
     _model: nn.Module
     _update: Update
     _criterion: Criterion
+    _learnt: nn.Module | None  #: the criterion, where it has parameters to train
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
 
     def __init__(self, session: Session, layout: Layout, train: TrainConfig) -> None:
@@ -73,8 +76,8 @@ class Spmd(AllNeeded):
         self._model = in_training(self._layout.place(model))
         broadcast_tensors(self._model.buffers(), source=0)  # the first ones are as each rank made them
         self._buffers_equal = True
-        self._update = Update(self._model, optimizer(self._model), self._train)
-        self._criterion = criterion
+        self._criterion, self._learnt = criterion, placed(criterion, self._device)
+        self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
         with compile_errors(self._compile):
             self._prime(batch)
 
@@ -148,7 +151,7 @@ class Spmd(AllNeeded):
         return next((names[int(number)] for number, count in counts.items() if count), None)
 
     def close(self) -> None:
-        for name in ("_layout", "_model", "_update", "_criterion", "_stand_in"):
+        for name in ("_layout", "_model", "_update", "_criterion", "_learnt", "_stand_in"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -170,8 +173,17 @@ class Spmd(AllNeeded):
         total = _WeightSum.start(weights, self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
         self._layout.average()
+        self._average_criterion()
         mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
         return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
+
+    def _average_criterion(self) -> None:
+        """No layout knows of the gradients of what the criterion learns."""
+        gradients = [parameter.grad for parameter in self._criterion_parameters() if parameter.grad is not None]
+        sum_tensors(gradients, part=1 / dist.get_world_size())
+
+    def _criterion_parameters(self) -> list[nn.Parameter]:
+        return [] if self._learnt is None else [*self._learnt.parameters()]
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Micro-batches, on all ranks equally many: fewer than asked for where the smallest share has fewer samples."""
@@ -195,6 +207,9 @@ class Spmd(AllNeeded):
         factor = (assumed / weight.clamp(min=1e-30)).float()
         gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which is the host's where they are offloaded
+        for parameter in self._criterion_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         return factor
 
     def _counted(self, values: Mapping[str, Tensor], count: int) -> Sums:
@@ -224,7 +239,8 @@ class Spmd(AllNeeded):
         """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
         self._activity.phase = PRIMING
         own = (entry.value for entry in self._layout.state().values())
-        kept = [*self._model.buffers(), *(value for value in own if isinstance(value, Tensor))]
+        criterion = [] if self._learnt is None else self._learnt.buffers()
+        kept = [*self._model.buffers(), *criterion, *(value for value in own if isinstance(value, Tensor))]
         before = [value.clone() for value in kept]
         devices = [self._device] if self._device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
@@ -240,7 +256,8 @@ class Spmd(AllNeeded):
 
     def _refuse_unused_parameters(self) -> None:
         """DDP would complain about them in the next step, and with accumulation silently leave them out."""
-        named = self._model.named_parameters()
+        named = [*self._model.named_parameters()]
+        named += [] if self._learnt is None else self._learnt.named_parameters("criterion")
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
         if unused:
             raise ConfigError(

@@ -18,6 +18,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated, Sharded
 from toolkit.errors import ConfigError, StoppedError, ToolkitError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import in_training
 from toolkit.strategies.parameter_server import cuts
 from toolkit.strategies.parameter_server.cuts import Cut, Flat
@@ -70,6 +71,7 @@ class Side:
     ) -> None:
         """Raises ConfigError, on all ranks, when a worker would have no sample or a parameter no gradient, and when the
         optimizer keeps something that cannot be cut like a parameter."""
+        refuse_learnt(criterion, "parameter_server")
         peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
         self._mail = Mail(peers, self._noticed)
         made = in_training(model().to(self._device))

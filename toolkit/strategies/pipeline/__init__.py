@@ -42,6 +42,7 @@ from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.pipeline import stages as layers
 from toolkit.strategies.pipeline.scattered import on_every_rank
@@ -99,6 +100,7 @@ class Pipeline(AllNeeded):
         self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
     ) -> None:
         """Raises ConfigError when the model cannot be cut, a parameter gets no gradient, or compiling fails."""
+        refuse_learnt(criterion, "pipeline")
         batch = self._checked(sample)
         mesh = init_device_mesh(self._device.type, (self._ranks, self._replicas), mesh_dim_names=("stage", "replica"))
         self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")

@@ -19,8 +19,8 @@ from torch.optim import SGD, Optimizer
 from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.dist.collectives import broadcast_tensors, sum_tensors
-from toolkit.dist.state import Entry, Json
-from toolkit.errors import ConfigError
+from toolkit.dist.state import Entry, Json, Replicated
+from toolkit.errors import ConfigError, listing
 from toolkit.strategies.batch_norm import statistics
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients
@@ -35,20 +35,30 @@ class Update:
     """Owns the optimizer of the part of the model that lies on this rank, and what else changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
-    see :class:`~.parts.Parts`. Raises ConfigError when the optimizer cannot leave out a step, or nothing can be pruned.
+    see :class:`~.parts.Parts`. ``criterion`` has parameters that are trained as well, under ``criterion/<name>``; those
+    that the optimizer lacks become a group of their own. Raises ConfigError when the optimizer cannot leave out a step,
+    or has a parameter of neither, or nothing can be pruned.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, train: TrainConfig | None = None, total: Total | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train: TrainConfig | None = None,
+        total: Total | None = None,
+        criterion: nn.Module | None = None,
     ) -> None:
         train = train or TrainConfig()
+        self._criterion = criterion
+        names = _names(model, criterion)
+        _complete(optimizer, criterion, names)
         self._model = model
         self._optimizer = optimizer
         _split_groups(optimizer)
         self._ratios = _ratios(optimizer)
-        self._slots = OptimizerState(model, optimizer)
+        self._slots = OptimizerState(names, optimizer)
         looks = Gradients.are_looked_at(train)
-        self._gradients = Gradients(model.parameters(), train, total) if looks else None
+        self._gradients = Gradients(names, train, total) if looks else None
         leaves_out = train.skip_bad_steps or train.precision == "fp16"
         if leaves_out:
             _refuse_without_skip(optimizer, train)
@@ -107,6 +117,7 @@ class Update:
         averages = {} if self._average is None else self._average.of
         means = dict.fromkeys(statistics(self._model))
         others = [buffer for buffer in self._model.buffers() if buffer not in means]
+        others += [] if self._criterion is None else self._criterion.buffers()
         broadcast_tensors([*others, *(averages[buffer] for buffer in others if buffer in averages)], source, group)
         differing = [*means, *(averages[buffer] for buffer in means if buffer in averages)]
         wide = [value.double() for value in differing]  # in which the mean of equal values is that value
@@ -120,6 +131,8 @@ class Update:
         """Everything here that a resume needs, under the names of the unparallelised model, live; see protocol.py."""
         self.begin()
         found: dict[str, Entry] = dict(self._slots.entries())
+        if self._criterion is not None:
+            found |= {f"criterion/{name}": Replicated(value) for name, value in self._criterion.state_dict().items()}
         for part in (self._gradients, self._pruning, self._average):
             found |= {} if part is None else part.state()
         return found
@@ -127,6 +140,9 @@ class Update:
     def live(self) -> dict[str, Tensor]:
         """The tensors of :meth:`state` that there are now, as this rank has them, and nothing is sent for it."""
         found = self._slots.live()
+        if self._criterion is not None:
+            named = self._criterion.named_parameters()
+            found |= {f"weights/criterion/{name}": value.detach() for name, value in named}
         for part in (self._pruning, self._average):
             found |= {} if part is None else part.live()
         return found
@@ -189,6 +205,28 @@ def _split_groups(optimizer: Optimizer) -> None:
         cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
         plain = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
         optimizer.param_groups += [{**group, "params": kind} for kind in (cut, plain) if kind] or [group]
+
+
+def _names(model: nn.Module, criterion: nn.Module | None) -> dict[Tensor, str]:
+    """Return the name of each parameter that an optimizer may have."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    own = () if criterion is None else criterion.named_parameters()
+    return names | {parameter: f"criterion/{name}" for name, parameter in own}
+
+
+def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[Tensor, str]) -> None:
+    """Give ``optimizer`` what the criterion learns. Raises ConfigError for a parameter that has no name."""
+    has = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    unknown = [f"one of shape {tuple(parameter.shape)}" for parameter in has if parameter not in names]
+    if unknown:
+        raise ConfigError(
+            f"optim.name: this {type(optimizer).__name__} has parameters that neither the model nor the criterion has "
+            f"({listing(unknown, 3)}): they would be in no checkpoint, and each rank would train its own; make them "
+            "parameters of the model, or of a criterion that is a torch.nn.Module"
+        )
+    learnt = [] if criterion is None else [p for p in criterion.parameters() if p.requires_grad and p not in has]
+    if learnt:
+        optimizer.add_param_group({"params": learnt})
 
 
 def _ratios(optimizer: Optimizer) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.dist.state import Json, Replicated, Sharded
@@ -21,9 +21,9 @@ class OptimizerState:
     first step, which therefore starts as torch starts it, whatever the optimizer's first values are.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = names
         self._unfilled = False
         self._stepped = False
 
