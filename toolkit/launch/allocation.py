@@ -69,8 +69,8 @@ class Allocation:
         """This machine, with the tasks that the config asks for. Raises RequestError for more than one node."""
         if config.nodes != 1:
             raise RequestError(
-                f"cluster.nodes: {config.nodes} nodes need Slurm, and there is no sbatch here; "
-                "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit from a login node"
+                f"cluster.nodes: {config.nodes} nodes need Slurm, and this is to run on this machine alone; "
+                "use cluster.nodes=1 with a larger cluster.tasks_per_node, or submit where sbatch answers"
             )
         return Allocation((socket.gethostname(),), (config.tasks_per_node,), config.cpus_per_task, config.gpus_per_node)
 

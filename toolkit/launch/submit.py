@@ -225,12 +225,7 @@ def submit(
     loaded = configs.load_config(config, overrides)
     folder = Path(project).resolve()
     _validate(loaded, chosen, folder)
-    run = new_run(loaded, folder)
-    try:
-        return _send(run, loaded, chosen, ownership.submit_as(run, chosen, 0))
-    except SlurmError:
-        fsio.remove_tree(run.path)
-        raise
+    return _send_new(new_run(loaded, folder), loaded, chosen)
 
 
 def submit_command(
@@ -243,8 +238,16 @@ def submit_command(
     config = _foreign_config(command, overrides, name)
     if chosen == "local":
         Allocation.local(config.cluster)
-    run = _new_foreign_run(config, command)
-    return _send(run, config, chosen, ownership.submit_as(run, chosen, 0))
+    return _send_new(_new_foreign_run(config, command), config, chosen)
+
+
+def _send_new(run: RunDir, config: JobConfig, executor: str) -> Run:
+    """Submit a run for the first time; of one that Slurm refuses nothing is left."""
+    try:
+        return _send(run, config, executor, ownership.submit_as(run, executor, 0))
+    except SlurmError:
+        fsio.remove_tree(run.path)
+        raise
 
 
 def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
@@ -256,7 +259,8 @@ def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, 
 def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str | None) -> JobConfig:
     config = configs.load_config(None, overrides)
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
-    config.name = name or Path(scripts[0] if scripts else command[0]).stem
+    is_named = any(override.startswith("name=") for override in overrides)
+    config.name = name or (config.name if is_named else Path(scripts[0] if scripts else command[0]).stem)
     config.job = configs.FOREIGN_JOB
     configs.validate(config)
     return config

@@ -181,6 +181,18 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_run(
     assert not list((tmp_path / "runs").glob("own/*"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name", "expected"),
+    [([], None, "train"), (["name=mine"], None, "mine"), (["name=mine"], "option", "option")],
+)
+def test_a_script_run_has_the_name_it_was_given(
+    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: Run(run, executor, "1"))
+    run = submit.submit_command(["python", "train.py"], overrides, name=name, executor="local")
+    assert run.dir.name == expected
+
+
 def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

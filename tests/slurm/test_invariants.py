@@ -1,0 +1,62 @@
+"""A run that nobody ended goes on; one that somebody ended does not; it has one writer: see tests/slurm/schedules.py.
+
+``make soak`` plays TOOLKIT_SCHEDULES schedules, 300 by default, on each of its four kinds of box. TOOLKIT_SEED repeats
+one (not its exact moments: those are the machine's, too).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.box import Box
+from tests.slurm.conftest import visit
+from tests.slurm.schedules import make_project, play_all
+from tests.slurm.watched import Cluster, say
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def cluster(
+    make_box: Callable[..., Box], request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Cluster, Path]]:
+    """A box with a small shared disk, where the runs are, and a folder that nothing is ever done to."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192m,mode=1777", "tmpfs", str(disk)], check=True)
+    for folder in tmp_path.parents[:3]:  # pytest's folders are root's alone, and a strict box has users
+        folder.chmod(0o755)
+    tmp_path.chmod(0o755)
+    try:
+        for site in visit(make_box(shared=[disk]), request):
+            (site.folder / "traces").mkdir()
+            (site.folder / "traces").chmod(0o1777)
+            (site.folder / "runs").symlink_to(disk)
+            with closing(Cluster(site, disk)) as cluster:
+                yield cluster, site.folder / "traces"
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def play(cluster: tuple[Cluster, Path], count: int, abreast: int) -> None:
+    first = int(os.environ.get("TOOLKIT_SEED", random.randrange(10**8)))
+    say(f"TOOLKIT_SEED={first}, {count} schedules")
+    it, traces = cluster
+    failed = play_all(it, list(range(first, first + count)), make_project(it.site, traces), traces, abreast)
+    assert not failed, {watched.name: watched.violations for watched in failed}
+
+
+def test_three_random_schedules_hold_the_invariants(cluster: tuple[Cluster, Path]) -> None:
+    play(cluster, 3, 3)
+
+
+@pytest.mark.soak
+def test_many_random_schedules_hold_the_invariants(cluster: tuple[Cluster, Path]) -> None:
+    play(cluster, int(os.environ.get("TOOLKIT_SCHEDULES", "300")), int(os.environ.get("TOOLKIT_ABREAST", "5")))
