@@ -89,13 +89,21 @@ def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
     assert site.only_run().submission()["executor"] == "slurm"
 
 
+#: The least that a job of one's own has to do: rank 0 hands over a result.
+TINY = """
+from toolkit.dist.session import open_session
+def main(config):
+    with open_session(config.dist) as session:
+        print("the old code runs")
+        session.finish({})
+"""
 #: Below which runs are to be the same as anywhere else; see tests/unit/launch/test_script_paths.py.
 ODD_FOLDER = """it's "my" $HOME `touch /tmp/hurt`; ${A=$(touch /tmp/hurt)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 
 
 def test_what_was_submitted_is_what_runs_and_odd_texts_and_folders_arrive_unharmed(site: Site) -> None:
     """The job is held in the queue while its sources are broken; no shell must read the comment and the folder."""
-    project = site.project(tiny="def main(config):\n    print('the old code runs')\n")
+    project = site.project(tiny=TINY)
     (project / "tiny.yaml").write_text("job: jobs.tiny\ncluster: {nodes: 2}\n")
     comment = 'it\'s "quoted" $(touch /tmp/hurt) `id` \\ ; #x'
     extra = json.dumps({"comment": comment, "hold": True})

@@ -142,20 +142,40 @@ def test_a_dead_spare_is_no_matter(site: Site) -> None:
 # ------------------------------------------------------------------------------------- a node that cannot start ranks
 
 
+@contextmanager
+def without_runs_folder(site: Site, node: str) -> Iterator[None]:
+    """``node`` sees an empty folder in the place of the runs' folder."""
+    site.run("mkdir", "-p", str(site.runs))
+    site.box.run(["mount", "-t", "tmpfs", "tmpfs", str(site.runs)], node=node)
+    try:
+        yield
+    finally:
+        site.box.run(["umount", "-l", str(site.runs)], node=node)
+
+
 @pytest.mark.parametrize("how", [SPARE, pytest.param(NEITHER, marks=pytest.mark.soak)], ids=["spare", "neither"])
 def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[str, ...]) -> None:
-    """It has lost the shared folder, so Slurm cannot open the ranks' output there. Its srun ends with exit code 0."""
-    site.run("mkdir", str(site.runs))
-    site.box.run(["mount", "-t", "tmpfs", "tmpfs", str(site.runs)], node="node2")
-    try:
+    """Slurm cannot open the ranks' output there. Its srun ends with exit code 0."""
+    with without_runs_folder(site, "node2"):
         run = submit(site, slow_project(site, 0.0), "train.max_steps=20", "cluster.preflight=false", *how)
         assert completed(site, run)["step"] == 20
-    finally:
-        site.box.run(["umount", "-l", str(site.runs)], node="node2")
     first, last = run.attempts()
     assert (first["cause"], first["lost_nodes"]) == ("node_failure", ["node2"])
     assert "rank 1 on node2: could not be started" in first["line"]
     assert "node2" not in last["nodes"]
+
+
+def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: Site) -> None:
+    """Slurm ends such a job for good, and nothing of ours has run."""
+    with without_runs_folder(site, "node1"):
+        run = submit(site, slow_project(site, 0.0), "train.max_steps=20")
+        assert site.box.wait_job(site.job_of(run), 60)["ExitCode"] == "0:53"
+        advice = f"toolkit resume {run.id} cluster.exclude=node1"
+        assert advice in site.run("toolkit", "status", run.id)
+        assert advice in site.run("toolkit", "why", run.id)
+        site.run(*advice.split())
+        assert completed(site, run)["step"] == 20
+    assert "node1" not in run.attempts()[0]["nodes"]
 
 
 # ----------------------------------------------------------------------------------------------------- a cut-off node

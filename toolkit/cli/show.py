@@ -36,7 +36,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     for row in asked:
         if row["run"] in jobs:
             row["job_id"], job = ownership.present(jobs[row["run"]], answers)
-            row.update(slurm=job and job.state, reason=job and job.reason)
+            row.update(slurm=job and job.state, reason=job and job.reason, why=row["why"] or _launch_failure(row, job))
     for row in rows:
         row["state"] = _honest_state(row)
     return rows
@@ -109,6 +109,19 @@ def _honest_state(row: dict[str, Any]) -> str:
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
     here = row["host"] in (None, socket.gethostname())
     return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
+
+
+def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
+    """What to do about a job whose batch script Slurm could not start. Slurm ends it, and nothing of ours runs then."""
+    from toolkit.cluster import hostlist
+
+    if job is None or not job.is_over or job.reason != "JobLaunchFailure":
+        return None
+    node = next(iter(hostlist.expand(job.node_list)), "its first node")
+    return (
+        f"Slurm could not start job {job.job_id} on {node}, which most likely does not see {row['path']}, and has "
+        f"given it up: `toolkit resume {row['run']} cluster.exclude={node}` goes on without that node"
+    )
 
 
 def _waits(row: dict[str, Any]) -> bool:

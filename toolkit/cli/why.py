@@ -40,7 +40,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": result.get("why") or over or status.get("why") or last.get("line"),
+        "why": result.get("why") or row["why"] or over or status.get("why") or last.get("line"),
         "cause": last.get("cause"),
         "first_failure": _first_failure(run, attempts, damage),
         "loss": loss_remark(result.get("metrics") or (status.get("progress") or {}).get("metrics")),

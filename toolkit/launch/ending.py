@@ -69,6 +69,8 @@ _BY_STATE = {
     "REQUEUED": Slurm.REQUEUED,
     "PENDING": Slurm.REQUEUED,
 }
+#: Nothing ends the job yet, but for the grace time of a preemption.
+RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 #: Times in a row are whole seconds; a preemption's two times are taken one after the other.
 SAME_MOMENT_S = 1.5
 
@@ -85,7 +87,7 @@ def how_slurm_sees_it(row: JobRow | None, restart_count: int) -> Slurm:
         return Slurm.UNKNOWN
     if row.restarts > restart_count:
         return Slurm.REQUEUED
-    if row.state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"):
+    if row.state in RUNNING_STATES:
         return Slurm.RUNNING if row.preempt_time is None else Slurm.PREEMPTED
     if row.state in _BY_STATE:
         return _BY_STATE[row.state]

@@ -268,10 +268,10 @@ class Supervisor:
         attempt.ended = time.time()
         self._read_error_files(attempt)
         self._excuse_nodes(attempt)
-        hang.remove_unused(self._run.attempt_logs(attempt.number))
         self._look_after_nodes(attempt)
         verdict = self._judge(attempt)
         self._record(attempt, verdict)
+        hang.remove_unused(self._run.attempt_logs(attempt.number))  # last: a job that is being ended has but seconds
         return verdict
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
@@ -522,8 +522,10 @@ class Supervisor:
         if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
             return
         attempt.leave_at = None
-        now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
-        if now not in (ending.Slurm.RUNNING, ending.Slurm.PREEMPTED, ending.Slurm.UNKNOWN):
+        row = self._show_job(patience_s=0.0)
+        if row is not None and (
+            row.state not in ending.RUNNING_STATES or row.restarts > self._allocation.restart_count
+        ):
             log.warning("Slurm ends the job: not waiting for its ranks any longer")
             attempt.stopped.clear()  # whether the others have committed, too, nobody will say
             step.abandon()

@@ -69,6 +69,23 @@ def test_status_says_what_slurm_lets_a_job_wait_for(
     assert ("release" in out) == (reason not in ("Resources", None))
 
 
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    run.write_status({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()})
+    failed = JobStatus("7", "FAILED", "JobLaunchFailure", "node[2-3]")
+    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": failed})
+    assert cli.main([command, run.id]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "lost (FAILED)" in out
+    assert "Slurm could not start job 7 on node2" in out
+    assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without that node" in out
+
+
 @pytest.mark.parametrize("name", ["status.json", "result.json"])
 def test_one_damaged_run_does_not_hide_the_others(
     run: rundir.RunDir, name: str, capsys: pytest.CaptureFixture[str]

@@ -345,8 +345,23 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
 
 
+def ended_by_a_preemption_that_cancels(slurm: FakeSlurm, job: str) -> None:
+    slurm.preempt_mode = "CANCEL"
+    slurm.preempt(job)
+    slurm.advance(0)
+
+
+@pytest.mark.parametrize(
+    ("what", "cause", "restarts"),
+    [(FakeSlurm.cancel, "cancelled", 0), (ended_by_a_preemption_that_cancels, "preempted", 1)],
+)
 def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
-    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    what: Callable[[FakeSlurm, str], None],
+    cause: str,
+    restarts: int,
 ) -> None:
     """Its SIGTERM came between fork and exec; Slurm does not know the step any more, and srun waits for it."""
     monkeypatch.setattr(supervisor, "DYING_S", 0.0)
@@ -354,14 +369,17 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
 
     def told(ranks: Ranks) -> None:
         ranks.answers_kill = False
-        slurm.cancel("1")
+        what(slurm, "1")
         ranks.events.put(supervisor._Signalled(signal.SIGTERM))
         ranks.events.put(RankEnded((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
 
     ranks = Ranks(told)
-    assert supervise(run, slurm, ranks) == 1
+    supervise(run, slurm, ranks)
     assert ranks.abandoned
-    assert (run.result() or {})["state"] == "cancelled"
+    assert run.attempts()[0]["cause"] == cause
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == restarts
 
 
 def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
