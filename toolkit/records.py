@@ -142,6 +142,16 @@ def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | Non
         raise DamagedFileError(f"{path} is damaged: {misfit}") from None
 
 
+def parse(raw: bytes, shape: Shape) -> Any:
+    """The JSON value in ``raw``, all of which must fit; NaN and infinities are null. Raises Misfit."""
+    value, damage = _parse(raw), list[str]()
+    _refuse_depth(value, "", MOST_NESTED)
+    found = _fit(fsio.finite(value), shape, "", _Notes("", damage))
+    if damage:
+        raise Misfit(damage[0])
+    return found
+
+
 def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
     """:func:`read`, with ``default`` for a file that is missing or of no use; the latter is named."""
     try:

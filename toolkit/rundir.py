@@ -46,7 +46,7 @@ _METRICS = MapOf(OrNull(NUMBER))
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
 _STRAGGLER = Record({"host": WORD, "ranks": ListOf(COUNT), "ratio": NUMBER, "since": MOMENT, "until": OrNull(MOMENT)})
 #: Rank 0's report, see `toolkit.train.loop`.
-_PROGRESS = Record(
+PROGRESS = Record(
     {
         **dict.fromkeys(("step", "step_start", "total_steps", "epoch", "epochs"), Maybe(COUNT)),
         **dict.fromkeys(("loss", "samples_per_s", "data_wait_fraction", "save_s", "eta_s"), Maybe(OrNull(NUMBER))),
@@ -69,7 +69,7 @@ _STATUS_KEYS = Record(
         "tasks": Maybe(ListOf(COUNT)),
         "lost_ranks": Maybe(MapOf(TEXT)),
         "bad_nodes": Maybe(MapOf(TEXT)),
-        "progress": Maybe(_PROGRESS),
+        "progress": Maybe(PROGRESS),
         "goodput": Maybe(_SECONDS),
     }
 )
@@ -95,7 +95,7 @@ _ATTEMPT = Record(
 _EXECUTOR = records.one_of("slurm", "local", "debug")
 #: What a result says of a run that ended in a way that can no longer be read.
 UNREADABLE = "unreadable"
-_RESULT = Record(
+RESULT = Record(
     {
         "state": records.one_of("completed", "stopped", "failed", "cancelled", UNREADABLE),
         "attempts": Maybe(COUNT),
@@ -246,7 +246,7 @@ class RunDir:
         A damaged one is a result of the state ``unreadable``: the run has ended, and nothing says how.
         """
         try:
-            result: dict[str, Any] | None = records.read(self.path / "result.json", _RESULT, damage)
+            result: dict[str, Any] | None = records.read(self.path / "result.json", RESULT, damage)
         except DamagedFileError as error:
             records.note(str(error), damage)
             return {"state": UNREADABLE, "attempts": 0, "metrics": {}, "why": str(error)}

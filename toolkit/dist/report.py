@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from torch.distributed import Store
 
-from toolkit import logs
+from toolkit import logs, records, rundir
 from toolkit.activity import Activity
 from toolkit.errors import EXIT_FAILED
+from toolkit.records import COUNT, TEXT, Misfit, OrNull, Record
 from toolkit.rundir import RunDir
 
 RESULT_KEY = "toolkit/result"
@@ -23,11 +24,10 @@ HEARTBEAT_S = 0.5
 log = logs.get(__name__)
 
 
-_NONE = type(None)
-#: The fields of a report with which the supervisor reckons. The first three are in every report.
-_DOING = {"doing": str, "done": (int, _NONE), "count": int}
-_PROGRESS = {"step": (int, _NONE), "step_start": (int, _NONE), "save_s": (int, float, _NONE), "metrics": dict}
-_RESULT = {"step": int, "epoch": (int, float), "samples": int, "metrics": dict}
+#: What the supervisor reads in a report of any rank, and in rank 0's besides.
+_DOING: Mapping[str, Any] = {"doing": str, "done": (int, type(None)), "count": int}
+_PROGRESS = Record({**rundir.PROGRESS.keys, "doing": TEXT, "done": OrNull(COUNT), "count": COUNT})
+_RESULT = Record({key: shape for key, shape in rundir.RESULT.keys.items() if key != "state"})
 
 
 def rank_key(rank: int) -> str:
@@ -35,18 +35,19 @@ def rank_key(rank: int) -> str:
     return f"toolkit/rank/{rank}"
 
 
-def parse_report(text: bytes) -> dict[str, Any] | None:
+def parse_report(text: bytes, rank: int) -> dict[str, Any] | None:
     """Return a rank's report from the store; None for what none of our ranks can have written.
 
+    Of another rank than 0 it is what the rank is doing, and no more.
     The store knows no user: any process that reaches its port may write any key.
     """
-    report = _parse(text, _DOING | _PROGRESS)
-    if report is None or not report.keys() >= _DOING.keys():
-        return None
-    spent, expendable = report.get("spent", {}), report.get("expendable", [])
-    numbers = isinstance(spent, dict) and all(isinstance(value, int | float) for value in spent.values())
-    ranks = isinstance(expendable, list) and all(isinstance(rank, int) for rank in expendable)
-    return report if numbers and ranks else None
+    if rank == 0:
+        return _parse(text, _PROGRESS)
+    with contextlib.suppress(ValueError, RecursionError):  # of thousands of ranks, each second: no shape, and no more
+        value = json.loads(text)
+        if isinstance(value, dict) and all(isinstance(value.get(key, ...), kinds) for key, kinds in _DOING.items()):
+            return {key: value[key] for key in _DOING}
+    return None
 
 
 def parse_result(text: bytes) -> dict[str, Any] | None:
@@ -54,13 +55,12 @@ def parse_result(text: bytes) -> dict[str, Any] | None:
     return _parse(text, _RESULT)
 
 
-def _parse(text: bytes, types: Mapping[str, Any]) -> dict[str, Any] | None:
+def _parse(text: bytes, shape: Record) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        found: dict[str, Any] = records.parse(text, shape)
+    except Misfit:
         return None
-    is_ours = isinstance(value, dict) and all(isinstance(value[key], types[key]) for key in types.keys() & value.keys())
-    return value if is_ours else None
+    return found
 
 
 class Reporter(Protocol):

@@ -37,7 +37,6 @@ OTHERS_EVERY_S = 1.0
 #: What Slurm sends to all processes of a job that is to end: the ranks need us to agree on where to stop.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING = "null"
-_PARSERS = {RESULT_KEY: parse_result}
 
 
 def serve(store: TCPStore, world_size: int, requests: int) -> None:
@@ -89,11 +88,14 @@ class _Relay:
         values = zip(keys, self._store.multi_get(keys), strict=True)
         new = {key: value for key, value in values if self._seen.get(key) != value}
         self._seen |= new
-        read = {key: _PARSERS.get(key, parse_report)(value) for key, value in new.items() if value != NOTHING.encode()}
+        read = {key: self._parse(key, value) for key, value in new.items() if value != NOTHING.encode()}
         for key in [key for key, value in read.items() if value is None and key not in self._ignored]:
             self._ignored.add(key)
             _say({"ignored": key})
         return {key: value for key, value in read.items() if value is not None}
+
+    def _parse(self, key: str, value: bytes) -> dict[str, Any] | None:
+        return parse_result(value) if key == RESULT_KEY else parse_report(value, self._ranks[key])
 
 
 def _requests(fd: int) -> Iterator[dict[str, str]]:

@@ -312,7 +312,7 @@ def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_end
         return text in "".join(said)
 
     store.set(rank_key(1), json.dumps({**DOING, "step": 1}))
-    wait_for(lambda: heard('"step": 1'), TIMEOUT_S, "the first report")
+    wait_for(lambda: heard('"done": 3'), TIMEOUT_S, "the first report")
     store.set(rank_key(2), json.dumps({**DOING, "step": 8}))  # there is no rank 2 of 2
     store.set(rank_key(1), json.dumps({**DOING, "step": 2}))
     store.set(RESULT_KEY, '{"step": 2}')
@@ -320,22 +320,33 @@ def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_end
     thread.join(TIMEOUT_S)
     heard("")
     assert [json.loads(line) for line in "".join(said).splitlines()] == [
-        {"reports": {"1": {**DOING, "step": 1}}},
-        {"reports": {"1": {**DOING, "step": 2}}},
+        {"reports": {"1": SHORT}},
+        {"reports": {"1": SHORT}},
         {"result": {"step": 2}},
     ]
 
 
 DOING = {"doing": "in a step", "done": 3, "count": 1, "beat": 7}
+SHORT = {"doing": "in a step", "done": 3, "count": 1}
 STRANGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}"]
 ODD_REPORTS = [{"doing": 1}, {"done": "3"}, {"count": None}, {"step": "x"}, {"save_s": []}, {"metrics": [1]}]
 ODD_REPORTS += [{"spent": [1]}, {"spent": {"train": "long"}}, {"expendable": 3}, {"expendable": ["all"]}]
 
 
-@pytest.mark.parametrize("text", STRANGE + [json.dumps({**DOING, **odd}).encode() for odd in ODD_REPORTS])
+DEEP = b'{"doing": "x", "done": 1, "count": 1, "metrics": ' + b'{"a": ' * 400 + b"1" + b"}" * 401
+
+
+def test_a_loss_that_is_not_a_number_is_none_of_a_strangers() -> None:
+    told = {**DOING, "loss": float("nan"), "metrics": {"train/loss": float("inf")}}
+    assert report.parse_report(json.dumps(told).encode(), 0) == {**DOING, "loss": None, "metrics": {"train/loss": None}}
+
+
+@pytest.mark.parametrize("text", [DEEP, *STRANGE] + [json.dumps({**DOING, **odd}).encode() for odd in ODD_REPORTS])
 def test_a_report_that_no_rank_of_ours_can_have_written_is_none(text: bytes) -> None:
-    assert report.parse_report(json.dumps(DOING).encode()) == DOING
-    assert report.parse_report(text) is None
+    assert report.parse_report(json.dumps(DOING).encode(), 0) == DOING
+    assert report.parse_report(text, 0) is None
+    other = report.parse_report(text, 1)
+    assert other is None or other.keys() == {"doing", "done", "count"}
 
 
 def test_a_strangers_messages_end_no_store_host_and_are_told_once(
@@ -364,7 +375,7 @@ def test_a_strangers_messages_end_no_store_host_and_are_told_once(
     thread.join(TIMEOUT_S)
     heard("")
     lines = [json.loads(line) for line in "".join(said).splitlines()]
-    assert lines == [{"ignored": rank_key(0)}, {"ignored": RESULT_KEY}, {"reports": {"1": DOING}}]
+    assert lines == [{"ignored": rank_key(0)}, {"ignored": RESULT_KEY}, {"reports": {"1": SHORT}}]
 
 
 class CountingStore:
