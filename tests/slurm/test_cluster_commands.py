@@ -193,5 +193,5 @@ except Exception as error: print(json.dumps([[c.__name__ for c in type(error).__
 
 def test_every_option_that_this_sbatch_lists_is_one_that_a_config_is_checked_against(box: Box) -> None:
     listed = set(ask(box, "print(json.dumps(sorted(s.sbatch_flags())))"))
-    assert {"test-only", "nodelist", "mail-type"} <= listed
+    assert {"nodelist", "mail-type", "no-requeue"} <= listed
     assert listed <= FLAGS.keys()

@@ -101,6 +101,15 @@ def main(config):
 ODD_FOLDER = """it's "my" $HOME `touch /tmp/hurt`; ${A=$(touch /tmp/hurt)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 
 
+TINY = """
+from toolkit.dist.session import open_session
+def main(config):
+    print("the old code runs", flush=True)
+    with open_session(config.dist) as session:
+        session.finish({})
+"""
+
+
 def test_what_was_submitted_is_what_runs_and_odd_texts_and_folders_arrive_unharmed(site: Site) -> None:
     """The job is held in the queue while its sources are broken; no shell must read the comment and the folder."""
     project = site.project(tiny=TINY)
