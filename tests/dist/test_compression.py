@@ -22,11 +22,13 @@ from tests.dist.strategy_cases import (
     FEATURES,
     OPTIMIZERS,
     STEPS,
+    global_batch,
     oracle,
     part,
     plain_model,
     rates,
     snapshot,
+    token_loss,
 )
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
@@ -213,6 +215,48 @@ def test_top_k_of_all_values_takes_the_steps_of_one_process() -> None:
         assert np.allclose(np.sum([rank[case][0] for rank in ranks], axis=0), losses, atol=1e-6), CASES[case]
         for name, weight in weights.items():
             torch.testing.assert_close(ranks[0][case][1][f"model/{name}"], weight, atol=1e-6, rtol=0)
+
+
+def one_layer() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(FEATURES, CLASSES, bias=False)
+
+
+def train_weighted(session: Session) -> tuple[Any, Any]:
+    made = partial(compressed, session, "topk", one_layer, optimizer="plain sgd", criterion=token_loss)
+    strategy = made(compression_ratio=0.2)
+    for step in range(STEPS):
+        strategy.step(part(strategy.share, step), rates(step))
+    found = snapshot(strategy)
+    return found["model/weight"].numpy(), found[f"residual/rank{session.rank}/weight"].numpy()
+
+
+def weighted_by_hand(ranks: int) -> tuple[Any, Any]:
+    """The weights and each rank's residual: the gradient of a weighted mean, of which the 20 % largest are sent."""
+    weight = one_layer().weight.detach().double().numpy()  # type: ignore[union-attr, operator]
+    residual = np.zeros((ranks, *weight.shape))
+    for step in range(STEPS):
+        inputs, targets = (tensor.numpy() for tensor in global_batch(step))
+        sent = np.zeros_like(weight)
+        for rank in range(ranks):
+            start, stop = Share(rank, ranks).bounds(len(inputs))
+            x, tokens = inputs[start:stop].astype(float), targets[start:stop]
+            powers = np.exp(x @ weight.T)
+            errors = (powers / powers.sum(1, keepdims=True) - np.eye(CLASSES)[tokens]) * tokens[:, None]
+            residual[rank] += errors.T @ x * ranks / targets.sum()
+            flat = residual[rank].reshape(-1)
+            largest = np.argsort(-np.abs(flat))[: math.ceil(0.2 * weight.size)]
+            sent.reshape(-1)[largest] += flat[largest] / ranks
+            flat[largest] = 0.0
+        weight = weight - rates(step) * sent
+    return weight, residual
+
+
+def test_what_a_weighted_loss_leaves_for_later_is_sent_whole() -> None:
+    weight, residual = weighted_by_hand(3)
+    for rank, (trained, left) in enumerate(run_ranks(3, train_weighted)):
+        assert np.allclose(left, residual[rank], atol=1e-6), np.abs(left).sum() / np.abs(residual[rank]).sum()
+        assert np.allclose(trained, weight, atol=1e-6)
 
 
 def train_with_average(session: Session) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from jobs.gpt import GPT
 from jobs.language_model import next_byte
@@ -119,6 +121,23 @@ def test_a_gpt_whose_layers_are_cut_by_its_own_plan_trains_like_one_process() ->
         for rank in ranks:
             for key, weight in weights.items():
                 torch.testing.assert_close(rank[number][1][f"model/{key}"], weight, atol=2e-5, rtol=0, msg=(name, key))
+
+
+def limits_after_a_step(session: Session, configs: list[StrategyConfig]) -> set[timedelta]:
+    """The time limits of all process groups that this rank is in."""
+    session = replace(session, timeout=timedelta(seconds=60))  # that of the group in tests/dist/ranks.py
+    for config in configs:
+        strategy = build_strategy(config, session)
+        strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+    session.step_made()
+    groups = distributed_c10d._world.pg_map
+    return {g._get_backend(device).options._timeout for g in groups for device in g._device_types}
+
+
+def test_after_the_first_step_every_group_of_a_mesh_has_the_time_limit_of_steps() -> None:
+    meshes = MeshConfig(replicas=2), MeshConfig(tensor=2, shards=2), MeshConfig(stages=2, replicas=2)
+    configs = [StrategyConfig(n, mesh=mesh) for n, mesh in zip(("fsdp", "tensor", "pipeline"), meshes, strict=True)]
+    assert run_ranks(4, limits_after_a_step, configs) == [{timedelta(seconds=42)}] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- memory

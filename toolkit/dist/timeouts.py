@@ -7,6 +7,7 @@ these, since it can say who hangs), nothing else notices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +19,28 @@ from torch.distributed import distributed_c10d
 STEP_SHARE = 0.7
 
 
+def adopt(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Give ``groups``, which torch has opened with a limit of its own (a mesh's), that of the session."""
+    for group in groups:
+        if any(_timeout(group, device) is not None for device in _devices(group)):
+            _set(group, timeout)
+
+
 def tighten(timeout: timedelta) -> None:
     """Give every group that was opened with ``timeout`` the limit for steps; groups with one of their own keep it."""
-    set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
     for group in list(distributed_c10d._world.pg_map):
-        if any(_timeout(group, device) == timeout for device in group._device_types):
-            set_timeout(timeout * STEP_SHARE, group)
+        if any(_timeout(group, device) == timeout for device in _devices(group)):
+            _set(group, timeout * STEP_SHARE)
+
+
+def _set(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # torch < 2.15
+    set_timeout(timeout, group)
+
+
+def _devices(group: Any) -> Iterable[torch.device]:
+    devices: Iterable[torch.device] = group._device_types
+    return devices
 
 
 def _timeout(group: Any, device: torch.device) -> timedelta | None:

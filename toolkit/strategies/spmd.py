@@ -172,10 +172,12 @@ class Spmd(AllNeeded):
             self.own_time.stop()  # while the last part goes backward, gradients are summed
         total = _WeightSum.start(weights, self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
+        mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
+        if total is not None:  # before gradients are compressed: what is left of them is not weighed again
+            mean = mean * self._reweigh(total.wait(), batch.global_count)
         self._layout.average()
         self._average_criterion()
-        mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
-        return mean if total is None else mean * self._reweigh(total.wait(), batch.global_count)
+        return mean
 
     def _average_criterion(self) -> None:
         """No layout knows of the gradients of what the criterion learns."""

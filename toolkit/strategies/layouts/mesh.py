@@ -8,7 +8,7 @@ copies, which talk once in a step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,6 +16,7 @@ from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
+from toolkit.dist.timeouts import adopt
 
 #: From the outermost to the innermost.
 ORDER = ("replicas", "shards", "tensor")
@@ -31,7 +32,17 @@ def device_mesh(session: Session, sizes: MeshConfig, always: Iterable[str]) -> D
     if session.is_main and _size(sizes, "tensor") > int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)):
         log.warning("strategy.mesh.tensor: groups of %d ranks go beyond a node, which is slow", _size(sizes, "tensor"))
     kept = [name for name in ORDER if _size(sizes, name) > 1 or name in always]
-    return init_device_mesh(session.device.type, tuple(_size(sizes, name) for name in kept), mesh_dim_names=tuple(kept))
+    return open_mesh(session, {name: _size(sizes, name) for name in kept})
+
+
+def open_mesh(session: Session, sizes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh with these dimensions, whose groups have the session's time limit; every rank calls it.
+
+    torch gives them 30 minutes, 10 over NCCL, so that a hang in one of them would last that long.
+    """
+    mesh = init_device_mesh(session.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    adopt((mesh.get_group(name) for name in sizes), session.timeout)
+    return mesh
 
 
 def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:

@@ -27,7 +27,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit import logs
@@ -44,6 +43,7 @@ from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.first_values import made
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.layouts.mesh import open_mesh
 from toolkit.strategies.pipeline import stages as layers
 from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
@@ -70,7 +70,7 @@ class Pipeline(AllNeeded):
 
     def __init__(self, session: Session, config: StrategyConfig, train: TrainConfig) -> None:
         """Raises ConfigError when the mesh is not that of the ranks that there are."""
-        self._config, self._train = config, train
+        self._config, self._train, self._session = config, train, session
         self._world_size = session.world_size
         sizes = mesh_of(config, session.world_size)
         self._ranks, self._replicas = sizes.stages or 1, sizes.replicas or 1
@@ -102,7 +102,7 @@ class Pipeline(AllNeeded):
         """Raises ConfigError when the model cannot be cut, a parameter gets no gradient, or compiling fails."""
         refuse_learnt(criterion, "pipeline")
         batch = self._checked(sample)
-        mesh = init_device_mesh(self._device.type, (self._ranks, self._replicas), mesh_dim_names=("stage", "replica"))
+        mesh = open_mesh(self._session, {"stage": self._ranks, "replica": self._replicas})
         self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")
         self._criterion = criterion
         self._stand_in = batch.targets[:1].to(self._device)
