@@ -139,16 +139,19 @@ def whole(entry: Any) -> Tensor:
     if not isinstance(entry, Sharded):
         return entry.value.detach()  # type: ignore[no-any-return]
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (entry.offsets, entry.value))
+    dist.all_gather_object(parts, [*entry.pieces()])
     found = torch.full(entry.global_shape, torch.nan)
-    for offsets, value in parts:
-        found[_place(offsets, value)] = value
+    for pieces in parts:
+        for value, offsets in pieces:
+            found[_place(offsets, value)] = value
     return found
 
 
 def fill(entry: Any, value: Tensor) -> None:
     """Copy into the live ``entry`` its part of the whole ``value``."""
-    entry.value.copy_(value[_place(entry.offsets, entry.value)] if isinstance(entry, Sharded) else value)
+    pieces = entry.pieces() if isinstance(entry, Sharded) else [(entry.value, (0,) * value.ndim)]
+    for live, offsets in pieces:
+        live.copy_(value[_place(offsets, live)])
 
 
 def _place(offsets: Sequence[int], value: Tensor) -> tuple[slice, ...]:

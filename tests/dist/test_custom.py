@@ -121,7 +121,8 @@ def unused(session: Session) -> str:
 
 def test_a_loss_that_leaves_a_weight_out_is_refused_by_its_name() -> None:
     assert run_ranks(1, unused) == [
-        "the loss of encode does not depend on 0.weight; freeze such parameters (requires_grad_(False))"
+        "model: the loss does not depend on encode.0.weight; freeze such parameters (requires_grad_(False)) or use "
+        "them in forward(), in every step and on every rank"
     ]
 
 

@@ -199,13 +199,15 @@ def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, 
     if len(records) > 1:
         _fill_with_mean(live, folder, records)
         return
-    place = _place(entry)
-    for name, record in records.items():
-        same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
-        if same is not None:
-            tensors.fill(name, live, folder, same)
-        else:
-            tensors.assemble(name, live, place[0], folder, record.parts)
+    pieces = entry.pieces() if isinstance(entry, Sharded) else [(live, (0,) * live.ndim)]
+    for value, offsets in pieces:
+        place = offsets, tuple(value.shape)
+        for name, record in records.items():
+            same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
+            if same is not None:
+                tensors.fill(name, value, folder, same)
+            else:
+                tensors.assemble(name, value, offsets, folder, record.parts)
 
 
 def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
@@ -216,13 +218,6 @@ def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, Tens
         tensors.fill(name, one, folder, record.parts[0])
         total += one
     live.copy_(total / len(records))
-
-
-def _place(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of the entry's tensor in the global one."""
-    assert isinstance(entry.value, torch.Tensor)
-    shape = tuple(entry.value.shape)
-    return (entry.offsets if isinstance(entry, Sharded) else (0,) * len(shape)), shape
 
 
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
@@ -266,8 +261,7 @@ def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> 
 
 def _tensor_difference(name: str, entry: Entry, record: TensorRecord) -> str | None:
     assert isinstance(entry.value, torch.Tensor)
-    place = _place(entry)
-    shape = entry.global_shape if isinstance(entry, Sharded) else place[1]
+    shape = entry.global_shape if isinstance(entry, Sharded) else tuple(entry.value.shape)
     dtype = tensors.dtype_name(entry.value)
     if (record.dtype, record.shape) != (dtype, shape):
         return f"{name} is {record.dtype} {record.shape} in the checkpoint and {dtype} {shape} here"

@@ -181,15 +181,17 @@ def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord
     for name, entry in own.items():
         if not isinstance(entry.value, torch.Tensor):
             continue
-        data = tensors.to_bytes(name, entry.value)
         shape = tuple(entry.value.shape)
-        whole, offsets = (
-            (entry.global_shape, entry.offsets) if isinstance(entry, Sharded) else (shape, (0,) * len(shape))
-        )
-        part = Part(file, start, len(data), offsets, shape, zlib.crc32(data))
-        records[name] = TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), whole, (part,))
-        start += len(data)
-        yield data
+        whole, pieces = shape, [(entry.value, (0,) * len(shape))]
+        if isinstance(entry, Sharded):
+            whole, pieces = entry.global_shape, [*entry.pieces()]
+        parts: list[Part] = []
+        for value, offsets in pieces:
+            data = tensors.to_bytes(name, value)
+            parts.append(Part(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data)))
+            start += len(data)
+            yield data
+        records[name] = TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), whole, tuple(parts))
 
 
 def _replicated(state: State) -> list[tuple[str, Replicated]]:
@@ -210,7 +212,7 @@ def _replica_digests(state: State) -> dict[str, Any]:
         for name, entry in entries
     ]
     copies = {
-        name: [entry.offsets, zlib.crc32(tensors.to_bytes(name, entry.value))]
+        name: [[offsets, zlib.crc32(tensors.to_bytes(name, value))] for value, offsets in entry.pieces()]
         for name, entry in state.items()
         if isinstance(entry, Sharded) and entry.is_copy
     }
@@ -242,9 +244,10 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
 def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None) -> None:
     """CheckpointError naming the parts that `rank` holds differently from the rank that has written them."""
     different = []
-    for name, (offsets, crc32) in (found["copies"] if found else {}).items():
+    for name, pieces in (found["copies"] if found else {}).items():
         parts = manifest.tensors[name].parts if name in manifest.tensors else ()
-        if crc32 not in [part.crc32 for part in parts if part.offsets == tuple(offsets)]:
+        written = {(part.offsets, part.crc32) for part in parts}
+        if any((tuple(offsets), crc32) not in written for offsets, crc32 in pieces):
             different.append(name)
     if different:
         raise CheckpointError(

@@ -35,7 +35,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.step_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
-from toolkit.config.words import is_one_line
+from toolkit.config.words import is_one_line, tensor_style
 
 __all__ = [
     "DATASETS",
@@ -73,6 +73,7 @@ __all__ = [
     "load_config",
     "mesh_of",
     "micro_batches",
+    "tensor_style",
     "torchvision_models",
     "validate",
     "value_of",

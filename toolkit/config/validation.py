@@ -43,7 +43,7 @@ from toolkit.config.schema import (
     value_of,
 )
 from toolkit.config.step_checks import check_compression, check_step
-from toolkit.config.words import is_one_line, one_of, within
+from toolkit.config.words import is_one_line, one_of, tensor_style, within
 from toolkit.errors import ConfigError, DataMissingError
 
 
@@ -191,7 +191,7 @@ def _check_strategy(strategy: StrategyConfig) -> None:
         if getattr(strategy, key) and strategy.name != "tensor":
             raise ConfigError(f"strategy.{key}: only strategy.name tensor cuts layers; use it, or leave this key out")
     for pattern, style in strategy.tensor_plan.items():
-        one_of(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
+        tensor_style(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)
 
 
 def _check_local_sgd(config: JobConfig) -> None:

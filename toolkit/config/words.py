@@ -24,3 +24,17 @@ def within(key: str, value: float | None, least: float, most: float) -> None:
 def is_one_line(text: str, also: str = "") -> bool:
     """True if ``text`` has no line break or other control character but those in ``also``, and can be UTF-8."""
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)
+
+
+def tensor_style(key: str, style: str, valid: Iterable[str]) -> tuple[str, int]:
+    """Return the kind of a style of ``strategy.tensor_plan`` and in how many parts it cuts: of ``colwise:3``, three."""
+    kind, colon, parts = style.partition(":")
+    if not colon or kind != "colwise":
+        one_of(key, style, [*valid, "colwise:N"])
+        return style, 1
+    if not parts.isdecimal() or int(parts) < 2:
+        raise ConfigError(
+            f"{key}: {style!r} is refused; after the colon comes of how many equal parts the outputs are made up: "
+            "colwise:3 for q, k and v in one layer, colwise:2 for gate and up"
+        )
+    return kind, int(parts)

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import Part
-from toolkit.data.workers import NO_SAMPLE, InlineSource, PartReader, WorkerSource
+from toolkit.data.workers import NO_SAMPLE, InlineSource, PartReader, WorkerSource, collate
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json
 from toolkit.errors import ConfigError, JobFailedError
@@ -253,7 +252,7 @@ class _StreamReader(PartReader):
             which = f"the stream of share {self._share.index} of {self._share.count}"
             raise JobFailedError(f"{which} failed at position {where}: {type(error).__name__}: {error}") from error
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
-        inputs, targets = default_collate(samples)
+        inputs, targets = collate(samples)
         return Batch(inputs, targets, torch.from_numpy(part.indices), part.global_count, stream_state=state)
 
     def _take(self, position: int) -> Any:

@@ -55,6 +55,31 @@ class Samples(Protocol):
         """Input (a tensor of the same shape for every sample) and target (an int or a tensor) of sample ``index``."""
 
 
+def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Stack samples into the inputs and targets of a batch. Raises JobFailedError for what cannot be stacked."""
+    first = samples[0]
+    if not isinstance(first, (tuple, list)) or len(first) != 2:
+        kind = f"a {type(first).__name__}" + (f" of {len(first)}" if isinstance(first, (tuple, list, dict)) else "")
+        raise JobFailedError(f"data: a sample is {kind}; {_SAMPLES}")
+    try:
+        inputs, targets = default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        shapes = [tuple(getattr(value, "shape", ())) for sample in samples for value in sample]
+        others = [pair for pair in zip(shapes[2:], shapes, strict=False) if pair[0] != pair[1]]
+        why = f"two samples have the shapes {others[0][1]} and {others[0][0]}" if others else f"{error}"
+        raise JobFailedError(f"data: samples cannot be stacked: {why}; {_SAMPLES}") from error
+    for what, batch, value in (("input", inputs, first[0]), ("target", targets, first[1])):
+        if not isinstance(batch, Tensor):
+            raise JobFailedError(f"data: the {what} of a sample is a {type(value).__name__}; {_SAMPLES}")
+    return inputs, targets
+
+
+_SAMPLES = (
+    "today a sample is a pair (input, target) of tensors or numbers, of the same shapes for every sample: put several "
+    "inputs into one tensor, and fill sequences up to one length (the criterion's weight can leave the filling out)"
+)
+
+
 class PartReader(ABC):
     """What loads the batches of one rank, in its process or in workers."""
 
@@ -93,7 +118,7 @@ class Reader(PartReader):
         bad: list[BadSample] = []
         samples = [self._sample(index, position, bad) for index, position in pairs]
         # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
-        inputs, targets = default_collate(samples or [self._sample(0, part.start, [])])
+        inputs, targets = collate(samples or [self._sample(0, part.start, [])])
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
         count = part.indices.size
         return Batch(inputs[:count], targets[:count], torch.from_numpy(positions), part.global_count, tuple(bad))

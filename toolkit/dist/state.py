@@ -3,8 +3,8 @@
 Which kind a value is decides who writes it and who reads it, so that needs no agreement between ranks:
 
 * `Replicated`: equal on every rank; rank 0 writes it, every rank reads it.
-* `Sharded`: every rank holds a rectangular part of one global tensor. Where several ranks hold the same part, equal on
-  all of them, exactly one of them writes it.
+* `Sharded`: every rank holds a rectangular part, or some, of one global tensor. Where several ranks hold the same part,
+  equal on all of them, exactly one of them writes it.
 * `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never meet.
 
 A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
@@ -12,8 +12,9 @@ A value is a live tensor, which a load fills in place, or JSON, which a load han
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -46,13 +47,29 @@ class Sharded:
     """The rectangular part of a global tensor that this rank holds.
 
     `value` has shape `(s0, s1, ...)` and stands at `[o0:o0+s0, o1:o1+s1, ...]` of the global tensor.
-    `is_copy` says that another rank holds the same part and writes it.
+    `is_copy` says that another rank holds the same part and writes it. `fused` are `(parts, ranks)` of a tensor whose
+    rows are several tensors' one after the other: `value` then stands in a copy of the global tensor in which the rows
+    of each rank follow each other, of each of the `parts` some. See :meth:`pieces`.
     """
 
     value: torch.Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     is_copy: bool = False
+    fused: tuple[int, int] = (1, 1)
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Yield the rectangles of the global tensor that this rank holds, live, each with its offsets."""
+        parts, ranks = self.fused
+        if parts == 1 or not self.value.numel():
+            yield self.value, self.offsets
+            return
+        run = self.global_shape[0] // (parts * ranks)
+        begin, end = self.offsets[0], self.offsets[0] + self.value.shape[0]
+        for start, stop in pairwise([begin, *range(begin - begin % run + run, end, run), end]):
+            (rank, part), inside = divmod(start // run, parts), start % run
+            rows = (part * ranks + rank) * run + inside
+            yield self.value[start - begin : stop - begin], (rows, *self.offsets[1:])
 
     def __post_init__(self) -> None:
         shape = tuple(self.value.shape)

@@ -12,14 +12,11 @@ ranks makes the same one, be it on nodes with more memory.
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +30,7 @@ from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import without_memory
+from toolkit.strategies.priming import same_randomness
 from toolkit.strategies.protocol import Criterion, ModelFactory, OptimizerFactory
 from toolkit.strategies.spmd import Spmd
 
@@ -146,7 +144,7 @@ def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[st
 
 def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
     """Bytes of the model and of its optimizer's state after a step; no random number is drawn for good."""
-    with _same_randomness():
+    with same_randomness():  # a model that is made once more must come out as if it had not been made before
         model = without_memory(make).to("meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         slots = _slots(model, optimizer, trained)
@@ -169,18 +167,6 @@ def _slots(model: nn.Module, optimizer: OptimizerFactory, trained: list[nn.Param
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """A model that is made once more must come out as if it had not been made before."""
-    state, legacy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(legacy)
 
 
 def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None) -> int:

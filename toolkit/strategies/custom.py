@@ -28,9 +28,11 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import broadcast_tensors, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.priming import unused_message
 from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 from toolkit.strategies.update import Update
 
@@ -79,6 +81,7 @@ class Custom(AllNeeded):
         made = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
         self.networks = nn.ModuleDict(made)
         broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
+        refuse_extra_state(self.networks, "custom")
         optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}
         self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
 
@@ -92,10 +95,7 @@ class Custom(AllNeeded):
         named = [(name, weight) for name, weight in self.networks[network].named_parameters() if weight.requires_grad]
         loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
         if unused := [name for name, weight in named if weight.grad is None]:
-            raise ConfigError(
-                f"the loss of {network} does not depend on {listing(unused, 5)}; freeze such parameters "
-                "(requires_grad_(False))"
-            )
+            raise ConfigError(unused_message([f"{network}.{name}" for name in unused]))
         self._stop_watch()
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
         self._updates[network].apply(lr)

@@ -26,12 +26,14 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.collectives import broadcast_tensors, start_sum, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.batch_norm import synchronised
+from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import Layout, entry, local
 from toolkit.strategies.learnt import placed
 from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.priming import CheckedCriterion, refuse_together, refuse_unused, undone
 from toolkit.strategies.protocol import (
     AllNeeded,
     Criterion,
@@ -49,6 +51,7 @@ class Spmd(AllNeeded):
 
     _model: nn.Module
     _update: Update
+    _extra: ExtraState
     _criterion: Criterion
     _learnt: nn.Module | None  #: the criterion, where it has parameters to train
     _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
@@ -73,11 +76,13 @@ class Spmd(AllNeeded):
         self._stand_in = batch.inputs[:1].to(self._device)
         if self._train.sync_batch_norm:
             model = synchronised(model)
-        self._model = in_training(self._layout.place(model))
+        self._model = in_training(self._layout.place(model, batch.inputs[:2]))
         broadcast_tensors(self._model.buffers(), source=0)  # the first ones are as each rank made them
         self._buffers_equal = True
         self._criterion, self._learnt = criterion, placed(criterion, self._device)
         self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
+        self._extra = ExtraState(self._model)
+        self._layout.compare()
         with compile_errors(self._compile):
             self._prime(batch)
 
@@ -106,8 +111,10 @@ class Spmd(AllNeeded):
         """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
         self._update.begin()
         self._equalise_buffers()
-        weights: dict[str, Entry] = {f"model/{name}": entry(value) for name, value in self._model.state_dict().items()}
-        return weights | self._layout.state() | self._update.state()
+        named = self._model.state_dict().items()
+        weights: dict[str, Entry] = {f"model/{name}": entry(v) for name, v in named if not name.endswith(SUFFIX)}
+        weights |= self._extra.entries()
+        return dict(self._layout.uncut(weights | self._layout.state() | self._update.state()))
 
     def live(self) -> dict[str, Tensor]:
         weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
@@ -119,6 +126,7 @@ class Spmd(AllNeeded):
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
+        self._extra.loaded(values)
         self._buffers_equal = True
 
     @torch.no_grad()
@@ -151,7 +159,7 @@ class Spmd(AllNeeded):
         return next((names[int(number)] for number, count in counts.items() if count), None)
 
     def close(self) -> None:
-        for name in ("_layout", "_model", "_update", "_criterion", "_learnt", "_stand_in"):
+        for name in ("_layout", "_model", "_update", "_extra", "_criterion", "_learnt", "_stand_in"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -241,31 +249,20 @@ class Spmd(AllNeeded):
         """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
         self._activity.phase = PRIMING
         own = (entry.value for entry in self._layout.state().values())
-        criterion = [] if self._learnt is None else self._learnt.buffers()
-        kept = [*self._model.buffers(), *criterion, *(value for value in own if isinstance(value, Tensor))]
-        before = [value.clone() for value in kept]
-        devices = [self._device] if self._device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+        kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
+        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
+        with undone(self._model, criterion):
             torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
+        self._criterion = criterion
         self.own_time.take()  # it may have compiled the model
         self._layout.figures()
-        self._refuse_unused_parameters()
+        refuse_together(checked.refusal)
+        refuse_unused(self._model, self._learnt)
         self._update.drop()
-        for value, earlier in zip(kept, before, strict=True):
+        for value, earlier in kept:
             value.copy_(earlier)
-
-    def _refuse_unused_parameters(self) -> None:
-        """DDP would complain about them in the next step, and with accumulation silently leave them out."""
-        named = [*self._model.named_parameters()]
-        named += [] if self._learnt is None else self._learnt.named_parameters("criterion")
-        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-        if unused:
-            raise ConfigError(
-                f"model: the loss does not depend on {listing(unused, 5)}; freeze such parameters "
-                "(requires_grad_(False)) or use them in forward()"
-            )
 
 
 class _WeightSum:

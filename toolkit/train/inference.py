@@ -28,6 +28,7 @@ from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, ConfigError, RequestError
 from toolkit.rundir import RunDir, refuse_code_of_others
+from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, Strategy, Sums
 from toolkit.train.initial import fill
@@ -132,6 +133,9 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
     if match.missing or match.extra or match.misshapen:
         raise CheckpointError(f"{folder} holds another model than the run's config makes{match.told()}")
+    for name, module in modules_with_extra_state(model).items():
+        stored = manifest.values.get(f"model/{name}")
+        module.set_extra_state(whole.read(folder, name, records[name]) if stored is None else stored.value)
     return manifest, chosen
 
 

@@ -50,9 +50,9 @@ class Compressed(Alone):
         self._windows = 0  #: times that figures were asked for; in the first one the strategy primes
         self._error: Tensor | None = None  #: of the first step of each of them
 
-    def place(self, make: ModelFactory) -> nn.Module:
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
         """Raises ConfigError for what cannot be compressed, and for a pattern that matches no parameter."""
-        self._model = super().place(make)
+        self._model = super().place(make, inputs)
         self._wire = Wire()
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)

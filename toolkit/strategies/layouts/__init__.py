@@ -30,8 +30,16 @@ class Layout(Protocol):
     #: Whether what this rank finds counts in sums over all ranks: of those that work on one share together, one does.
     counts: bool
 
-    def place(self, make: ModelFactory) -> nn.Module:
-        """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls."""
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+        """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls.
+
+        ``inputs`` are a few samples, to try the model on.
+        """
+
+    def compare(self) -> None:
+        """Raise ConfigError, on all ranks, where the model does something else than the whole one would. All call it,
+        once buffers are equal."""
+        return
 
     def forward(self, inputs: Tensor) -> Tensor:
         """A pass whose backward pass sums the gradients over the ranks and divides by their number."""
@@ -46,6 +54,10 @@ class Layout(Protocol):
     def state(self) -> dict[str, Entry]:
         """What a resume needs beside weights, buffers and the optimizer's state."""
         return {}
+
+    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        """What :func:`entry` gives, named as in a checkpoint, where the parts' places follow from the layers' cut."""
+        return entries
 
     def figures(self) -> Mapping[str, float]:
         """See ``Strategy.figures``; asked once more after priming, whose figures are nobody's."""

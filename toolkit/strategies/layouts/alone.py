@@ -31,7 +31,7 @@ class Alone(Replicas):
         super().__init__(session, **passes)
         self._wrap = wrap
 
-    def place(self, make: ModelFactory) -> nn.Module:
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
         model = self._made(make)
         broadcast_tensors(model.parameters(), source=0)
         self._passes = self._wrap(model)
@@ -43,6 +43,9 @@ class Alone(Replicas):
 
     def without_sync(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def average(self) -> None:
+        """Nothing is averaged."""
 
 
 def data_parallel(session: Session, *, precision: str, compile: bool, recompute: bool) -> Alone:

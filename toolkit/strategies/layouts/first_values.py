@@ -7,14 +7,14 @@ draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit import logs
-from toolkit.dist.state import Sharded
+from toolkit.dist.state import Entry, Sharded
 from toolkit.errors import listing
 from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.protocol import ModelFactory
@@ -47,19 +47,23 @@ def _is_meta(value: object) -> bool:
 
 
 @torch.no_grad()
-def hand_out(whole: Mapping[str, Tensor], model: nn.Module, device: torch.device) -> None:
+def hand_out(
+    whole: Mapping[str, Tensor],
+    model: nn.Module,
+    device: torch.device,
+    uncut: Callable[[Mapping[str, Entry]], Mapping[str, Entry]] = lambda entries: entries,
+) -> None:
     """Fill the parameters of ``model``, which lies in parts or as copies, from rank 0's ``whole`` ones.
 
     One after the other, each sent whole: so a rank that has room for the largest one has room for this, however the
-    parts are cut. On the other ranks only the names in ``whole`` count.
+    parts are cut. On the other ranks only the names in ``whole`` count. ``uncut``: see ``Layout.uncut``.
     """
     for name, parameter in model.named_parameters():
         sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if dist.get_rank() == 0:
             sent.copy_(whole[name])
         dist.broadcast(sent, 0)
-        mine = entry(parameter)
-        if isinstance(mine, Sharded):
-            for dimension, (start, size) in enumerate(zip(mine.offsets, mine.value.shape, strict=True)):
-                sent = sent.narrow(dimension, start, size)
-        local(parameter).copy_(sent)
+        mine = uncut({f"model/{name}": entry(parameter)})[f"model/{name}"]
+        pieces = mine.pieces() if isinstance(mine, Sharded) else [(local(parameter), (0,) * sent.ndim)]
+        for value, offsets in pieces:
+            value.copy_(sent[tuple(slice(o, o + n) for o, n in zip(offsets, value.shape, strict=True))])

@@ -4,6 +4,8 @@ A plan maps names of layers, in which ``*`` stands for anything between two dots
 are those of Megatron-LM (https://arxiv.org/abs/1909.08053) by torch's ``parallelize_module``:
 
 * ``colwise``: a rank computes some of a Linear's outputs, and what follows works on these: whole heads, hidden units.
+* ``colwise:3``: the same for a Linear whose outputs are three things in a row (q, k and v; gate and up are two): a rank
+  computes some of each. It keeps these rows of the weight side by side; checkpoints have them where the model has them.
 * ``rowwise``: a rank's Linear takes these as its inputs, and the sums of all ranks are added up; an Embedding has some
   of the rows. A ``colwise`` and a ``rowwise`` layer in a row cost one sum over the ranks each way.
 * ``gathered``: like ``colwise``, but every rank gets all outputs: a model's last layer.
@@ -18,8 +20,8 @@ plain Linear is ``gathered``: right whatever the model does with it, but slower 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -32,9 +34,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from toolkit import logs
-from toolkit.config import TENSOR_STYLES
+from toolkit.config import TENSOR_STYLES, tensor_style
+from toolkit.dist.state import Entry, Sharded
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.strategies.layouts import local
+from toolkit.strategies.priming import TOLERANCE, TOLERANCE_BF16, WholePass
 
 #: What models call their number of heads, by which no part of a layer may be cut in two.
 HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")
@@ -51,20 +55,23 @@ class Plan:
     layers: Mapping[str, str]
     sequence: bool = False
 
-    def cut(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+    def cut(self, model: nn.Module, mesh: DeviceMesh | None, inputs: Tensor) -> CutLayers:
         """Let the ranks of the one-dimensional ``mesh`` compute the layers together; parameters keep their names.
 
-        What lies in ``model`` before (nothing, on ``meta``) is not sent to anyone. Raises ConfigError for a plan that
-        does not fit the model, or the number of ranks.
+        What lies in ``model`` before (nothing, on ``meta``) is not sent to anyone. Rank 0, which has the whole model,
+        first passes ``inputs`` through it. Raises ConfigError for a plan that does not fit the model, or the number of
+        ranks.
         """
         assert mesh is not None, "the mesh of strategy.name tensor has this dimension, be it of one rank"
         styles = self._styles(model, mesh.size())
         for name, style in styles.items():
             _refuse(model, name, style, mesh.size())
         ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
+        cut = CutLayers.before(model, styles, inputs, mesh.size(), sequence=self.sequence)
+        _refuse_tied(ties, cut.fused)
         for name, style in styles.items():
             layer = model.get_submodule(name)
-            how = _torch_style(style, self.sequence, isinstance(layer, nn.Embedding))
+            how = _torch_style(style.partition(":")[0], self.sequence, isinstance(layer, nn.Embedding))
             if how is not None:
                 parallelize_module(layer, mesh, how, src_data_rank=None)
         tie(model, ties)
@@ -73,9 +80,9 @@ class Plan:
         if self.sequence:
             _refuse_whole(model)
             model.register_forward_pre_hook(partial(_refuse_length, mesh.size()))
-        count = Counter(styles.values())
-        shown = ", ".join(f"{count[style]} {style}" for style in TENSOR_STYLES if count[style])
+        shown = ", ".join(f"{count} {style}" for style, count in sorted(Counter(styles.values()).items()))
         log.info("%d ranks compute layers together: %s", mesh.size(), shown)
+        return cut
 
     def _styles(self, model: nn.Module, ranks: int) -> dict[str, str]:
         """The style of each layer that is cut, in the model's order; of two patterns the later one wins."""
@@ -84,8 +91,7 @@ class Plan:
             return self._without_plan(model, ranks)
         found: dict[str, str] = {}
         for pattern, style in layers.items():
-            if style not in TENSOR_STYLES:  # of the model's own plan, which nobody has checked
-                raise ConfigError(f"strategy.tensor_plan: {pattern}: no {style!r}; valid: {', '.join(TENSOR_STYLES)}")
+            tensor_style(f"strategy.tensor_plan: {pattern}", style, TENSOR_STYLES)  # the model's own is not checked yet
             names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
             if not names:
                 there = _layers(model)
@@ -105,6 +111,70 @@ class Plan:
             raise ConfigError(f"strategy.tensor_plan: {why} needs a plan, and neither the config nor the model has one")
         log.warning("without a strategy.tensor_plan the outputs of every Linear layer are gathered, which is slow")
         return found
+
+
+@dataclass(frozen=True)
+class CutLayers:
+    """The layers that a group of ranks computes together."""
+
+    styles: Mapping[str, str]
+    #: Parameters that are cut in several parts: in how many, for how many ranks.
+    fused: Mapping[str, tuple[int, int]]
+    sequence: bool
+    whole: WholePass
+
+    @classmethod
+    def before(
+        cls, model: nn.Module, styles: Mapping[str, str], inputs: Tensor, ranks: int, *, sequence: bool
+    ) -> CutLayers:
+        """Look at ``model`` while it is whole."""
+        fused: dict[str, tuple[int, int]] = {}
+        dimensions: dict[str, int | None] = {}
+        for name, style in styles.items():
+            layer = model.get_submodule(name)
+            kind, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
+            if parts > 1:
+                fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
+            takes_columns = kind == "rowwise" and isinstance(layer, nn.Linear)
+            dimensions[name] = -1 if takes_columns else _LENGTH if sequence else None
+        return cls(styles, fused, sequence, WholePass(model, dimensions, inputs))
+
+    def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
+        """Raise ConfigError, on all ranks, where the cut ``model`` gives other numbers than the whole one."""
+        found = self.whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
+        if found is None:
+            return
+        layer, before = found
+        named = [f"{name} ({self.styles[name]})" for name in [*before, layer] if name in self.styles]
+        why = (
+            " With strategy.sequence_parallel a rank has a part of each sequence there: positions from a buffer, sums "
+            "and means over places need the whole; move them into a layer that the plan leaves out, or set it to false."
+            if self.sequence
+            else ""
+        )
+        raise ConfigError(
+            f"strategy.tensor_plan: {mesh.size()} ranks that compute layers together get other numbers than the whole "
+            f"model; the first difference is at {layer}, between {listing(named, 5)}. A Linear whose outputs are "
+            "several things in a row is cut in each of them: colwise:3 for q, k and v, colwise:2 for gate and up. What "
+            f"mixes the outputs of a colwise layer needs all of them: gathered.{why}"
+        )
+
+    def uncut(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Say of ``entries`` (``model/<parameter>``, ``optim/<parameter>/<slot>``) which lie in several parts."""
+        return {name: self._uncut(name.partition("/")[2], entry) for name, entry in entries.items()}
+
+    def _uncut(self, name: str, entry: Entry) -> Entry:
+        parts = self.fused.get(name) or self.fused.get(name.rpartition("/")[0])
+        return replace(entry, fused=parts) if parts and isinstance(entry, Sharded) else entry
+
+
+def _refuse_tied(ties: list[list[str]], fused: Collection[str]) -> None:
+    for names in ties:
+        if any(name in fused for name in names):
+            raise ConfigError(
+                f"strategy.tensor_plan: {listing(names)} are one parameter, and it cannot be cut in several parts "
+                "(colwise:N); leave the layer out of the plan"
+            )
 
 
 def _torch_style(style: str, sequence: bool, embeds: bool) -> ParallelStyle | None:
@@ -140,6 +210,7 @@ def _outputs(layer: nn.Module) -> int:
 def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
     """Raises ConfigError where so many ranks cannot cut the layer ``name`` so."""
     layer = model.get_submodule(name)
+    style, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
     if style == "sequence":
         return
     if not isinstance(layer, (nn.Linear, nn.Embedding)):
@@ -151,6 +222,12 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
         width = layer.in_features if style == "rowwise" else layer.out_features
     else:
         width = layer.num_embeddings if style == "rowwise" else layer.embedding_dim
+    if parts > 1 and (not isinstance(layer, nn.Linear) or width % parts):
+        raise ConfigError(
+            f"strategy.tensor_plan: {name} does not have outputs in {parts} equal parts, for colwise:{parts} "
+            f"({type(layer).__name__}, {width})"
+        )
+    width //= parts
     may_be_uneven = style == "gathered" or (style == "rowwise" and isinstance(layer, nn.Embedding))
     if width < ranks or (width % ranks and not may_be_uneven):
         raise ConfigError(

@@ -11,9 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.memory_format import use_channels_last
+from toolkit.strategies.priming import refuse_unused
 from toolkit.strategies.protocol import ModelFactory
 
 #: No broadcast of buffers in every forward pass: see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
@@ -51,7 +53,7 @@ class Replicas(Layout):
         self._compile = compile
         self._recompute = recompute
 
-    def place(self, make: ModelFactory) -> nn.Module:
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
         model = self._made(make)
         self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
         return model
@@ -67,8 +69,21 @@ class Replicas(Layout):
         return model
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._ddp(inputs)
+        try:
+            outputs: Tensor = self._ddp(inputs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise ConfigError(
+                "model: a parameter was used in an early part of the last step (train.accumulate) and not in its last "
+                "one, whose pass sends gradients: ddp wants every parameter in every pass"
+            ) from error
         return outputs
+
+    def average(self) -> None:
+        """The backward pass has done it, if every parameter took part. DDP itself complains in the next step, if any:
+        until then weights would be those of this rank's gradients alone."""
+        refuse_unused(self._ddp.module)
 
     def without_sync(self) -> AbstractContextManager[object]:
         return self._ddp.no_sync()

@@ -14,7 +14,7 @@ tensor parallelism the layers are cut first, and what a rank has of them is what
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -26,12 +26,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.layouts.plan import Plan, refuse_partial_gradients
+from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -61,7 +62,9 @@ class Shards(Layout):
         self._session = session
         self._sizes = sizes
         self._plan = plan
-        self._unchecked: DeviceMesh | None = None  #: the tensor group, until its gradients have been looked at
+        self._cut: CutLayers | None = None
+        self._group: DeviceMesh | None = None  #: the tensor group
+        self._unchecked: DeviceMesh | None = None  #: it, until its gradients have been looked at
         self._offloads = cpu_offload
         self._device = session.device
         self._bf16 = precision == "bf16"
@@ -69,7 +72,7 @@ class Shards(Layout):
         self._recompute = recompute
         self._reshards = reshard_after_forward
 
-    def place(self, make: ModelFactory) -> nn.Module:
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
         """Raises ConfigError for a model that cannot be sharded."""
         mesh = device_mesh(self._session, self._sizes, ("shards",))
         model = made(make)
@@ -77,14 +80,14 @@ class Shards(Layout):
         buffers = dict(model.named_buffers())
         self._refuse(model)
         if self._plan is not None:
-            self._unchecked = part_of(mesh, "tensor")
-            self._plan.cut(model, self._unchecked)
+            self._unchecked = self._group = part_of(mesh, "tensor")
+            self._cut = self._plan.cut(model, self._group, inputs)
         data = part_of(mesh, "replicas", "shards")
         assert data is not None
         self._shard(model, data)
         if any(tensor.is_meta for tensor in [*whole.values(), *buffers.values()]):
             self._take_memory(model)
-        hand_out(whole, model, self._device)
+        hand_out(whole, model, self._device, self.uncut)
         return model
 
     def _take_memory(self, model: nn.Module) -> None:
@@ -93,6 +96,14 @@ class Shards(Layout):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
+
+    def compare(self) -> None:
+        if self._cut is not None and self._group is not None:
+            self._cut.compare(self._model, self._group, bf16=self._bf16)  # type: ignore[arg-type]
+            self.rest()
+
+    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        return entries if self._cut is None else self._cut.uncut(entries)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self._model(inputs)  # type: ignore[operator]

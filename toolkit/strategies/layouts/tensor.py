@@ -8,6 +8,7 @@ fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,11 +20,12 @@ from toolkit import logs
 from toolkit.config import MeshConfig
 from toolkit.dist.collectives import sum_tensors
 from toolkit.dist.session import Session
+from toolkit.dist.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast, local
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.layouts.plan import Plan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients, tie, tied
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -36,6 +38,7 @@ class TensorParallel(Layout):
 
     _model: nn.Module
     _mesh: DeviceMesh  #: of the group
+    _cut: CutLayers
     _replicas: DeviceMesh | None
 
     def __init__(
@@ -52,24 +55,30 @@ class TensorParallel(Layout):
         self._recompute = recompute
         self._is_checked = False
 
-    def place(self, make: ModelFactory) -> nn.Module:
+    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
         """Raises ConfigError for a plan that does not fit the model."""
         mesh = device_mesh(self._session, self._sizes, ("tensor",))
         self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
         self._model = model = made(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         ties = tied(model)
-        self._plan.cut(model, self._mesh)
+        self._cut = self._plan.cut(model, self._mesh, inputs)
         if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
             model.to_empty(device=self._device)
             tie(model, ties)  # which are two parameters now
-        hand_out(whole, model.to(self._device), self._device)
+        hand_out(whole, model.to(self._device), self._device, self._cut.uncut)
         if self._recompute:
             checkpoint_activations(model)
         for part in blocks(model) or [model] if self._compile else ():
             part.compile()
         log.info("a mesh of %s", describe(self._sizes))
         return model
+
+    def compare(self) -> None:
+        self._cut.compare(self._model, self._mesh)
+
+    def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        return self._cut.uncut(entries)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self._model(inputs)

@@ -18,6 +18,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json, Replicated, Sharded
 from toolkit.errors import ConfigError, StoppedError, ToolkitError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import in_training
 from toolkit.strategies.parameter_server import cuts
@@ -75,6 +76,7 @@ class Side:
         peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
         self._mail = Mail(peers, self._noticed)
         made = in_training(model().to(self._device))
+        refuse_extra_state(made, "a parameter server")
         with torch.no_grad():
             broadcast_tensors([*made.parameters(), *made.buffers()], source=0)
         self._cuts = cuts.cut(made, len(self._servers))

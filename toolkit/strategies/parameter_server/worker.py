@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from toolkit.activity import PRIMING
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
-from toolkit.errors import ConfigError, listing
+from toolkit.errors import ConfigError
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.modes import evaluating
@@ -20,6 +19,7 @@ from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.mail import Kind, Message
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push, Told
+from toolkit.strategies.priming import CheckedCriterion, undone, unused_message, without_gradient
 from toolkit.strategies.protocol import Criterion, Measure, StepOutput, Sums
 from toolkit.strategies.spmd import compile_errors
 
@@ -63,25 +63,14 @@ class Worker(Side):
     def _prime(self, sample: Batch) -> None:
         """One pass that leaves nothing behind: it compiles, and tells which parameters are not used."""
         self._session.activity.phase = PRIMING
-        devices = [self._device] if self._device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"), self._buffers_kept():
+        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
+        with undone(self._model, criterion):
             self._pass(sample)
-        named = self._model.named_parameters()
-        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        self._criterion = criterion
+        unused = without_gradient(self._model)
         self._model.zero_grad()
-        if unused:
-            raise ConfigError(
-                f"model: the loss does not depend on {listing(unused, 5)}; freeze such parameters "
-                "(requires_grad_(False)) or use them in forward()"
-            )
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """What a pass that is not ours counts in BatchNorm's statistics is undone."""
-        before = [buffer.clone() for buffer in self._model.buffers()]
-        yield
-        for buffer, value in zip(self._model.buffers(), before, strict=True):
-            buffer.copy_(value)
+        if checked.refusal or unused:
+            raise ConfigError(checked.refusal or unused_message(unused))
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -156,7 +145,7 @@ class Worker(Side):
         assert self._again is not None, "begin() comes before the first step"
         if self._again_done.get(share, (-1,))[0] != step:
             batch = self._again(step, Share(share, self._count))
-            with self._buffers_kept():
+            with undone(self._model):
                 told = self._pass(batch)
             payloads = {server: self._packed(server).clone() for server in self._servers}
             self._again_done[share] = step, payloads, told

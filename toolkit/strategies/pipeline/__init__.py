@@ -39,13 +39,15 @@ from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.layouts.mesh import open_mesh
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import evaluating, in_training
-from toolkit.strategies.layouts.mesh import open_mesh
 from toolkit.strategies.pipeline import stages as layers
 from toolkit.strategies.pipeline.scattered import on_every_rank
+from toolkit.strategies.priming import CheckedCriterion, refuse_together, undone, unused_message, without_gradient
 from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
 from toolkit.strategies.spmd import compile_errors
 from toolkit.strategies.update import Update
@@ -280,6 +282,7 @@ class Pipeline(AllNeeded):
     def _place_model(self, make: ModelFactory, inputs: Tensor) -> None:
         """This rank's layers on its device, with rank 0's weights; rank 0 alone makes the model with values."""
         model = made(make)
+        refuse_extra_state(model, "a pipeline")
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
         here = next(model.parameters()).device  # the inputs may be on the GPU already
@@ -331,26 +334,24 @@ class Pipeline(AllNeeded):
         """One pass that leaves its mark on torch's pipeline (and the compiler's cache) only."""
         self._activity.phase = PRIMING
         self._weighs = False
-        buffers = [buffer.clone() for buffer in self._model.buffers()]
-        devices = [self._device] if self._device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
+        with undone(self._model, criterion):
             self.own_time.start()
             self._forward_backward(batch)
+        self._criterion = criterion
         self.own_time.take()  # it may have compiled the model
+        refuse_together(checked.refusal)
         self._learn()
         self._update.drop()
-        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
     def _learn(self) -> None:
         """What priming showed; every rank hears of every stage. Raises ConfigError, on all ranks alike."""
-        named = self._model.named_parameters()
-        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        unused = without_gradient(self._model)
         weighs = any(weight is not None for _, weight in self._found.values())
         told: list[Any] = [None] * self._world_size
         dist.all_gather_object(told, (unused, self._parts[-1].gives, weighs))
         if unused := [name for found in told for name in found[0]]:
-            raise ConfigError(layers.unused_message(sorted(set(unused), key=unused.index)))
+            raise ConfigError(unused_message(sorted(set(unused), key=unused.index)))
         self._outputs = told[-1][1]  # of the last rank, which has the last stage
         self._weighs = told[-1][2]
 

@@ -1,10 +1,11 @@
 """A model as a chain of layers, and which of them make up each stage of a pipeline.
 
 A model that can be cut hands one tensor from layer to layer and does nothing else between them. What it does is watched
-in one pass, so such a model needs no code for it: a layer's only argument must be the very tensor that the layer before
-it returned. Layers are the model's children; ``Sequential``, ``ModuleList`` and whatever holds blocks (see
-:mod:`.blocks`) are looked into, a block is not. A stage then calls its layers one after the other, and the other
-layers are deleted from its model: every name stays that of the whole model.
+in two passes, one in evaluation mode and one as it is trained, so such a model needs no code for it: a layer's only
+argument must be the very tensor that the layer before it returned, and no random number may be drawn between them.
+Layers are the model's children; ``Sequential``, ``ModuleList`` and whatever holds blocks (see :mod:`.blocks`) are
+looked into, a block is not. A stage then calls its layers one after the other, and the other layers are deleted from
+its model: every name stays that of the whole model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.strategies.blocks import blocks
-from toolkit.strategies.modes import evaluating
+from toolkit.strategies.priming import random_state, undone, unused_message
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than stages, or shares parameters
     between them.
     """
-    calls = _watch(model, inputs)
+    calls = _watch(model, inputs, training=False)
+    _refuse_other_calls(calls, _watch(model, inputs, training=True))
     idle = [name for name in _layers(model) if name not in {call.name for call in calls}]
     _refuse_what_no_layer_has(model, [*(call.name for call in calls), *idle])
     _refuse_unused(model, idle)
@@ -108,9 +111,10 @@ def _only_holds(module: nn.Module) -> bool:
 class _Watch:
     """What is handed from layer to layer in one pass. Raises ConfigError where more than that happens."""
 
-    def __init__(self, inputs: Tensor, counter: FlopCounterMode) -> None:
+    def __init__(self, inputs: Tensor, counter: FlopCounterMode, mode: str) -> None:
         self.calls: list[_Call] = []
         self._counter = counter
+        self._mode = mode
         self._began = 0
         self._hand("the model's input", inputs)
 
@@ -139,12 +143,18 @@ class _Watch:
 
     def _hand(self, name: str, tensor: Tensor) -> None:
         self._name, self._tensor, self._version = name, tensor, tensor._version
+        self._random = random_state()
 
     def _check(self, found: Any, name: str) -> None:
+        does = None
         if found is not self._tensor or found._version != self._version:
+            does = "computes something"
+        if random_state() != self._random:  # for dropout, for noise, or to leave out layers now and then
+            does = "draws random numbers"
+        if does is not None:
             raise ConfigError(
-                f"strategy.name: between {self._name} and {name} the model computes something outside of its layers; "
-                f"{_HINT}"
+                f"strategy.name: between {self._name} and {name} the model {does} outside of its layers, in "
+                f"{self._mode} mode; {_HINT}"
             )
 
 
@@ -154,20 +164,34 @@ _HINT = (
 )
 
 
-def _watch(model: nn.Module, inputs: Tensor) -> list[_Call]:
+def _watch(model: nn.Module, inputs: Tensor, *, training: bool) -> list[_Call]:
     handles = []
-    # in evaluation mode: a batch norm could not do with a single sample otherwise
-    with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
-        watch = _Watch(inputs, counter)
+    with undone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        watch = _Watch(inputs, counter, "training" if training else "evaluation")
         for name, layer in _layers(model).items():
             handles.append(layer.register_forward_pre_hook(partial(_before, watch, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(watch.after, name)))
         try:
+            if not training:
+                model.eval()
+            elif not model.training:
+                model.train()
             watch.end(model(inputs))
         finally:
             for handle in handles:
                 handle.remove()
     return watch.calls
+
+
+def _refuse_other_calls(evaluation: Sequence[_Call], training: Sequence[_Call]) -> None:
+    names, others = [call.name for call in evaluation], [call.name for call in training]
+    different = next((pair for pair in zip_longest(names, others) if pair[0] != pair[1]), None)
+    if different is not None:
+        raise ConfigError(
+            f"strategy.name: in evaluation mode the model calls {different[0] or 'nothing more'} where it calls "
+            f"{different[1] or 'nothing more'} in training mode, and a pipeline calls the same layers in both; let a "
+            "layer itself do what only one of them does, or use fsdp"
+        )
 
 
 def _before(watch: _Watch, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -253,14 +277,6 @@ def _refuse_unused(model: nn.Module, idle: Sequence[str]) -> None:
     unused = [name for name, parameter in named if parameter.requires_grad and owner(name, idle) is not None]
     if unused:
         raise ConfigError(unused_message(unused))
-
-
-def unused_message(names: Sequence[str]) -> str:
-    """Of parameters that get no gradient."""
-    return (
-        f"model: the loss does not depend on {listing(list(names), 5)}; freeze such parameters "
-        "(requires_grad_(False)) or use them in forward()"
-    )
 
 
 def _refuse_shared(model: nn.Module, found: Plan) -> None:

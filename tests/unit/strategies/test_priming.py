@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from toolkit.dist.state import Sharded
+from toolkit.errors import ConfigError
+from toolkit.strategies.priming import CheckedCriterion, undone, unused_message
+
+OUTPUTS, TARGETS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1, 1, 0])
+
+
+class Keeps(nn.Module):
+    """Changes all that a pass can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.calls, self.text, self.last = 0, "none", None
+        self.seen, self.by_name, self.queue = [1, [2]], {"a": (1, 2)}, deque([0.5], maxlen=3)
+        self.table = torch.zeros(3)
+        self.hidden = {"kept beside": 0}
+        self.own = object()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.hidden
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.hidden = state
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls, self.text, self.last = self.calls + 1, "some", inputs  # type: ignore[assignment]
+        self.seen[1].append(3)  # type: ignore[attr-defined]
+        self.by_name["b"] = (3, 4)
+        self.queue.append(1.0)
+        self.table += 1
+        self.hidden["kept beside"] += 1
+        random.random(), np.random.rand(), torch.rand(1)
+        return self.norm(inputs)  # type: ignore[no-any-return]
+
+
+def test_a_pass_that_is_undone_leaves_buffers_attributes_extra_state_and_random_numbers_as_they_were() -> None:
+    module = Keeps()
+    lists = module.seen, module.by_name, module.queue, module.table
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    drawn = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    with undone(module, None, "no module"):
+        module.eval().train()(OUTPUTS)
+        module.eval()
+    assert module.training
+    assert (module.calls, module.text, module.last) == (0, "none", None)
+    assert (module.seen, module.by_name, list(module.queue)) == ([1, [2]], {"a": (1, 2)}, [0.5])
+    assert all(a is b for a, b in zip(lists, (module.seen, module.by_name, module.queue, module.table), strict=True))
+    assert module.hidden == {"kept beside": 0}
+    assert not module.table.any()
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    assert drawn[0] == random.getstate()
+    assert np.array_equal(drawn[1], np.random.get_state()[1])  # type: ignore[arg-type]
+    assert torch.equal(drawn[2], torch.get_rng_state())
+
+
+def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda o, t: (losses(o, t).sum(), None),
+        lambda o, t: ((losses(o, t) * t).sum(), t.sum().float()),
+        lambda o, t: (losses(o, t).sum() * 0, None),
+        lambda o, t: (losses(o + torch.rand_like(o), t).sum(), None),  # which draws, so that nobody can tell
+        lambda o, t: (losses(o.bfloat16(), t).sum(), None),
+    ],
+    ids=["sum", "weights", "nothing", "drawn", "bf16"],
+)
+def test_a_sum_over_samples_is_taken(criterion: Any) -> None:
+    checked = CheckedCriterion(criterion)
+    assert len(checked(OUTPUTS, TARGETS)) == 2
+    assert checked.refusal is None
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (lambda o, t: (losses(o, t).mean(), None), "it is no sum over samples"),
+        (lambda o, t: (losses(o, t).mean(), torch.tensor(len(t))), "criterion: its for two"),
+        (lambda o, t: (losses(o, t).sum(), torch.tensor(1.0)), "its weight for two samples given twice is 1, and"),
+        (lambda o, t: (losses(o, t).sum() + 3, None), "it is no sum over samples"),
+        (lambda o, t: (losses(o @ o.t(), torch.arange(len(o))).sum(), None), "strategy.name: custom"),
+    ],
+    ids=["mean", "mean and count", "weight of one", "constant", "contrastive"],
+)
+@pytest.mark.parametrize("samples", [1, 5])
+def test_what_is_no_sum_over_samples_is_refused_with_what_to_do(criterion: Any, words: str, samples: int) -> None:
+    checked = CheckedCriterion(criterion)
+    checked(OUTPUTS[:samples], TARGETS[:samples])
+    assert checked.refusal is not None
+    assert words.replace("its for", "its value for") in checked.refusal
+    assert "reduction='sum'" in checked.refusal
+
+
+def test_a_criterion_that_returns_a_loss_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"returned a Tensor and no \(sum, weight\)"):
+        CheckedCriterion(losses)(OUTPUTS, TARGETS)  # type: ignore[arg-type]
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    assert unused_message(["a", "b"]).startswith("model: the loss does not depend on a, b; freeze")
+
+
+@pytest.mark.parametrize(("parts", "ranks", "shards"), [(3, 2, 1), (3, 2, 2), (2, 4, 3), (1, 2, 1)])
+def test_the_pieces_of_all_ranks_and_shards_make_up_the_tensor_once(parts: int, ranks: int, shards: int) -> None:
+    """By the definition: of each part of the rows a rank has its chunk, and of these, put in a row, a shard its own."""
+    whole = torch.arange(48 * 2).view(48, 2)
+    seen = torch.zeros_like(whole)
+    for rank in range(ranks):
+        mine = torch.cat([part.chunk(ranks)[rank] for part in whole.chunk(parts)])
+        start = rank * len(mine)
+        for own in mine.chunk(shards):
+            entry = Sharded(own.clone(), (48, 2), (start, 0), fused=(parts, ranks) if parts > 1 else (1, 1))
+            for value, (row, column) in entry.pieces():
+                assert torch.equal(value, whole[row : row + len(value), column:])
+                seen[row : row + len(value)] += 1
+            start += len(own)
+    assert (seen == 1).all()

@@ -1,0 +1,72 @@
+"""What modules keep in a checkpoint beside parameters and buffers: ``get_extra_state`` and ``set_extra_state``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.dist.state import Entry, Json, Replicated
+from toolkit.errors import ConfigError, listing
+from toolkit.strategies.priming import has_extra_state
+
+SUFFIX = "_extra_state"  #: torch's, in a state_dict
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` that have one, by their state's name in its ``state_dict``."""
+    named = ((name, module) for name, module in model.named_modules() if has_extra_state(module))
+    return {f"{name}.{SUFFIX}" if name else SUFFIX: module for name, module in named}
+
+
+class ExtraState:
+    """``model/<module>._extra_state``: rank 0's counts, as a buffer's does.
+
+    Raises ConfigError for one that a checkpoint cannot hold: it must be a tensor, or what JSON gives back as it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {f"model/{name}": module for name, module in modules_with_extra_state(model).items()}
+        self._tensors: dict[str, Tensor] = {}
+        strange = [name for name, module in self._modules.items() if not _can_be_stored(module.get_extra_state())]
+        if strange:
+            raise ConfigError(
+                f"model: {listing(strange, 3)}: get_extra_state() returns something else than a tensor, or than "
+                "numbers, texts, lists and dictionaries by text; a checkpoint unpickles nothing, and cannot hold it"
+            )
+
+    def entries(self) -> dict[str, Entry]:
+        """What a checkpoint stores, equal on all ranks from now on; a collective where there is any."""
+        if not self._modules:
+            return {}
+        told: list[Any] = [{name: module.get_extra_state() for name, module in self._modules.items()}]
+        dist.broadcast_object_list(told, 0)
+        if dist.get_rank():
+            for name, value in told[0].items():
+                self._modules[name].set_extra_state(value)
+        self._tensors = {name: value.detach() for name, value in told[0].items() if isinstance(value, Tensor)}
+        return {name: Replicated(self._tensors.get(name, value)) for name, value in told[0].items()}
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """Hand each module what a checkpoint had: ``values``, or a tensor of :meth:`entries` that has been filled."""
+        for name, module in self._modules.items():
+            module.set_extra_state(self._tensors[name] if name in self._tensors else values[name])
+
+
+def refuse_extra_state(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError where ``model`` has one, for a strategy whose ranks cannot keep it."""
+    if found := modules_with_extra_state(model):
+        raise ConfigError(
+            f"strategy.name: {listing(list(found), 3)} is kept beside tensors (get_extra_state), and {strategy} does "
+            "not save it; make it a buffer, or use ddp"
+        )
+
+
+def _can_be_stored(value: Any) -> bool:
+    try:
+        return isinstance(value, Tensor) or json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        return False
