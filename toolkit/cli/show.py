@@ -50,7 +50,7 @@ def as_json(value: Any) -> str:
 def _row(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
     status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
-    jobs, asked = ownership.jobs_of(run), intent.asked(run, damage)
+    jobs, asked = ownership.jobs_of(run, damage), intent.asked(run, damage)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
     return {

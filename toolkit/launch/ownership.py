@@ -52,9 +52,9 @@ class Owner:
         return self.jobs[-1] if self.jobs else None
 
 
-def read(run: RunDir) -> Owner | None:
+def read(run: RunDir, damage: list[str] | None = None) -> Owner | None:
     """Return the run's owner; None for a run that was never submitted, and where the file is damaged."""
-    told = run.owner()
+    told = run.owner(damage)
     try:
         return Owner(
             number=told["number"],
@@ -70,12 +70,12 @@ def read(run: RunDir) -> Owner | None:
         return None
 
 
-def jobs_of(run: RunDir) -> list[str]:
+def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     """Return the ids of the run's present job and of the follow-up job that waits for its end, as its files tell.
 
     The first may be known from the submission only, which has a file of its own: the job may start before it writes.
     """
-    owner, sent = read(run), run.submission()
+    owner, sent = read(run, damage), run.submission(damage)
     if owner is None:
         known = [(sent or run.status()).get("job_id")]
     elif owner.job_id is not None:

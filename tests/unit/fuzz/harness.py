@@ -24,7 +24,7 @@ from toolkit.logs import LOGGER
 
 CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
 #: So many inputs in a unit run; and in the long one.
-SAMPLE, MANY = 10, 900
+SAMPLE, MANY = 10, 500
 COUNTS = [pytest.param(SAMPLE, id="sample"), pytest.param(MANY, id="many", marks=pytest.mark.soak)]
 
 Case = TypeVar("Case")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import zlib
@@ -40,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 #: The command, or other reader, that names a file which nobody can take for what was written.
 NAMED_BY = {
     "status.json": "status",
-    "owner.json": "stop RUN",
+    "owner.json": "status",
     "intent.json": "status",
     "result.json": "status",
     "submitit/submission.json": "status",
@@ -71,7 +72,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))
     fsio.write_json(
         run.submitit / "submission.json",
-        {"executor": "local", "job_id": "7", "host": "here", "time": 1.8e9, "token": "0123"},
+        {"executor": "local", "job_id": "7", "host": socket.gethostname(), "time": 1.8e9, "token": "0123"},
     )
     allocation = Allocation(("here",), (2,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
@@ -101,7 +102,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     if not is_open:
         journal.write_result(attempt, "stopped", "stopped by the user")
     run.take_number(1)
-    run.write_owner(asdict(Owner(1, "0123", "local", "here", 7, 1.8e9)))
+    run.write_owner(asdict(Owner(1, "0123", "local", socket.gethostname(), 7, 1.8e9)))
     nodes.remember(run, "node9", "sick")
     foreign.write_command(run, ["python", "train.py"])
     (run.logs / "supervisor.log").write_text("a line\n")
@@ -204,7 +205,8 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
             folder.restore()
         assert other.id in said["status"], "the other run is not shown"
         is_named = any(file.name in text and text != whole[who] for who, text in said.items())
-        if case.name in NAMED_BY and case.is_plain and file.name not in said[NAMED_BY[case.name]]:
+        is_plain = b"\0" in case.content if case.name == "config.yaml" else case.is_plain  # YAML may be cut anywhere
+        if case.name in NAMED_BY and is_plain and file.name not in said[NAMED_BY[case.name]]:
             raise SilentError(f"{NAMED_BY[case.name]} does not name it: {said[NAMED_BY[case.name]]}")
         return NAMED if is_named else ACCEPTED
 
