@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check box bench soak soak-local lock clean
+.PHONY: help train test check box bench fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -56,6 +56,9 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.links
 	$(BIN)/python -m tests.bench.pipeline
 	$(BIN)/python -m tests.scale
+
+fuzz: .venv/ready-dev  ## thousands of odd inputs, with a count of what became of them. Again: TOOLKIT_FUZZ_SEED=N make fuzz
+	$(PYTEST) tests/unit/fuzz -m soak -rP --show-capture=no -s
 
 STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict

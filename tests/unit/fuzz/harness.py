@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import secrets
+import shutil
 import sys
 import traceback
 from collections import Counter
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -24,8 +26,10 @@ from toolkit.logs import LOGGER
 
 CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
 #: So many inputs in a unit run; and in the long one.
-SAMPLE, MANY = 10, 500
+SAMPLE, MANY = 12, 500
 COUNTS = [pytest.param(SAMPLE, id="sample"), pytest.param(MANY, id="many", marks=pytest.mark.soak)]
+
+ROOT = Path(__file__).parents[3]
 
 Case = TypeVar("Case")
 
@@ -107,10 +111,16 @@ def command(argv: Sequence[str]) -> Said:
     return said
 
 
-def no_programs(monkeypatch: pytest.MonkeyPatch, folder: Any) -> None:
-    """No program is found on the path: an odd input must never reach the Slurm of the machine that runs the test."""
-    monkeypatch.setenv("PATH", str(folder))
+def seclude(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Stand in a project of our own, where no program is found on the path: an odd input must never reach the Slurm of
+    the machine that runs the test, nor make a folder where somebody works."""
+    for name in ("jobs", "configs"):
+        shutil.copytree(ROOT / name, folder / "project" / name)
+    monkeypatch.chdir(folder / "project")
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("PATH", str(folder / "none"))
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TOOLKIT_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("TOOLKIT_RUNS", str(folder / "runs"))
     monkeypatch.setattr(sys, "argv", ["toolkit"])
     monkeypatch.setattr(cli, "_parser", cache(cli._parser))  # it takes longer than most commands

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, no_programs
+from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, SilentError, fuzz, seclude
 from toolkit.config import all_keys, dump_config, load_config, validate
 from toolkit.errors import RequestError
 from toolkit.launch import submit
 
-ROOT = Path(__file__).parents[3]
 NUMBERS = [
     *("0", "-0", "-1", "1", "2", "3", "7", "1.5", "-1.5", "1e3", "1e308", "1e999", "-1e999", ".inf", "-.inf"),
     *(".nan", "NaN"),
@@ -53,10 +52,7 @@ ODD = st.one_of(
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_programs(monkeypatch, tmp_path / "none")
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    seclude(monkeypatch, tmp_path)
 
 
 def names_a_key(text: str, key: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fuzz.damage import Damaged, damaged
-from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, SilentError, command, fuzz, no_programs
+from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
 from tests.unit.launch.test_supervisor import Ranks, Store, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
@@ -37,7 +37,6 @@ from toolkit.launch.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.rundir import RunDir
 
-ROOT = Path(__file__).parents[3]
 #: The command, or other reader, that names a file which nobody can take for what was written.
 NAMED_BY = {
     "status.json": "status",
@@ -59,8 +58,7 @@ NAMED_BY = {
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run that crashed once, with every file that a run may have, each by its own writer."""
-    no_programs(monkeypatch, tmp_path / "none")
-    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    seclude(monkeypatch, tmp_path)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of files
     monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
     for number in range(2):  # the other one shows whether commands go on
@@ -271,8 +269,7 @@ def test_every_command_survives_a_damaged_file_of_a_real_run(tmp_path: Path, mon
             [*argv, *overrides], cwd=ROOT, env={**environ, "TOOLKIT_CHAOS": chaos}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    no_programs(monkeypatch, tmp_path / "none")
-    monkeypatch.setenv("TOOLKIT_RUNS", environ["TOOLKIT_RUNS"])
+    seclude(monkeypatch, tmp_path)
     monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
     run, other = rundir.all_runs()
     assert len(run.attempts()) == 2
