@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 from toolkit.errors import CheckpointError
 
-_LONGEST_PAUSE_S = 0.1
+#: Between two looks of a rank that waits: at first, at most, and at most where there are very many ranks.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0
+#: Looks of all waiting ranks together. One takes the store 15 microseconds, and it has one core.
+_LOOKS_A_SECOND = 5000
 
 
 class KeyValue(Protocol):
@@ -39,7 +42,8 @@ class Exchange:
 
     `topic` and `number` give the keys. All ranks must hold the same, and no earlier conversation in this store may have
     had them. A waiting rank asks again and again instead of blocking in the store, whose client serves one call at a
-    time: progress reports and stop requests go on meanwhile.
+    time: progress reports and stop requests go on meanwhile, signal handlers run, and a save can be given up. The more
+    ranks wait, the less often each asks.
     """
 
     def __init__(
@@ -61,6 +65,10 @@ class Exchange:
         self._number = number
         self._timeout_s = timeout_s
         self._lost = lost  #: ranks that have died; it may grow
+        #: The others wait for rank 0, all at once; rank 0 waits for one after the other.
+        waiting = 1 if rank == 0 else world_size
+        longest_s = min(_LONGEST_OF_ALL_S, max(_LONGEST_PAUSE_S, waiting / _LOOKS_A_SECOND))
+        self._first_pause_s, self._longest_pause_s = _FIRST_PAUSE_S * longest_s / _LONGEST_PAUSE_S, longest_s
         self._told = itertools.count()
         self._round = itertools.count()
 
@@ -112,12 +120,12 @@ class Exchange:
     def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
         """The message under `key`, or None when it is not there by `deadline` (asked at least once), or never comes."""
         assert self._kv
-        pause_s = 0.001
+        pause_s = self._first_pause_s
         while not self._kv.check([key]):
             if time.monotonic() > deadline or sender in self._lost:
                 return None
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(1.5 * pause_s, self._longest_pause_s)
         try:
             message = json.loads(self._kv.get(key))
         except (ValueError, RecursionError):

@@ -79,17 +79,24 @@ class Run:
         return result
 
     def watch(self) -> Iterator[dict[str, Any]]:
-        """Yield the status twice a second until the run has ended. Reads files; asks Slurm every 30 s only."""
+        """Yield the status twice a second until the run has ended.
+
+        Reads files. Slurm is asked every 30 s, and only while the status stays as it is: a supervisor that lives writes
+        it anew all the time, and a thousand people who wait would keep the controller busy.
+        """
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
         over_since: float | None = None
+        status: dict[str, Any] = {}
         while self.dir.result() is None:
-            now = time.monotonic()
+            now, before, status = time.monotonic(), status, self.dir.status()
+            if self.executor == "slurm" and status != before:
+                ask_at, over_since = now + ASK_SLURM_EVERY_S, None
             if now >= ask_at or self.executor != "slurm":
                 ask_at = now + ASK_SLURM_EVERY_S
                 over_since = (over_since or now) if self.is_over() else None
             if over_since is not None:
                 self._refuse_to_wait_for_nobody(now - over_since)
-            yield self.dir.status()
+            yield status
             time.sleep(READ_FILES_EVERY_S)
 
     def result(self) -> dict[str, Any]:

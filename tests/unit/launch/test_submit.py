@@ -249,6 +249,29 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     assert list(watching) == []
 
 
+def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a thousand people with `--follow` were 33 questions a second to the controller."""
+    asked, now, status = list[float](), 1000.0, {"state": "queued", "updated": 0.0}
+    monkeypatch.setattr(submit.time, "monotonic", lambda: now)
+    monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
+    monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
+    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
+    watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").watch()
+
+    def look(for_s: int, *, speaking: bool) -> int:
+        nonlocal now
+        before = len(asked)
+        for _ in range(for_s):
+            status["updated"] = now if speaking else status["updated"]
+            next(watching)
+            now += 1.0
+        return len(asked) - before
+
+    assert look(120, speaking=False) == 3  # in the queue
+    assert look(3600, speaking=True) == 0  # it runs
+    assert look(62, speaking=False) == 2  # its supervisor is dead
+
+
 def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over(monkeypatch)
     monkeypatch.setattr(submit, "FILES_LAG_S", 0.0)

@@ -229,7 +229,7 @@ def _exchanges(outcome: Outcome, trusted: str | None) -> Iterator[tuple[str, Fin
     bad, unclear = pairs.blame(nodes, met.keys() - failed.keys(), failed, trusted)
     for host in nodes:
         others = [f"{a if b == host else b} ({error})" for (a, b), error in failed.items() if host in (a, b)]
-        text = f"cannot exchange data with {', '.join(others)}: have its network looked at"
+        text = f"cannot exchange data with {', '.join(sorted(others))}: have its network looked at"
         if host in bad:
             yield host, Finding("pairs", "bad", "cut off", text)
         elif any(host in pair for pair in unclear):

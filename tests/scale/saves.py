@@ -1,0 +1,23 @@
+"""A save of a minute: how often the ranks that wait for rank 0 ask the store, all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.scale import Curve
+from tests.unit.checkpoint.test_exchange import WAIT_S, waited
+
+LOOK_S = 15e-6
+
+
+def wait(ranks: int) -> Mapping[str, object]:
+    with pytest.MonkeyPatch.context() as patch:
+        store = waited(patch, ranks)
+    looks = store.looks * ranks / WAIT_S
+    late_s = store.now - WAIT_S
+    return {"looks a second": round(looks), "of the store": f"{looks * LOOK_S:.1%}", "late s": f"{late_s:.2f}"}
+
+
+CURVES = [Curve("waiting in a save", "ranks", (8, 1000, 8000, 80_000), wait)]
