@@ -401,3 +401,36 @@ def test_a_program_that_a_signal_ends_has_not_been_refused(tmp_path: Path) -> No
     with pytest.raises(SlurmError) as caught:
         Slurm({"PATH": f"{tmp_path}:/bin:/usr/bin"}).exclude_nodes("1", "node3")
     assert not isinstance(caught.value, SlurmRefusedError)
+
+
+# ---------------------------------------------------------------------------------------------------- preemption
+
+
+@pytest.mark.parametrize(
+    ("preempt_type", "preempt_mode", "partition", "qos", "cancels"),
+    [
+        ("preempt/partition_prio", "REQUEUE", "PreemptMode=CANCEL", None, True),
+        ("preempt/partition_prio", "CANCEL", "PreemptMode=REQUEUE", None, False),
+        ("preempt/partition_prio", "GANG,SUSPEND", "PreemptMode=GANG,SUSPEND", None, False),
+        ("preempt/qos", "REQUEUE", "PreemptMode=CANCEL", "cancel", True),
+        ("preempt/qos", "CANCEL", "PreemptMode=REQUEUE", "cluster", True),
+        ("preempt/qos", "CANCEL", "PreemptMode=CANCEL", "requeue", False),
+        ("preempt/qos", "CANCEL", "PreemptMode=OFF", None, True),  # the accounting cannot be asked from here
+        ("preempt/none", "OFF", "PreemptMode=CANCEL", "cancel", False),
+    ],
+)
+def test_what_a_preemption_does_is_the_partitions_the_qoss_or_the_clusters_word(
+    stubs: Stubs, preempt_type: str, preempt_mode: str, partition: str, qos: str | None, cancels: bool
+) -> None:
+    """As `scontrol show config`, `scontrol show partition` and sacctmgr of 22.05 and 24.11 print it."""
+    stubs.add(
+        "scontrol", stdout=f"PreemptMode             = {preempt_mode}\nPreemptType             = {preempt_type}\n"
+    )
+    settings = stubs.slurm().settings()
+    assert (settings.preempt_type, settings.preempt_mode) == (preempt_type, preempt_mode)
+    stubs.add(
+        "scontrol", stdout=f"PartitionName=gpu\n   MaxNodes=UNLIMITED\n   OverTimeLimit=NONE {partition}\n   State=UP\n"
+    )
+    stubs.add("sacctmgr", stdout=f"{qos}\n", code=int(qos is None))
+    (row,) = parse_jobs("JobId=1 JobName=wrap\n   Account=a QOS=high\n   Partition=gpu AllocNode:Sid=login:1\n")
+    assert stubs.slurm().preemption_cancels(row, settings) is cancels
