@@ -141,6 +141,7 @@ def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run
         attempts_of(run, number)
     completed(site, run, 2 * END_S)
     attempts = run.attempts()
+    print(json.dumps([(a["job_id"], a["cause"], a["decision"], a["line"]) for a in attempts]))
     assert len({a["job_id"] for a in attempts}) == len(attempts)
     assert {a["decision"] for a in attempts[:-1]} == {"requeue"}
 

@@ -12,6 +12,13 @@ from toolkit.launch.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
 
+def absolute(config: JobConfig) -> JobConfig:
+    """Make ``data.root`` mean the same in every folder; returns ``config``."""
+    if config.data.root is not None:
+        config.data.root = str(Path(config.data.root).expanduser().absolute())
+    return config
+
+
 def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """A new run of ``config`` with a copy of the sources in ``project``; None: a foreign script runs where it lies.
 
@@ -19,8 +26,7 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     be a name that this run has as well. Raises RequestError where no job could use the folder's path.
     """
     refuse_unfit(rundir.runs_root())
-    if config.data.root is not None:
-        config.data.root = str(Path(config.data.root).expanduser().absolute())
+    absolute(config)
     if config.model.init_from is not None:
         config.model.init_from = str(origin.find(config.model.init_from).path)
     run = rundir.create(config.name)

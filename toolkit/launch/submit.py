@@ -6,6 +6,7 @@ of a library between submission and start cannot make it unreadable.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -33,7 +34,7 @@ from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import write_ended
 from toolkit.launch.ownership import Owner
-from toolkit.launch.prepare import new_run
+from toolkit.launch.prepare import absolute, new_run
 from toolkit.launch.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
@@ -291,7 +292,7 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
-    config = configs.load_config(run.config, overrides, site=False)
+    config = absolute(configs.load_config(run.config, overrides, site=False))
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
     taken = ownership.submit_as(run, chosen, before)
@@ -561,18 +562,23 @@ def _deaf_to_the_terminal() -> Iterator[None]:
 def _output_to(path: Path) -> Iterator[None]:
     """Children started now write to ``path`` and read nothing: one that kept the caller's pipe open until the run's end
     would make ``$(toolkit submit ...)`` wait for it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [os.dup(number) for number in (0, 1, 2)]
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    saved: dict[int, int] = {}
+    for number in (0, 1, 2):
+        with contextlib.suppress(OSError):  # a daemon's may be closed
+            saved[number] = os.dup(number)
     try:
         with Path(os.devnull).open("rb") as nothing, os.fdopen(fsio.open_private(path, _APPEND), "ab") as file:
             for source, number in ((nothing, 0), (file, 1), (file, 2)):
                 os.dup2(source.fileno(), number)
         yield
     finally:
-        for number, before in enumerate(saved):
-            os.dup2(before, number)
-            os.close(before)
+        for number in (0, 1, 2):
+            os.close(number)
+            if number in saved:
+                os.dup2(saved[number], number)
+                os.close(saved[number])
 
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
