@@ -341,9 +341,8 @@ def create(name: str, root: Path | None = None) -> RunDir:
 
     Raises RequestError where others could replace it.
     """
-    parent = (root or runs_root()) / name
-    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")
-    fsio.make_dir(parent)
+    parent = fsio.make_dir((root or runs_root()) / name)
+    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # now: it is there, and nobody can be faster
     while True:
         run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from toolkit import error_file, logs, rundir, signals
+from toolkit import error_file, logs, rundir, signals, trust
 from toolkit.activity import Activity
 from toolkit.config import DistConfig
 from toolkit.dist import rendezvous, timeouts
@@ -190,7 +190,13 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
         if known is None:
             raise ConfigError(f"{rundir.RUN_DIR_VARIABLE} is not set: start this job with `toolkit run`")
         store.set("toolkit/run_dir", known)
-    return Path(known if known is not None else store.get("toolkit/run_dir").decode())
+    if known is not None:
+        return Path(known)
+    told = Path(store.get("toolkit/run_dir").decode(errors="replace"))
+    if not told.is_dir():
+        raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has told; do all nodes share it?")
+    trust.refuse_of_others(told, f"rank {rank}: the run folder that rank 0 has told")
+    return told
 
 
 def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, client: dist.Store, activity: Activity) -> Reporter:

@@ -9,8 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from toolkit.dist import rendezvous
+from toolkit import rundir
+from toolkit.dist import rendezvous, session
+from toolkit.errors import ToolkitError
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -53,3 +56,23 @@ def test_rank_0_without_a_supervisor_listens_where_the_others_are_told_to_come(
         assert joined.result(TIMEOUT.total_seconds()) == b"of rank 0"
     assert told["host"] == "127.0.0.1"
     assert refuses("127.0.0.2", told["port"])
+
+
+@pytest.mark.parametrize("strangers", ["not there", "open to all"])
+def test_no_rank_follows_into_a_folder_that_a_stranger_may_have_named(
+    strangers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a supervisor the other ranks learn the run's folder from the store, which anybody may write."""
+    monkeypatch.delenv(rundir.RUN_DIR_VARIABLE, raising=False)
+    kv, place = HashStore(), tmp_path / "run"
+    kv.set("toolkit/run_dir", str(place))
+    if strangers == "open to all":
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(ToolkitError, match=rf"rank 1: .*{place}"):
+        session._agree_on_run_dir(kv, 1)
+    place.mkdir(exist_ok=True)
+    place.chmod(0o700)
+    assert session._agree_on_run_dir(kv, 1) == place
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))  # a supervisor's word counts
+    assert session._agree_on_run_dir(kv, 1) == tmp_path
