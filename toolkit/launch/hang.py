@@ -106,10 +106,10 @@ class _Reading:
 
     def __init__(self, folder: Path, standings: Sequence[Standing]) -> None:
         phases = Counter(standing.phase for standing in standings)
-        first = sorted(standings, key=lambda s: (s.phase is not None, s.step or -1, phases[s.phase], -s.still_s))
+        behind_first = sorted(standings, key=lambda s: (*Seen(s, None).reported, phases[s.phase], -s.still_s))
         self.found: dict[int, Stack | None] = {}
         self._folder = folder
-        self._queue = deque((standing, 0.0) for standing in first)
+        self._queue = deque((standing, 0.0) for standing in behind_first)
         self._awaited = {standing.rank for standing in standings if not standing.is_silent}
         self.deadline = time.monotonic() + ANSWER_S
         self._sure_at = time.monotonic() + min(UNANSWERED_S, ANSWER_S / 2)

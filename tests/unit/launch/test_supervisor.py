@@ -13,6 +13,7 @@ import pytest
 
 from toolkit import config as configs
 from toolkit import fsio, open_files, rundir
+from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
 from toolkit.launch import hang, intent, patience, submit, supervisor
@@ -442,6 +443,27 @@ def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_th
     assert behind["how"].startswith("has not started, ")
     assert behind["how"].endswith("; 1 other in a step")
     assert read_error_file(run.error_file(1, 1)).how == behind["how"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both_hang(ranks: Ranks) -> None:
+        doing = {"doing": "in a step", "done": 7, "count": 0}
+        ranks.events.put(Report({"reports": {"0": {**doing, "step": 7, "step_start": 0}, "1": doing}}))
+        ranks.answers_kill = False
+
+    def away(_: Any) -> str:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(hang, "stack_text", away)
+    assert supervise_quickly(run, Ranks(both_hang, completes)) == 0
+    line, _ = run.attempts()
+    assert (line["cause"], line["decision"], line["suspect"]) == ("hang", "restart", None)
+    assert line["line"].startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
+    assert list(run.attempt_logs(1).glob("error-*")) == []
+    assert "first failure: a rank that nobody knows, attempt 1: nobody knows who" in why.page(why.facts(run))
 
 
 @pytest.mark.usefixtures("impatient")
