@@ -80,6 +80,14 @@ def nobody_left(env: dict[str, str]) -> bool:
     return not processes_with(f"TOOLKIT_RUNS={env['TOOLKIT_RUNS']}")
 
 
+def test_a_run_that_is_cancelled_in_its_first_moment_never_trains(env: dict[str, str]) -> None:
+    code = "from toolkit import submit; submit('configs/digits_ddp.yaml', executor='local').cancel()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    run = the_run(env)
+    assert wait_for(run.result, END_S, "a result")["state"] == "cancelled"
+    assert [attempt["step_end"] for attempt in run.attempts()] in ([], [None])
+
+
 def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, str]) -> None:
     with start(env, "train.epochs=120", "checkpoint.every_steps=20") as process:
         run = the_run(env)

@@ -500,3 +500,17 @@ def test_a_run_that_needs_more_open_files_than_the_hard_limit_is_refused_before_
     assert run.attempts() == []
     monkeypatch.setattr(open_files, "hard_limit", lambda: 84)
     assert supervise(run, Ranks(completes)) == 0
+
+
+def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(run: RunDir) -> None:
+    """It has saved what it had, and has more to do."""
+
+    def saves(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.events.put(_Signalled(signal.SIGTERM))
+        ranks.events.put(StepEnded(0))
+
+    ranks = Ranks(saves)
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 75
+    assert ranks.signals == [signal.SIGTERM]
+    assert (run.result() or {})["state"] == "stopped"

@@ -345,6 +345,26 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     assert row.state == ("PENDING" if cause == "preempted" else "COMPLETING")
 
 
+@pytest.mark.parametrize(("is_preempted", "cause"), [(True, "preempted"), (False, "completed")])
+def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
+    run: RunDir, slurm: FakeSlurm, is_preempted: bool, cause: str
+) -> None:
+    """Slurm tells the ranks alone to end, at the beginning of the grace: the supervisor hears nothing of it."""
+
+    def saves(ranks: Ranks) -> None:
+        if is_preempted:
+            slurm.preempt("1", grace_s=30)
+        ranks.events.put(StepEnded(0))
+
+    config = JobConfig(job=configs.FOREIGN_JOB)
+    allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+    Supervisor(run, config, allocation, Ranks(saves), slurm).run()
+    assert [line["cause"] for line in run.attempts()] == [cause]
+    row = slurm.show_job("1")
+    assert row is not None
+    assert row.restarts == is_preempted
+
+
 def ended_by_a_preemption_that_cancels(slurm: FakeSlurm, job: str) -> None:
     slurm.preempt_mode = "CANCEL"
     slurm.preempt(job)
