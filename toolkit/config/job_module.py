@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,9 +72,9 @@ def job_source(dotted: str, project: Path | None = None) -> Path:
             ) from None
     if spec is None or spec.origin is None or not spec.has_location:
         file = Path(dotted.replace(".", "/") + ".py")
-        if (
-            project / file
-        ).is_file():  # a package of the same name elsewhere on the path wins over a folder without __init__.py
+        # A package of the same name elsewhere on the path wins over a folder without __init__.py. Path's own is_file
+        # raises for a name that is too long.
+        if os.path.isfile(project / file):  # noqa: PTH113
             raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
         found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"

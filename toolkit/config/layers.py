@@ -143,11 +143,10 @@ def _override_layer(text: str) -> _Layer:
         node = yaml_core.compose(value)
     except ValueError as error:
         raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
-    if node is None:
-        node = ScalarNode("tag:yaml.org,2002:null", "")
-    elif value[node.end_mark.index :].strip():
-        rest = value[node.end_mark.index :].strip()
+    rest = value[node.end_mark.index if node else 0 :].strip()
+    if rest:
         raise ConfigError(f"{text!r}: {rest!r} is a comment to YAML; put quotes around the value, within the shell's")
+    node = node or ScalarNode("tag:yaml.org,2002:null", "")
     for part in reversed(_parts_of(key)):
         node = MappingNode("", [(ScalarNode("", part), node)])
     assert isinstance(node, MappingNode)

@@ -5,7 +5,9 @@ sbatch_flags.txt lists them all, and says where they are from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 
 from toolkit.cluster import commands, hostlist
@@ -108,7 +110,7 @@ def check_extra(cluster: ClusterConfig) -> None:
 
 
 def _check_value(where: str, flag: str, value: object) -> None:
-    if not isinstance(value, (str, int, float)) or value == "":
+    if not isinstance(value, (str, int, float)) or value == "" or (isinstance(value, float) and not isfinite(value)):
         raise ConfigError(f"{where}: {value!r} must be a text, a number or true")
     if value is False and flag == "requeue":
         raise ConfigError(f"{where}: false leaves the flag out, and the job is requeued; write no-requeue: true")
@@ -143,8 +145,9 @@ def check_hosts(key: str, text: str) -> None:
         hosts = hostlist.expand(text)
     except RequestError as error:
         raise ConfigError(f"{key}: {error}") from None
-    if not hosts:
-        raise ConfigError(f"{key}: {text!r} names no host")
+    odd = [host for host in hosts if not re.fullmatch(r"[\w.-]+", host)]
+    if odd or not hosts:
+        raise ConfigError(f"{key}: {odd[0] if odd else text!r} is no host's name")
 
 
 def _plugins_flags() -> frozenset[str]:

@@ -162,6 +162,7 @@ def _check_values(config: JobConfig) -> None:
 
 #: Lists of words for a shell or a program, which may have these control characters.
 _ALSO = {"cluster.setup": "\t", "notify": "\t\r\n"}
+_PATHS = ("cluster.container_mounts", "data.root", "model.init_from", "checkpoint.copy_to")
 
 
 def _check_texts(config: JobConfig) -> None:
@@ -176,6 +177,15 @@ def _check_texts(config: JobConfig) -> None:
         for full, word in words.items():
             if isinstance(word, str) and not ((word.strip() or also) and is_one_line(word, also)):
                 raise ConfigError(f"{full}: {word!r} is empty or holds a line break or another control character")
+            if key in _PATHS and isinstance(word, str):
+                _check_home(full, word)
+
+
+def _check_home(key: str, path: str) -> None:
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}: there is no user whose home folder {path!r} could be in") from None
 
 
 def _check_strategy(strategy: StrategyConfig) -> None:

@@ -65,7 +65,11 @@ def entry_of(name: str) -> Entry:
 
 def data_root(root: str | None) -> Path:
     """The absolute folder that ``data.root`` means."""
-    return Path(root or os.environ.get("TOOLKIT_DATA") or "data").expanduser().absolute()
+    named = root or os.environ.get("TOOLKIT_DATA") or "data"
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"data.root: there is no user whose home folder {named!r} could be in") from None
 
 
 def sample_shape(config: DataConfig) -> tuple[int, int, int]:

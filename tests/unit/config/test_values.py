@@ -32,6 +32,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("job=a b", "job: no module 'a b'"),
         ("job=/etc/passwd", "job: no module '/etc/passwd'"),
         ("job=sys", "job: no module 'sys'"),
+        (f"job={'a' * 5000}", "job: no module 'aaa"),
         ("cluster.nodes=0", "cluster.nodes: 0 is refused; it must be a number of 1 or more, 65533 at most"),
         ("cluster.nodes=70000", "cluster.nodes: 70000 is refused; it must be a number of 1 or more, 65533 at most"),
         ("cluster.tasks_per_node=0", "cluster.tasks_per_node: 0"),
@@ -51,6 +52,8 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
             "cluster.exclude='n[2-1]'",
             "cluster.exclude: host list 'n[2-1]', character 3: the range '2-1' runs back",
         ),
+        ("cluster.exclude='n1,$(x)'", "cluster.exclude: '$(x)' is no host's name"),
+        ("cluster.exclude=','", "cluster.exclude: ',' is no host's name"),
         ("cluster.exclude=/no/list", "cluster.exclude: there is no file /no/list"),
         ("cluster.spare_nodes=1000000000000", "cluster.spare_nodes: 1000000000000 is refused"),
         ("cluster.signal_delay_s=-1", "cluster.signal_delay_s: -1"),
@@ -70,6 +73,13 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
         ("retry.no_progress_attempts=0", "retry.no_progress_attempts: 0 is refused; it must be a number of 1 or more"),
         ("retry.no_progress_attempts=-1", "retry.no_progress_attempts: -1 is refused"),
         ("dist.timeout_s=1000000000", "dist.timeout_s: 1000000000 is refused"),
+        ("data.root=~nobody9/x", "data.root: there is no user whose home folder '~nobody9/x' could be in"),
+        ("model.init_from=~nobody9/x", "model.init_from: there is no user whose home folder '~nobody9/x' could be in"),
+        (
+            "checkpoint.copy_to=~nobody9",
+            "checkpoint.copy_to: there is no user whose home folder '~nobody9' could be in",
+        ),
+        ("cluster.container_mounts=[~nobody9]", "cluster.container_mounts[0]: there is no user whose home folder"),
         ("data.root=/no/such/folder", "data.root: there is no folder /no/such/folder"),
         ("data.global_batch_size=1000000000000", "data.global_batch_size: 1000000000000 is refused"),
         ("data.workers=100000", "data.workers: 100000 is refused"),
@@ -137,3 +147,5 @@ def test_what_is_not_there_is_for_the_login_node_to_say() -> None:
 def test_a_missing_data_set_says_where_its_folder_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_DATA", "/no/data")
     assert "is not in /no/data (TOOLKIT_DATA): " in refusal("data.name=mnist")
+    monkeypatch.setenv("TOOLKIT_DATA", "~nobody9/x")
+    assert refusal("data.name=mnist") == "data.root: there is no user whose home folder '~nobody9/x' could be in"

@@ -130,6 +130,8 @@ def test_the_error_names_file_and_line_and_what_it_says_to_write_is_taken(tmp_pa
 def test_the_rest_of_an_argument_is_no_comment() -> None:
     with pytest.raises(ConfigError, match="'# 3' is a comment to YAML; put quotes around the value"):
         load_config(None, ["cluster.extra.comment=job # 3"])
+    with pytest.raises(ConfigError, match="'#3' is a comment to YAML"):
+        load_config(None, ["cluster.account=#3"])
 
 
 @pytest.mark.parametrize(
