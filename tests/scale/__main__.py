@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from tests.scale import curves, measured, table
@@ -22,6 +23,7 @@ def main() -> None:
     chosen = [c for c in curves() if not args.names or c.name.startswith(tuple(args.names))]
     if not chosen:
         sys.exit(f"no such curve; there are: {', '.join(curve.name for curve in curves())}")
+    logging.disable()  # what nodes that do not exist are warned of
     for curve in chosen:
         sizes = curve.sizes[:1] if args.small else curve.sizes
         print(table(curve, [measured(curve, size) for size in sizes]), flush=True)

@@ -33,12 +33,14 @@ def end(nodes: int) -> Mapping[str, object]:
 
     config, slurm = JobConfig(), FakeSlurm()
     config.cluster.preflight = False
+    config.data.global_batch_size = nodes * RANKS_A_NODE
     slurm.start(slurm.sbatch(["job.sh"]), f"node[0-{nodes - 1}]")
     hosts = tuple(f"node{node}" for node in range(nodes))
     allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(supervisor, "StoreHost", Store),
+        patch.object(supervisor, "refuse_too_many_ranks"),
         patch.object(supervisor, "LAST_WORDS_S", 0.01),
         patch.object(supervisor, "unreachable", lambda hosts, port, here: set()),
         patch.object(supervisor.log, "error"),
