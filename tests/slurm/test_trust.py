@@ -73,13 +73,14 @@ NEW = "from toolkit import rundir; print(rundir.create('digits').path)"
 
 
 def test_two_users_share_a_runs_folder_and_neither_runs_the_others_sources(site: Site) -> None:
-    site.runs.mkdir()
-    site.runs.chmod(0o1777)
-    path = {"TOOLKIT_RUNS": str(site.runs)}
-    owners = Path(site.run("python", "-c", NEW).strip())
+    runs = site.box.shared / f"{site.folder.name}-shared"  # root's, on a strict site too
+    runs.mkdir()
+    runs.chmod(0o1777)
+    path = {"TOOLKIT_RUNS": str(runs)}
+    owners = Path(site.box.run(["python", "-c", NEW], env=path).stdout.strip())
     strangers = Path(site.box.run(["python", "-c", NEW], env=path, user=STRANGER).stdout.strip())
-    assert owners.parent == site.runs / "digits"
-    assert strangers.parent == site.runs / STRANGER / "digits"
+    assert owners.parent == runs / "digits"
+    assert strangers.parent == runs / STRANGER / "digits"
     (strangers / "config.yaml").write_text("name: digits\n")
     (strangers / "code").mkdir()
     (strangers / "result.json").write_text(json.dumps({"state": "failed", "attempts": 1}))
@@ -89,8 +90,8 @@ def test_two_users_share_a_runs_folder_and_neither_runs_the_others_sources(site:
     assert "--trust" in done.stderr
     assert (strangers / "result.json").exists()
 
-    site.runs.chmod(0o777)  # now anybody could put another folder in the place of a run's
+    runs.chmod(0o777)  # now anybody could put another folder in the place of a run's
     for user in (None, STRANGER):
         done = site.box.run(["python", "-c", NEW], env=path, user=user, check=False)
         assert done.returncode != 0
-        assert f"others may write into {site.runs} (mode 0777)" in done.stderr or f"{site.runs} belongs" in done.stderr
+        assert f"others may write into {runs} (mode 0777)" in done.stderr or f"{runs} belongs" in done.stderr

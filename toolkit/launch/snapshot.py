@@ -16,7 +16,8 @@ from toolkit.errors import RequestError, listing
 
 MAX_BYTES = 200 * 2**20
 #: Left out where no git says what belongs to the project: these anywhere, ...
-SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".hypothesis"}
+SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
 #: ... and these at the top only: further down, `data` is a package as likely as data.
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
 #: Never copied, also where git tracks them: programs keep passwords, keys and tokens in files of these names.
@@ -50,7 +51,12 @@ def take(project: Path, code: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     fsio.make_dir(partial)
     for name, path in sources.files.items():
-        _copy(path, partial / name)
+        try:
+            _copy(path, partial / name)
+        except PermissionError as error:
+            if str(error.filename) != str(path):
+                raise
+            sources.left_out[name] = "this user may not read it"
     for name, target in sources.links.items():
         fsio.make_dir((partial / name).parent)
         (partial / name).symlink_to(target)
@@ -190,8 +196,9 @@ def _is_private_key(path: Path) -> bool:
     """Certificates, which anybody may read, have the same suffix."""
     if path.suffix != ".pem" or not path.is_file():
         return False
-    with path.open("rb") as file:
+    with contextlib.suppress(PermissionError), path.open("rb") as file:  # it will not be copied either
         return b"PRIVATE KEY" in file.read(1 << 16)
+    return False
 
 
 def _holds_python(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -223,3 +224,20 @@ def test_neither_runs_nor_slurms_outputs_are_copied(
     snapshot.take(project, project / "out/of/digits/2/code")
     found = copied(project / "out/of/digits/2/code") - {"weights.bin"}
     assert found == {"jobs/a.py", "run.sh", ".gitignore", "out/often.py"}
+
+
+def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root may read all: the refusal is played."""
+    plain = shutil.copyfile
+
+    def copyfile(source: Path, target: Path) -> object:
+        if source.name == "a.py":
+            raise PermissionError(13, "Permission denied", str(source))
+        return plain(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    snapshot.take(project, tmp_path / "run/code")
+    assert "jobs/a.py (this user may not read it)" in caplog.text
+    assert (tmp_path / "run/code/run.sh").exists()
