@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 import traceback
@@ -30,7 +31,8 @@ def write(error: BaseException, rank: int) -> None:
         "exit_code": getattr(error, "exit_code", EXIT_FAILED),
         "traceback": "".join(traceback.format_exception(error)),
     }
-    path = rundir.RunDir(Path(folder)).error_file(int(os.environ.get("TOOLKIT_ATTEMPT", "1")), rank)
+    attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
+    path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)
     with contextlib.suppress(OSError):  # a full disk; the log has the same words
         fsio.make_dir(path.parent)
         fsio.write_json(path, said)

@@ -42,6 +42,14 @@ def make_new_dir(path: Path) -> None:
     path.chmod(DIR_MODE)  # mkdir's mode is cut by the umask
 
 
+def expand(path: str | Path) -> Path:
+    """Return ``path`` with ``~`` replaced by the home folder; as it stands where there is none, or no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def open_private(path: Path, flags: int) -> int:
     """``os.open`` for writing that gives a new file mode 0600 whatever the umask; returns the file descriptor."""
     fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.errors import ConfigError, RunNotFoundError
 
 RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"
@@ -28,7 +28,7 @@ def find(text: str) -> Origin:
     By a name it is the newest run of that name that has a checkpoint: the newest of all may be the one that asks.
     Raises ConfigError that says what there is.
     """
-    path = Path(text).expanduser().absolute()
+    path = fsio.expand(text).absolute()
     if path.is_file():
         return _file(path)
     kind = next((kind for kind, sign in _SIGNS.items() if (path / sign).is_file()), RUN)

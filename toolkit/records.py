@@ -37,7 +37,7 @@ class Misfit(Exception):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value without parts. ``what`` names it in messages."""
+    """A value without parts, of which ``fits`` takes no list and no object. ``what`` names it in messages."""
 
     what: str
     fits: Callable[[Any], bool]
@@ -96,13 +96,16 @@ Shape: TypeAlias = Leaf | OrNull | Either | ListOf | MapOf | Record
 
 
 def one_of(*words: str) -> Leaf:
-    """One of these texts."""
+    """Return the shape of one of these texts."""
     return Leaf(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
 def _is_text(value: Any) -> bool:
-    """Without what no file name and no UTF-8 file can hold."""
+    """True for a text that a file name, and a UTF-8 file, can hold."""
     return isinstance(value, str) and "\0" not in value and value == value.encode(errors="ignore").decode()
+
+
+_WORD = re.compile(r"\w[\w.+-]{0,254}")
 
 
 def _is_number(value: Any) -> bool:
@@ -119,18 +122,16 @@ def _is_time_text(value: Any) -> bool:
 
 TEXT = Leaf("text", _is_text)
 #: An id, a name of a host: it may become a part of a path or an argument of a program.
-WORD = Leaf("a word", lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,254}", value) is not None)
-FLAG = Leaf("true or false", lambda value: isinstance(value, bool))
+WORD = Leaf("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
 COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
 NUMBER = Leaf("a number", _is_number)
 #: Seconds since 1970, up to the year 9999.
 MOMENT = Leaf("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
 TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
-ANY = Leaf("a value", lambda value: True)
 
 
 def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | None:
-    """The value in ``path`` as far as it fits; None when there is no such file.
+    """Return the value in ``path`` as far as it fits; None when there is no such file.
 
     Raises DamagedFileError where nothing of it can be used.
     """
@@ -153,7 +154,7 @@ def parse(raw: bytes, shape: Shape) -> Any:
 
 
 def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
-    """:func:`read`, with ``default`` for a file that is missing or of no use; the latter is named."""
+    """Return what :func:`read` does, and ``default`` for a file that is missing or of no use; the latter is named."""
     try:
         value = read(path, shape, damage)
     except DamagedFileError as error:
@@ -163,7 +164,7 @@ def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = N
 
 
 def read_lines(path: Path, shape: Shape, damage: list[str] | None = None) -> list[Any]:
-    """The lines of ``path`` that fit; a missing file is empty.
+    """Return the lines of ``path`` that fit; none of a missing file.
 
     A last line without a line break counts if it fits: only the break is missing then.
     """
@@ -213,7 +214,7 @@ class _Notes:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Of a file that another node may replace at this moment: NFS then says ESTALE, once."""
+    """Read a file that another node may replace at this moment: NFS then says ESTALE, once."""
     for left in reversed(range(_TRIES)):
         try:
             return path.read_bytes()
@@ -226,7 +227,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _parse(raw: bytes) -> Any:
-    """The JSON value in ``raw``, whatever that is. Raises Misfit."""
+    """Return the JSON value in ``raw``, whatever that is. Raises Misfit."""
     if not raw.strip(b"\0 \t\r\n"):
         raise Misfit("it holds NUL bytes only" if b"\0" in raw else "it is empty")
     try:
@@ -244,7 +245,6 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
         case Leaf(what, fits):
             if not fits(value):
                 raise Misfit(f"{_named(key)}{_shown(value)} is not {what}")
-            _refuse_depth(value, key, MOST_NESTED)
             return value
         case OrNull(inner):
             return None if value is None else _fit(value, inner, key, notes)
@@ -256,6 +256,8 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
         case ListOf(inner):
             if not isinstance(value, list):
                 raise Misfit(f"{_named(key)}{_shown(value)} is not a list")
+            if isinstance(inner, Leaf) and all(map(inner.fits, value)):  # of thousands of nodes
+                return value
             return [_fit(item, inner, f"{key}[{index}]", notes) for index, item in enumerate(value)]
         case MapOf(inner):
             _refuse_other_than_object(value, key)
@@ -306,7 +308,7 @@ def _refuse_other_than_object(value: Any, key: str) -> None:
 
 
 def _refuse_depth(value: Any, key: str, left: int) -> None:
-    """What can be read can be nested too deeply to be written, copied or printed."""
+    """Raise Misfit for a value that can be read, but is nested too deeply to be copied or printed."""
     if not isinstance(value, (dict, list)):
         return
     if not left:
@@ -324,7 +326,7 @@ def _named(key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, and in characters that every terminal has."""
+    """Return a value for a message: short, and in characters that every terminal has."""
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:

@@ -167,7 +167,7 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     """
     if everything and weights is not None:
         raise RequestError(f"--weights {weights}: --all writes the raw weights and the average; leave out one of them")
-    target = Path(to).expanduser().absolute()
+    target = fsio.expand(to).absolute()
     form = form or FORMATS.get(target.suffix)
     if form is None:
         raise RequestError(f"--to {to}: no format goes by {target.suffix}; say which: --as safetensors, torch or dcp")

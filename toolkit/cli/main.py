@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit import __version__
+from toolkit import __version__, fsio
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, RequestError, ToolkitError
 
 EPILOG = """A RUN is a run id, a unique prefix of one, a config's name (its newest run), or a path.
@@ -418,7 +418,6 @@ _OUTPUTS = ((".json",), (".csv", ".jsonl"))
 
 def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
     """The exit code is 1 where an image could not be read."""
-    from pathlib import Path
 
     from toolkit import fsio
     from toolkit.cli import show
@@ -426,7 +425,7 @@ def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
     from toolkit.data.pictures import image_files
     from toolkit.train import inference
 
-    folder = Path(args.images).expanduser()
+    folder = fsio.expand(args.images)
     rows = list(inference.predictions(trained, folder, image_files(folder)))
     if output is not None:
         fsio.write_atomic(output, told.as_csv(rows) if output.suffix == ".csv" else told.as_json_lines(rows))
@@ -440,13 +439,12 @@ def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
 
 
 def _export_model(args: argparse.Namespace) -> int:
-    from pathlib import Path
 
     from toolkit import logs, rundir
     from toolkit.cli import show
     from toolkit.cli import trained as told
 
-    target = Path(args.out).expanduser().absolute()
+    target = fsio.expand(args.out).absolute()
     if target.exists() or not target.parent.is_dir():
         reason = "is there already; choose another name" if target.exists() else "is in a folder that does not exist"
         raise RequestError(f"toolkit export: {target} {reason}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import fsio
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import checkpoints
@@ -53,7 +54,7 @@ def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
     """Where ``--output`` leads. RequestError before anything is computed for a file that could not be written."""
     if text is None:
         return None
-    path = Path(text).expanduser().absolute()
+    path = fsio.expand(text).absolute()
     if path.suffix not in suffixes:
         raise RequestError(f"--output {text}: its name must end in {' or '.join(suffixes)}")
     if path.exists() or not path.parent.is_dir():

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit import fsio
 from toolkit.errors import ConfigError
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
@@ -97,7 +98,7 @@ def outermost(folders: Iterable[str | Path]) -> tuple[str, ...]:
     """Those of ``folders`` that are there and lie in no other one, as absolute paths, symbolic links and all: ranks use
     them as they are given. Raises ConfigError for one that no mount can name."""
     found: list[Path] = []
-    for folder in sorted({Path(folder).expanduser().absolute() for folder in folders}, key=lambda path: path.parts):
+    for folder in sorted({fsio.expand(folder).absolute() for folder in folders}, key=lambda path: path.parts):
         if set(":,") & set(str(folder)):
             raise ConfigError(f"cluster.container: {folder} cannot be mounted: no : or , may be in its path")
         if folder.is_dir() and not any(other in folder.parents for other in found):

@@ -22,10 +22,10 @@ MAX_HOSTS = 1_000_000
 _SEPARATORS = re.compile(r"[\s,]*")
 _ENTRY = re.compile(r"[^\s,\[\]]*(?:\[[^\[\]]*\][^\s,\[\]]*)*")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
-#: Longer numbers are none of hosts, and Python refuses to convert very long ones.
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)
-_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
+#: Python refuses to convert numbers of more than 4,300 digits.
+_RANGE = re.compile(r"([0-9]{1,4000})(?:-([0-9]{1,4000}))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,4000})", re.DOTALL)
+_COUNT = re.compile(r"([0-9]{1,4000})(?:\(x([0-9]{1,4000})\))?")
 
 
 def expand(text: str) -> list[str]:

@@ -229,7 +229,7 @@ def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
 def _resolve(peer: str) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ToolkitError(
             f"the host name {peer!r} does not resolve on {socket.gethostname()} ({error}); "
             "check /etc/hosts and the name server of this node"

@@ -88,6 +88,8 @@ def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] |
         ]
     except socket.gaierror as error:
         return [] if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
+    except UnicodeError:  # of a damaged file: no host has such a name
+        return []
 
 
 def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set[str]]:

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
+from toolkit import fsio
 from toolkit.config import yaml_core
 from toolkit.config.schema import JobConfig, all_keys
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
@@ -93,7 +94,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
 
 def _site_layers(enabled: bool) -> list[_Layer]:
     named = os.environ.get("TOOLKIT_SITE")
-    path = Path(named) if named else Path("~/.config/toolkit/site.yaml").expanduser()
+    path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
     if not enabled or not (named or path.is_file()):
         return []
     return _file_layers(path, ())

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from toolkit import fsio
 from toolkit.cluster import container
 from toolkit.config.schema import JobConfig
 from toolkit.errors import ConfigError
@@ -16,14 +17,14 @@ def check_places(config: JobConfig) -> None:
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     for folder in config.cluster.container_mounts:
-        if not Path(folder).expanduser().is_dir():
+        if not fsio.expand(folder).is_dir():
             raise ConfigError(f"cluster.container_mounts: there is no folder {folder}")
     if config.notify and shutil.which(config.notify[0]) is None:
         raise ConfigError(
             f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
         )
     if config.checkpoint.copy_to is not None:
-        _check_writable("checkpoint.copy_to", Path(config.checkpoint.copy_to).expanduser())
+        _check_writable("checkpoint.copy_to", fsio.expand(config.checkpoint.copy_to))
 
 
 def _check_writable(key: str, folder: Path) -> None:

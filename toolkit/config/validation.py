@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import origin, rundir
+from toolkit import fsio, origin, rundir
 from toolkit.config.job_module import check_job
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
@@ -62,6 +62,25 @@ def validate(
     ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` needs no first
     weights: they may be gone.
     """
+    try:
+        _validate(config, ranks, login_node, project, goes_on)
+    except OSError as error:  # of a path: a name that is too long, say
+        path = str(error.filename)
+        raise ConfigError(f"{_key_of(config, path)}: {path[:200]}: {error.strerror}") from None
+
+
+def _key_of(config: JobConfig, path: str) -> str:
+    """Return the key whose value is the longest part of ``path``."""
+    found = [(0, "a path")]
+    for key in all_keys():
+        value = value_of(config, key)
+        texts = [str(text) for text in (value if isinstance(value, list) else [value]) if text]
+        # the name of a module is a path with dots
+        found += [(len(text), key) for text in texts if text in path or text.replace(".", "/") in path]
+    return max(found)[1]
+
+
+def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool) -> None:
     _check_values(config)
     check_cluster(config)
     if login_node:
@@ -143,7 +162,7 @@ def _check_values(config: JobConfig) -> None:
             "such as eval/accuracy, with a minus before it (-eval/loss) if less is better"
         )
     copy_to = config.checkpoint.copy_to
-    if copy_to is not None and not Path(copy_to).expanduser().is_absolute():
+    if copy_to is not None and not fsio.expand(copy_to).is_absolute():
         raise ConfigError(
             f"checkpoint.copy_to: {copy_to!r} is relative, and ranks run elsewhere: give an absolute path"
         )

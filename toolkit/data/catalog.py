@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit import fsio
 from toolkit.errors import ConfigError, DataMissingError, nearest
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def fetch_command(name: str, root: Path) -> str:
 
 def text_files(root: str | None) -> list[Path]:
     """The files of data set ``text`` in order: all below ``root`` but hidden ones; null: Python's standard library."""
-    folder = Path(root or sysconfig.get_path("stdlib")).expanduser().absolute()
+    folder = fsio.expand(root or sysconfig.get_path("stdlib")).absolute()
     inner = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*" if root else "*.py")))
     files = [path for path, parts in inner if path.is_file() and not any(part.startswith(".") for part in parts)]
     if root is None:

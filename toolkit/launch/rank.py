@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
         return stopped.exit_code
     except BaseException as error:
         log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
-        error_file.write(error, place.rank if place else int(os.environ.get("SLURM_PROCID") or 0))
+        number = os.environ.get("SLURM_PROCID", "")
+        error_file.write(error, place.rank if place else int(number) if re.fullmatch("[0-9]{1,9}", number) else 0)
         raise
     signals.ignore()
     return 0
@@ -60,7 +62,7 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
-    with chaos.of_environment(place.rank, int(os.environ.get("TOOLKIT_ATTEMPT", "1"))):
+    with chaos.of_environment(place.rank, placement.whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         _main_of(config)(config)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from toolkit import activity, logs, trust
+from toolkit import activity, fsio, logs, trust
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
@@ -112,7 +112,7 @@ class Checkpoints:
         self._copy_to = config.copy_to
         self._second: SecondPlace | None = None
         if config.copy_to is not None and session.is_main:
-            place = trust.own_part(Path(config.copy_to).expanduser())
+            place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
             self._second = SecondPlace(folder / "checkpoints", self._store.keep, session.activity.move)
         self._best: float | None = None  #: of the metric that ``keep_best`` names, higher is better

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
@@ -104,6 +105,22 @@ def test_a_number_of_slurms_environment_that_is_none_is_named(name: str, text: s
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", name: text}
     with pytest.raises(RequestError, match=f"{name}='{text[:80]}' is not a whole number"):
         Allocation.slurm(environ)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("data.root", "/" + "x" * 300), ("model.init_from", "x" * 5000), ("checkpoint.copy_to", "/" + "x" * 300)],
+    ids=["data.root", "init_from", "copy_to"],
+)
+def test_a_path_that_no_file_system_takes_is_refused_by_its_key(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: .*File name too long"):
+        configs.validate(configs.load_config(None, [f"{key}={value}"], site=False))
+
+
+@pytest.mark.parametrize("key", ["data.root", "checkpoint.copy_to", "model.init_from"])
+def test_a_home_folder_of_nobody_is_no_traceback(key: str) -> None:
+    with pytest.raises(RequestError, match=key):
+        configs.validate(configs.load_config(None, [f"{key}=~no.such.user/x"], site=False))
 
 
 MANIFEST: dict[str, Any] = {

@@ -34,7 +34,7 @@ WORDS = [
     *("${optim.lr}", "${name}", "${oc.env:HOME}", "${oc.env:NO_SUCH}", "$(touch x)", "${A:=b}", "???", "a\tb"),
     *("a\nb", "\x01"),
     *("\u00e9\u4e2d\u6587", "\U0001f600", "\udcff", "\ufeffa", "\u2028", "../..", "/", "/proc/self/mem", "~"),
-    *("~nobody/x", "a/../b"),
+    *("~nobody/x", "~no.such.user/x", "a/../b"),
     *("node[1-", "n[1-3]", "n[3-1]", "n1,n2,,", "--wrap", "-x", "=", "==", "a=b", ",", ";", "a;b", "&&"),
     *("x" * 300, "x" * 70_000),
     *("jobs.classify", "jobs.nothing", "jobs", "sys", "os.path", "1.2", "..", ".a", "a."),
