@@ -21,11 +21,12 @@ SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
 #: ... and these at the top only: further down, `data` is a package as likely as data.
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
 #: Never copied, also where git tracks them: programs keep passwords, keys and tokens in files of these names.
-SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", "gcloud", ".huggingface"}
+SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", ".huggingface"}
 SECRET_FILES = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".pypirc", ".npmrc", ".htpasswd",
     ".git-credentials", ".boto", ".s3cfg", "rclone.conf", ".cdsapirc", "kaggle.json", "credentials", "credentials.json",
-    "secrets.*", "client_secret*.json", "service-account*.json", "token", "token.txt", ".token", "*.token", "*_history",
+    "credentials.db", "application_default_credentials.json", "access_tokens.db", "secrets.*",
+    "client_secret*.json", "service-account*.json", "token", "token.txt", ".token", "*.token", "*_history",
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keytab",
 )  # fmt: skip
 NO_SECRETS = (".env.example", ".env.sample", ".env.template", "secrets.py")

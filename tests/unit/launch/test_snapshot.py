@@ -123,7 +123,7 @@ SECRETS = [
     "kaggle.json",
     "own.pem",
 ]
-HARMLESS = [".env.example", "ca.pem", "jobs/tokens.py", "environment.yml", "jobs/secrets.py"]
+HARMLESS = [".env.example", "ca.pem", "jobs/tokens.py", "environment.yml", "jobs/secrets.py", "gcloud/main.py"]
 
 
 def copied(code: Path) -> set[str]:
