@@ -111,7 +111,7 @@ def _extra_options(run: RunDir) -> Iterator[str]:
 
 
 #: They were about that job's place in the queue, or are set for the heir below.
-_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue", "array", "test-only", "wait")
+_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
 
 
 def _script(run: RunDir, predecessor: str, token: str) -> str:
