@@ -197,14 +197,17 @@ def _check_texts(config: JobConfig) -> None:
             if isinstance(word, str) and not ((word.strip() or also) and is_one_line(word, also)):
                 raise ConfigError(f"{full}: {word!r} is empty or holds a line break or another control character")
             if key in _PATHS and isinstance(word, str):
-                _check_home(full, word)
+                _check_path(full, word)
 
 
-def _check_home(key: str, path: str) -> None:
+def _check_path(key: str, path: str) -> None:
+    """Refuse a path that the system does not even look for."""
     try:
-        Path(path).expanduser()
+        Path(path).expanduser().exists()
     except RuntimeError:
         raise ConfigError(f"{key}: there is no user whose home folder {path!r} could be in") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {path!r} cannot be looked for: {error.strerror}") from None
 
 
 def _check_strategy(strategy: StrategyConfig) -> None:

@@ -80,6 +80,7 @@ def refusal(*overrides: str, login_node: bool = True) -> str:
             "checkpoint.copy_to: there is no user whose home folder '~nobody9' could be in",
         ),
         ("cluster.container_mounts=[~nobody9]", "cluster.container_mounts[0]: there is no user whose home folder"),
+        (f"data.root={'a' * 5000}", "data.root: 'aaa"),
         ("data.root=/no/such/folder", "data.root: there is no folder /no/such/folder"),
         ("data.global_batch_size=1000000000000", "data.global_batch_size: 1000000000000 is refused"),
         ("data.workers=100000", "data.workers: 100000 is refused"),
