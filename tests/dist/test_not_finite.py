@@ -16,7 +16,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.config import TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.data.permutation import Order
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
@@ -28,6 +28,9 @@ STOP = replace(CONFIG, log_every=2)
 WARN = replace(STOP, on_nan="warn")
 
 
+OTHERS = ("fsdp", "pipeline")
+
+
 def bursting() -> nn.Module:
     """Its gradient is not finite in step 5, though all outputs are; the first pass is that of priming."""
     model, passes = trainer.plain_model(), itertools.count(-1)
@@ -35,12 +38,14 @@ def bursting() -> nn.Module:
     return model
 
 
-def run(session: Session, run_dir: Path, attempt: int, config: TrainConfig, *bad: int, model: Any = None) -> Any:
+def run(
+    session: Session, run_dir: Path, attempt: int, config: TrainConfig, *bad: int, model: Any = None, name: str = "ddp"
+) -> Any:
     """In a process group that has had others; ``attempt`` keeps their messages apart."""
     with spoilt(bad):
         try:
             here = replace(session, attempt=attempt)
-            return trainer.train(here, run_dir, config, model or trainer.plain_model)[0]
+            return trainer.train(here, run_dir, config, model or trainer.plain_model, name=StrategyConfig(name))[0]
         except ConfigError as error:
             return str(error)
 
@@ -51,6 +56,7 @@ def stories(session: Session, folder: Path) -> dict[str, Any]:
         "diverged": run(session, folder / "diverged", 2, STOP, model=bursting),
         "last": run(session, folder / "last", 3, STOP, 9),
         "warn": run(session, folder / "warn", 4, WARN, 5),
+        **{name: run(session, folder / name, 6 + n, STOP, 5, name=name) for n, name in enumerate(OTHERS)},
         "skip": run(session, folder / "skip", 5, replace(STOP, skip_bad_steps=True), 4, 5, 6, 7),
     }
 
@@ -77,7 +83,8 @@ def test_at_the_second_mean_that_is_not_finite_an_attempt_ends_and_names_step_sa
     for rank in ranks:
         assert rank["stop"].startswith(
             f"train.on_nan: the loss is not finite since step 5 (samples {first} and 12 more); with the weights of the "
-            "checkpoint of step 4 the first output for these samples that is not finite is that of 0. Look at"
+            "checkpoint of step 4 the first output for these samples that is not finite is that of layer 0 "
+            "(Flatten). Look at"
         )
     assert saved(folder / "stop") == {4: True}
     assert list(logged(folder / "stop", "train/lr")) == [2, 4, 6]
@@ -88,6 +95,14 @@ def test_of_a_training_that_diverged_no_layer_is_blamed(told: Any) -> None:
         assert "the loss is not finite since step 6 (samples" in rank["diverged"]
         assert "with the weights of the checkpoint of step 4 all layers give finite values" in rank["diverged"]
     assert saved(told[0] / "diverged") == {4: True}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_strategy_ends_such_an_attempt_on_all_ranks_and_keeps_the_good_checkpoint(told: Any, name: str) -> None:
+    for rank in told[1]:
+        assert rank[name].startswith("train.on_nan: the loss is not finite since step 5 (samples")
+        assert ("that is not finite is that of layer 0 (Flatten)." in rank[name]) == (name == "fsdp")
+    assert saved(told[0] / name) == {4: True}
 
 
 def test_a_run_is_not_completed_with_weights_that_are_not_finite(told: Any) -> None:

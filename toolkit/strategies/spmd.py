@@ -136,8 +136,11 @@ class Spmd(AllNeeded):
         None where all are; a module is named before those that hold it. With ``train.compile`` only the model is.
         """
         assert batch is not None, "build() made sure that every share holds a sample"
-        modules = {"the model": self._model} if self._compile else dict(self._model.named_modules())
-        names, found = [*(name or "the model" for name in modules), "the criterion"], list[int]()
+        modules = {"": self._model} if self._compile else dict(self._model.named_modules())
+        layers = (
+            f"layer {name} ({type(module).__name__})" if name else "the model" for name, module in modules.items()
+        )
+        names, found = [*layers, "the criterion"], list[int]()
 
         def look(number: int, output: object) -> None:
             if isinstance(output, Tensor) and not found and not local(output).isfinite().all():
