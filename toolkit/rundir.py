@@ -62,7 +62,7 @@ _STATUS_KEYS = Record(
     {
         **dict.fromkeys(("state", "run", "host", "why"), Maybe(TEXT)),
         **dict.fromkeys(("job_id", "stop"), Maybe(OrNull(TEXT))),
-        **dict.fromkeys(("pid", "attempt", "world_size"), Maybe(COUNT)),
+        **dict.fromkeys(("pid", "attempt", "world_size", "restart_count"), Maybe(COUNT)),
         **dict.fromkeys(("started", "updated", "ended"), Maybe(MOMENT)),
         "submitted": Maybe(OrNull(MOMENT)),
         "nodes": Maybe(ListOf(WORD)),

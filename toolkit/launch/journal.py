@@ -78,8 +78,8 @@ class Journal:
         self._run.add_attempt(
             {
                 "attempt": attempt.number,
-                "job_id": self._allocation.job_id,
-                "restart_count": self._allocation.restart_count,
+                "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
+                "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
                 "nodes": list(attempt.plan.hosts),
                 "world_size": attempt.plan.world_size,
                 "started": _iso(attempt.started),
@@ -116,6 +116,7 @@ class Journal:
             "state": state,
             "run": f"{self._run.name}/{self._run.id}",
             "job_id": self._allocation.job_id,
+            "restart_count": self._allocation.restart_count,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "attempt": attempt.number,

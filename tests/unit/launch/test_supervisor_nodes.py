@@ -518,6 +518,24 @@ def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight:
     assert preflight.asked == []
 
 
+def test_a_follow_up_job_says_that_its_predecessor_was_preempted_and_which_job_that_was(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    for job in (slurm.sbatch(["job.sh"]), slurm.sbatch(["job.sh"])):
+        slurm.start(job, "node1")
+    slurm.preempt("1")
+    slurm.advance(1)
+    place = {"nodes": ["node1"], "tasks": [1]}
+    times = {"started": 1.0, "updated": 2.0}
+    run.write_status({"attempt": 1, "job_id": "1", "restart_count": 3, **times, "progress": {}, **place})
+    allocation = Allocation(("node1",), (1,), 1, job_id="2")
+    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run() == 0
+    first, second = run.attempts()
+    assert (first["cause"], first["job_id"], first["restart_count"]) == ("preempted", "1", 3)
+    assert (second["job_id"], second["restart_count"]) == ("2", 0)
+
+
 # -------------------------------------------------------------------------------------------------------- a full disk
 
 
