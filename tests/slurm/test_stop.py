@@ -121,7 +121,7 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_though_nobody_could
     The supervisor and its guard are stopped again and again: what Slurm sends first, a SIGCONT, lets them go on.
     """
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300", "cluster.partition=cancel")
-    reached(run, 50)
+    wait_for(lambda: run.step() >= 50, END_S, "step 50")
     first = site.job_of(run)
     busy = [pid for pid, command in site.box.processes("node1") if "submitit.core._submit" in command]
     preempted = threading.Event()
@@ -198,12 +198,11 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     assert owner.follow_up is not None
     site.run("scancel", owner.follow_up)
     site.preempt(seconds=1)
-    attempts_of(run, 3)
-    site.box.wait_job(site.job_of(run), 60)
-    told = site.run("toolkit", "why", run.id)
-    assert f"`toolkit resume {run.id}` goes on" in told
-    site.run("toolkit", "resume", run.id, "--wait")
-    assert completed(site, run)["step"] == 400
+    result = wait_for(run.result, END_S, "a result")
+    assert result["state"] == "stopped"
+    assert "preempted" in result["why"]
+    assert "`toolkit resume` goes on with it" in result["why"]
+    assert f"`toolkit resume {run.id}` goes on" in site.run("toolkit", "why", run.id)
     nothing_lost(run)
 
 

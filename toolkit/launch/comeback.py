@@ -71,6 +71,8 @@ class Comeback:
         if self._heir is not None and not self._heir.still_waits():
             log.warning("the follow-up job %s was cancelled", self._heir.job_id)
             self._heir = None
+        if self._heir is None and self._row is not None and not self._row.can_requeue:
+            return seen or ending.Slurm.UNKNOWN  # a requeue would be refused for as long as there is time
         has_time = seen is ending.Slurm.RUNNING  # else the job is ended within seconds
         excluded = self._to_exclude() if has_time else None
         if self._heir is None:

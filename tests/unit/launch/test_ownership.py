@@ -23,7 +23,7 @@ from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm, Sent
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError
-from toolkit.launch import intent, ownership, patience, submit
+from toolkit.launch import ending, intent, ownership, patience, submit
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import Comeback
 from toolkit.launch.intent import Intent
@@ -160,14 +160,25 @@ def test_where_a_preemption_cancels_a_follow_up_job_is_there_from_the_start(run:
     first = Comeback(run, allocation(job), slurm, nodes)
     first.prepare(row, Settings(), claim)
     assert claim.follow_up == "3"
-    assert first.requeue()
+    assert first.requeue() is ending.Slurm.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
     Comeback(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
     assert again.follow_up == "3"
     assert len(slurm.submitted) == 3
     slurm.cancel("3")
-    assert first.requeue()  # by itself: nobody follows any more
+    assert first.requeue() is ending.Slurm.REQUEUED  # by itself: nobody follows any more
     assert slurm.show_job(job).state == "PENDING"  # type: ignore[union-attr]
+
+
+def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_ask_in_vain(
+    run: RunDir, slurm: FakeSlurm
+) -> None:
+    slurm.start("1")
+    comeback = Comeback(run, allocation("1"), slurm, Nodes(run, allocation("1"), spare=0, allow_fewer=False))
+    comeback.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
+    slurm.cancel("2")
+    slurm.preempt("1", grace_s=30)
+    assert comeback.requeue() is ending.Slurm.PREEMPTED  # and not after a minute of refusals
 
 
 # --------------------------------------------------------------------------------------------------- whose the run is
