@@ -9,7 +9,7 @@ import pytest
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.errors import SlurmError, SlurmRefusedError
-from toolkit.launch import intent, patience
+from toolkit.launch import comeback, intent, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import Comeback
 from toolkit.launch.ending import Slurm
@@ -47,6 +47,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(comeback, "ENDING_S", 0.1)
 
 
 def requeue(run: RunDir, slurm: FakeSlurm) -> Slurm:
