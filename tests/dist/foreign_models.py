@@ -5,6 +5,7 @@ All take tokens (n, PLACES) and give logits (n, CLASSES).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +136,17 @@ def regularised(outputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
     return functional.cross_entropy(outputs, targets, reduction="sum") + 5.0, None
 
 
+class Temperature(nn.Module):
+    """Learns how sharp the logits are to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor([0.3]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        return summed(outputs * self.power.exp(), targets)
+
+
 def weighed_wrongly(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(outputs, targets, reduction="sum"), torch.tensor(1.0)
 
@@ -207,6 +219,11 @@ MODELS: dict[str, Foreign] = {
         refused=dict.fromkeys(["pipeline", "parameter_server"], "2._extra_state is kept beside"),
     ),
     "frozen parts": Foreign(frozen),
+    "a criterion that learns": Foreign(
+        lambda: chain(nn.Linear(WIDTH, WIDTH)),
+        Temperature(),
+        refused=dict.fromkeys(["pipeline", "parameter_server"], "the criterion has parameters, too (power)"),
+    ),
     "a criterion that means": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), mean, refused={"": "is no sum over"}),
     "a criterion with a constant": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), regularised, refused={"": "no sum"}),
     "a weight of one": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), weighed_wrongly, refused={"": "its weight"}),
@@ -251,17 +268,22 @@ def made(foreign: Foreign) -> nn.Module:
 
 def on_one_process(foreign: Foreign) -> tuple[list[float], dict[str, Any]]:
     """Losses and state, by a loop as anyone would write it."""
-    model = made(foreign)
+    model, criterion = made(foreign), copy.deepcopy(foreign.criterion)
     stepper = OPTIMIZERS[foreign.optimizer](model)
+    if isinstance(criterion, nn.Module):
+        stepper.add_param_group({"params": list(criterion.parameters())})
     ratios = [group["lr"] / stepper.defaults["lr"] for group in stepper.param_groups]
     losses = []
     for step in range(STEPS):
         inputs, targets = sequences(step)
-        loss = foreign.criterion(model(inputs), targets)[0] / BATCH
+        loss = criterion(model(inputs), targets)[0] / BATCH
         for group, ratio in zip(stepper.param_groups, ratios, strict=True):
             group["lr"] = rates(step) * ratio
         stepper.zero_grad()
         loss.backward()
         stepper.step()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    state = {f"model/{name}": value for name, value in model.state_dict().items()}
+    if isinstance(criterion, nn.Module):
+        state |= {f"criterion/{name}": value for name, value in criterion.state_dict().items()}
+    return losses, state

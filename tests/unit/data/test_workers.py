@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.unit.data.samples import Damaged, Noisy
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
+from toolkit.data.workers import collate
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import JobFailedError
 
@@ -243,3 +244,22 @@ def test_an_evaluation_left_early_ends_its_workers() -> None:
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert worker_pids() == set()
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([{"input_ids": torch.zeros(2), "labels": 1}] * 2, "data: a sample is a dict of 2; today a sample is a pair"),
+        ([(torch.zeros(2), torch.zeros(2), 1)] * 2, "data: a sample is a tuple of 3; "),
+        ([torch.zeros(2)] * 2, "data: a sample is a Tensor; "),
+        ([(torch.zeros(3), 1), (torch.zeros(5), 1)], r"two samples have the shapes \(3,\) and \(5,\); today a sample"),
+        ([({"x": torch.zeros(2)}, 1)] * 2, "data: the input of a sample is a dict; "),
+        ([(torch.zeros(2), "cat")] * 2, "data: the target of a sample is a str; "),
+        ([(torch.zeros(2), None)] * 2, "data: samples cannot be stacked: .*NoneType"),
+    ],
+)
+def test_samples_that_are_no_pairs_of_tensors_of_one_shape_are_refused_with_what_is_supported(
+    samples: list[Any], words: str
+) -> None:
+    with pytest.raises(JobFailedError, match=words):
+        collate(samples)
