@@ -10,12 +10,18 @@ from collections.abc import Mapping
 
 from toolkit.cluster import network, placement
 from toolkit.cluster.placement import Placement
+from toolkit.errors import PlacementError
 
 
 def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int) -> dict[str, str]:
     """What torch, NCCL, gloo and OpenMP read, as decided on this node. What the user has set is left alone."""
     values = placement.rank_environment(place)
     if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
+        if "SLURM_LAUNCH_NODE_IPADDR" not in environ:
+            raise PlacementError(
+                "TOOLKIT_SUPERVISED=1 is set, and neither MASTER_ADDR nor SLURM_LAUNCH_NODE_IPADDR says where the "
+                "supervisor is; if none started this process, unset TOOLKIT_SUPERVISED"
+            )
         values["MASTER_ADDR"] = environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the store host
     key = placement.launch_key(environ)
     if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:

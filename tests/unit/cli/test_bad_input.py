@@ -123,6 +123,16 @@ def test_a_home_folder_of_nobody_is_no_traceback(key: str) -> None:
         configs.validate(configs.load_config(None, [f"{key}=~no.such.user/x"], site=False))
 
 
+def test_a_rank_that_nothing_tells_where_its_supervisor_is_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_SUPERVISED", "1")
+    for name in ("MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["env"]) == EXIT_REQUEST
+    assert "unset TOOLKIT_SUPERVISED" in capsys.readouterr().err
+
+
 MANIFEST: dict[str, Any] = {
     "step": 1,
     "world_size": 1,

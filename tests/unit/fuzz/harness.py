@@ -27,6 +27,8 @@ from toolkit.logs import LOGGER
 CLEAR, NAMED, ACCEPTED = "clear errors", "named", "accepted"
 #: So many inputs in a unit run; and in the long one.
 SAMPLE, MANY = 12, 500
+#: Read before a test secludes itself.
+SEED = os.environ.get("TOOLKIT_FUZZ_SEED")
 COUNTS = [pytest.param(SAMPLE, id="sample"), pytest.param(MANY, id="many", marks=pytest.mark.soak)]
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +45,7 @@ def fuzz(what: str, cases: SearchStrategy[Case], check: Callable[[Case], str], c
 
     What it raises is collected by the place where it was raised. The test fails at the end, with an input for each.
     """
-    number = int(os.environ.get("TOOLKIT_FUZZ_SEED") or secrets.randbits(32))
+    number = secrets.randbits(32) if SEED is None else int(SEED)
     tally: Counter[str] = Counter()
     faults: dict[str, str] = {}
 
