@@ -75,6 +75,7 @@ class Loader:
         self.balances = balances
         #: Steps that may have been handed to workers beyond the last one given; equal on all ranks.
         self.ahead = 0 if isinstance(dataset, BatchedSamples) else PREFETCH * workers
+        self.is_split = split != "global"  #: each share reads a part of the data of its own
         self._parts = None if split == "global" else share.count
         self._has_data = share.count > 0
         self._device = torch.device(device)

@@ -68,6 +68,7 @@ class StreamLoader:
     """
 
     max_bad_samples = None
+    is_split = True  # whose streams they are only the job knows
     balances = False  # how far each stream has got would depend on the clock
     ahead = 0
 

@@ -102,6 +102,10 @@ class Custom(AllNeeded):
 
     # ----------------------------------------------------------------------------------------------- for the loop
 
+    def split_data(self) -> None:
+        for update in self._updates.values():
+            update.average_statistics()
+
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "every rank has a share"
         self._is_timed = self._buffers_equal = False

@@ -18,7 +18,7 @@ may be shorter.
 
 Inside a round there are as many models as ranks. What is evaluated there, exported, and stored as ``model/<name>`` is
 their mean; a rank's own weights stand beside it as ``replica/rank3/<name>`` and its optimizer's as
-``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are equalised as under ddp.
+``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are share 0's, as under ddp.
 """
 
 from __future__ import annotations
@@ -170,6 +170,9 @@ class LocalSgd(Spmd):
         self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
         outer = self._config.outer_lr, self._config.outer_momentum
         self._meeting = DiLoCo(self._weights, *outer) if self._config.outer == "diloco" else Averaging()
+
+    def split_data(self) -> None:
+        """Statistics stay share 0's: within a round no rank hears of the others."""
 
     @torch.no_grad()
     def _begin_step(self) -> None:

@@ -92,6 +92,12 @@ class Strategy(Protocol):
     ) -> None:
         """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
 
+    def split_data(self) -> None:
+        """Ranks read different parts of the data: BatchNorm's statistics are to fit all of them. Before the first step.
+
+        In each step, so that when a run is saved, looked at or stopped changes nothing.
+        """
+
     def begin(self, step: int, again: Again) -> None:
         """The training goes on with ``step``. With ``again`` a rank can do what another one has died over."""
 
@@ -143,6 +149,9 @@ class AllNeeded:
     expendable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
     _device: torch.device
+
+    def split_data(self) -> None:
+        """Nothing depends on it."""
 
     def begin(self, step: int, again: Again) -> None:
         """Nothing depends on either."""

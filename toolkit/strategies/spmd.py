@@ -86,6 +86,9 @@ class Spmd(AllNeeded):
         with compile_errors(self._compile):
             self._prime(batch)
 
+    def split_data(self) -> None:
+        self._update.average_statistics()
+
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False

@@ -57,6 +57,7 @@ class Batches(Protocol):
     data_wait_s: float
     max_bad_samples: int | None
     balances: bool
+    is_split: bool
     ahead: int
 
     def at(self, step: int) -> Batch | None: ...
@@ -110,6 +111,8 @@ class Trainer:
         checkpoints: Checkpoints,
     ) -> None:
         """``schedule(total_steps)`` gives the learning rate as a function of the step."""
+        if loader.is_split:
+            strategy.split_data()
         witness = summoned(session, conditions)
         if witness is not None:
             loader, strategy = witness.watch(loader, strategy)

@@ -136,6 +136,9 @@ class Side:
         placed = [(p, self._cuts[name].rows(server) if name in self._cuts else None) for name, p in trained]
         return [(p, rows) for p, rows in placed if rows is None or rows[0] < rows[1]]
 
+    def split_data(self) -> None:
+        """Statistics stay those of the first worker that lives: workers do not hear of each other."""
+
     def begin(self, step: int, again: Again) -> None:
         """The step is the ticket's number, by which another worker can ask for its samples."""
         self._n, self._again = step, again

@@ -118,6 +118,10 @@ class Pipeline(AllNeeded):
         with compile_errors(self._train.compile), _plainly():
             self._prime(batch)
 
+    def split_data(self) -> None:
+        if self._replicas > 1:
+            self._update.average_statistics(self._replica_group)
+
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False

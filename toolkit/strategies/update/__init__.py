@@ -53,6 +53,8 @@ class Update:
         names = _names(model, criterion)
         _complete(optimizer, criterion, names)
         self._model = model
+        self._statistics: list[Tensor] = []  #: that are averaged over the ranks of a group
+        self._group: dist.ProcessGroup | None = None
         self._optimizer = optimizer
         _split_groups(optimizer)
         self._ratios = _ratios(optimizer)
@@ -95,6 +97,7 @@ class Update:
         if made is None:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        self._share_statistics()
         if self._pruning is not None:
             self._pruning.follow()
         if self._average is not None:
@@ -103,29 +106,34 @@ class Update:
                 self._pruning.mask(self._average.of)
         return skipped
 
+    @torch.no_grad()
+    def _share_statistics(self) -> None:
+        wide = [value.double() for value in self._statistics]  # in which the mean of equal values is that value
+        if not wide:
+            return
+        sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
+        for value, mean in zip(self._statistics, wide, strict=True):
+            value.copy_(mean)
+        if self._buffers is not None:
+            self._buffers.keep()
+
     def drop(self) -> None:
         """Forget the gradients."""
         self._optimizer.zero_grad()
 
-    @torch.no_grad()
     def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-        """Make the model's buffers and their averages equal on the ranks of ``group``, which differ after a step.
+        """Make the model's buffers and their averages those of rank ``source``, on the ranks of ``group``.
 
-        BatchNorm's statistics become their mean over the ranks: where parts of the data differ (`data.split`) one
-        rank's would misjudge the others' samples. All other buffers become those of rank ``source``.
+        They differ after a step. That rank's stay as they are, so it does not matter when or how often it is called.
         """
         averages = {} if self._average is None else self._average.of
-        means = dict.fromkeys(statistics(self._model))
-        others = [buffer for buffer in self._model.buffers() if buffer not in means]
-        others += [] if self._criterion is None else self._criterion.buffers()
-        broadcast_tensors([*others, *(averages[buffer] for buffer in others if buffer in averages)], source, group)
-        differing = [*means, *(averages[buffer] for buffer in means if buffer in averages)]
-        wide = [value.double() for value in differing]  # in which the mean of equal values is that value
-        sum_tensors(wide, group, 1 / dist.get_world_size(group))
-        for value, mean in zip(differing, wide, strict=True):
-            value.copy_(mean)
-        if self._buffers is not None:
-            self._buffers.keep()
+        buffers = [*self._model.buffers(), *(() if self._criterion is None else self._criterion.buffers())]
+        broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
+
+    def average_statistics(self, group: dist.ProcessGroup | None = None) -> None:
+        """From now on make BatchNorm's statistics their mean over the ranks of ``group``, in each step."""
+        self._statistics = statistics(self._model)
+        self._group = group
 
     def state(self) -> dict[str, Entry]:
         """Everything here that a resume needs, under the names of the unparallelised model, live; see protocol.py."""
