@@ -239,11 +239,19 @@ def check_cover(name: str, record: TensorRecord) -> None:
 
 
 def _meet(parts: tuple[Part, ...]) -> bool:
-    """Whether two of the rectangles share an element; quick where they are cut along the first dimension."""
-    solid = sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.offsets)
-    for i, p in enumerate(solid):
-        for q in solid[i + 1 :]:
-            if q.offsets[0] >= p.offsets[0] + p.shape[0]:
+    """True if two of the rectangles share an element.
+
+    Along the dimension with the most cuts only neighbours can meet, so the time grows with the parts, not their square.
+    """
+    solid = [part for part in parts if math.prod(part.shape)]
+    if not solid or not solid[0].shape:
+        return len(solid) > 1
+    axis = max(range(len(solid[0].shape)), key=lambda dim: len({part.offsets[dim] for part in solid}))
+    solid.sort(key=lambda part: part.offsets[axis])
+    for index, p in enumerate(solid):
+        for other in range(index + 1, len(solid)):
+            q = solid[other]
+            if q.offsets[axis] >= p.offsets[axis] + p.shape[axis]:
                 break
             if all(a < b + n and b < a + m for a, m, b, n in zip(p.offsets, p.shape, q.offsets, q.shape, strict=True)):
                 return True

@@ -95,7 +95,7 @@ class _Reader:
     def read(self, name: str) -> Loaded:
         """Verify and fill this rank's part of the checkpoint `name`."""
         path = self.store.named(name)
-        manifest = self.store.manifest(path)
+        manifest = self.store.manifest(path, sizes=self.rank == 0)
         state = self.places(manifest) if callable(self.places) else self.places
         problems = _differences(manifest, state, self.rank, self.world_size)
         if problems:

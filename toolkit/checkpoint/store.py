@@ -10,6 +10,7 @@ older checkpoints removed. Whatever dies in between, the newest committed checkp
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -106,6 +107,7 @@ class CheckpointStore:
         self._is_ours = is_ours
         self.moved = moved
         self._begun: set[Path] = set()
+        self._figures: dict[Path, Manifest] = {}  #: of checkpoints that were found valid, without their tensors
         self._conversations = 0
 
     def path(self, step: int) -> Path:
@@ -196,12 +198,16 @@ class CheckpointStore:
         manifests.check_digests(path, manifest)
         return manifest
 
-    def manifest(self, path: Path) -> Manifest:
-        """The manifest at `path`, with the files' sizes checked; CorruptCheckpointError as in `verify`."""
+    def manifest(self, path: Path, *, sizes: bool = True) -> Manifest:
+        """Return the manifest at `path`; CorruptCheckpointError as in `verify`.
+
+        ``sizes``: look at every file, too. One rank does that for all: a thousand would look at a thousand files each.
+        """
         manifest = manifests.read(path)
         if manifest.step != step_of(path):
             raise CorruptCheckpointError(f"{path} holds step {manifest.step}: somebody renamed the folder")
-        manifests.check_sizes(path, manifest)
+        if sizes:
+            manifests.check_sizes(path, manifest)
         return manifest
 
     def refuse_of_others(self, path: Path) -> None:
@@ -217,9 +223,19 @@ class CheckpointStore:
         """Remove all valid checkpoints but those to `keep`; call it when the newest is committed, never before.
 
         Valid means here: a manifest with a right crc32, all files with the right sizes. One that is not is neither
-        counted nor removed. The rename first: half removed under its name it would look like a damaged checkpoint.
+        counted nor removed. Of those that have been valid before only the newest are looked at again, on which a
+        resume depends: a run may keep thousands (``checkpoint.keep_every``). The rename first: half removed under its
+        name it would look like a damaged checkpoint.
         """
-        valid = {path: manifest for path in self.list() if (manifest := self.valid(path)) is not None}
+        valid: dict[Path, Manifest] = {}
+        for path in self.list():
+            if path not in self._figures or len(valid) < self.keep.newest:
+                manifest = self.valid(path)
+                if manifest is None:
+                    continue
+                self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={})
+            valid[path] = self._figures[path]
+        self._figures = dict(valid)
         stay = self.keep.steps([*valid.values()])
         old = [path for path, manifest in valid.items() if manifest.step not in stay]
         for path in old:

@@ -260,35 +260,38 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
     """One manifest of what all ranks wrote; CheckpointError where their parts do not make up whole tensors."""
     files: dict[str, int] = {}
     values: dict[str, ValueRecord] = {}
-    merged: dict[str, TensorRecord] = {}
+    firsts: dict[str, TensorRecord] = {}
+    pieces: dict[str, list[Part]] = {}
     for part in parts:
         files |= part.files
         for name, value in part.values.items():
-            _check_new(name, values.keys() | merged.keys())
+            _check_new(name, values, firsts)
             values[name] = value
         for name, record in part.tensors.items():
-            merged[name] = _join(name, merged.get(name), record)
+            _check_same_tensor(name, firsts.setdefault(name, record), record)
+            pieces.setdefault(name, []).extend(record.parts)
+    merged = {name: dataclasses.replace(record, parts=tuple(pieces[name])) for name, record in firsts.items()}
     for name, record in merged.items():
         _check_whole(name, record)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return Manifest(step, world_size, versions, meta, files, merged, values)
 
 
-def _check_new(name: str, known: Iterable[str]) -> None:
-    if name in known:
+def _check_new(name: str, *known: Mapping[str, object]) -> None:
+    if any(name in names for names in known):
         raise CheckpointError(f"two ranks declare {name} as their own; the name of a PerRank value must hold the rank")
 
 
-def _join(name: str, known: TensorRecord | None, record: TensorRecord) -> TensorRecord:
-    """The record with the parts of both; only shards of one tensor may share a name."""
-    if known is None:
-        return record
-    _check_new(name, () if known.kind == record.kind == "sharded" else (name,))
-    if (known.dtype, known.shape) != (record.dtype, record.shape):
+def _check_same_tensor(name: str, first: TensorRecord, record: TensorRecord) -> None:
+    """CheckpointError unless both are shards of one tensor: only these may share a name."""
+    if record is first:
+        return
+    if not first.kind == record.kind == "sharded":
+        _check_new(name, {name: record})
+    if (first.dtype, first.shape) != (record.dtype, record.shape):
         raise CheckpointError(
-            f"{name} is {known.dtype} {known.shape} on one rank and {record.dtype} {record.shape} on another"
+            f"{name} is {first.dtype} {first.shape} on one rank and {record.dtype} {record.shape} on another"
         )
-    return dataclasses.replace(known, parts=known.parts + record.parts)
 
 
 def _check_whole(name: str, record: TensorRecord) -> None:

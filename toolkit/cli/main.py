@@ -504,6 +504,10 @@ def _data_fetch(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+#: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that, and 1,600 do not fit an argument.
+TENSORBOARD_RUNS = 100
+
+
 def _tensorboard(args: argparse.Namespace) -> int:
     """Replaces this process, so that Ctrl-C reaches TensorBoard itself."""
     from toolkit import rundir
@@ -511,6 +515,9 @@ def _tensorboard(args: argparse.Namespace) -> int:
     runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
     if not runs:
         raise RequestError(f"there are no runs under {rundir.runs_root()}")
+    if not args.run and len(runs) > TENSORBOARD_RUNS:
+        print(f"the newest {TENSORBOARD_RUNS} of {len(runs)} runs; name others to see them", file=sys.stderr)
+        runs = runs[-TENSORBOARD_RUNS:]
     os.chdir(runs[0].path.parent.parent)  # short, relative paths: a comma in an absolute one would end it
     folders = ",".join(f"{run.name}/{run.id}:{os.path.relpath(run.tensorboard)}" for run in runs)
     argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir_spec", folders, "--port", str(args.port)]

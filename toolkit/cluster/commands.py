@@ -269,14 +269,19 @@ class Slurm:
     # ------------------------------------------------------------------------------------------------- asking
 
     def _queued(self, job_ids: list[str]) -> list[JobStatus]:
-        """One squeue for all. It fails as a whole when its single id is unknown, and in old versions for any."""
+        """One squeue for all. For several ids it would load the jobs of the whole cluster: it is asked for ours then.
+
+        For a single id that the controller does not know it fails.
+        """
         ask = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r"]
+        if len(job_ids) > 1:
+            return _parse_statuses(self._run([*ask, f"--user={os.getuid()}"]))
         try:
-            return _parse_statuses(self._run([*ask, "--jobs=" + ",".join(map(_base_id, job_ids))]))
+            return _parse_statuses(self._run([*ask, f"--jobs={_base_id(job_ids[0])}"]))
         except _ProgramFailed as error:
             if not error.says("Invalid job id"):
                 raise
-        return [] if len(job_ids) == 1 else _parse_statuses(self._run([*ask, f"--user={os.getuid()}"]))
+            return []
 
     def _accounted(self, job_ids: list[str]) -> list[JobStatus]:
         """One sacct for those that the controller has forgotten; none where accounting is off or down."""
@@ -677,10 +682,13 @@ def _base_id(job_id: str) -> str:
 
 
 def _match(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobStatus | None]:
-    return {job_id: _of_job(job_id, rows) for job_id in job_ids}
+    """Each id with its row; a whole array or a het job with one of its unfinished members, while there is one."""
+    by_id: dict[str, list[JobStatus]] = {}
+    for row in rows:
+        for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
+            by_id.setdefault(name, []).append(row)
+    return {job_id: _present(by_id.get(job_id, [])) for job_id in job_ids}
 
 
-def _of_job(job_id: str, rows: Sequence[JobStatus]) -> JobStatus | None:
-    """The row of ``job_id``; for a whole array or a het job one of its unfinished members, while there is one."""
-    mine = [row for row in rows if row.job_id == job_id or re.split(r"[_+]", row.job_id)[0] == job_id]
-    return next((row for row in mine if not row.is_over), mine[-1] if mine else None)
+def _present(rows: Sequence[JobStatus]) -> JobStatus | None:
+    return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

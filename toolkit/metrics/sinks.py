@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import socket
@@ -114,12 +115,12 @@ class JsonlSink(NullSink):
 
     def __init__(self, path: Path, resumed_step: int | None, clock: Callable[[], float] = time.time) -> None:
         fsio.make_dir(path.parent)
-        kept = _lines_up_to(path, resumed_step)
-        encoded = [_encode(line) for line in kept]
-        fsio.write_atomic(path, b"".join(encoded))
+        end = _end_of(path, resumed_step)
         self._file = fsio.PatientFile(path)
-        self._last: dict[str, Json] = kept[-1] if kept else {}
-        self._last_start = self._file.size - len(encoded[-1] if encoded else b"")
+        self._file.truncate(end)
+        last = _last_line(path)
+        self._last: dict[str, Json] = fsio.finite(json.loads(last)) if last else {}
+        self._last_start = self._file.size - len(last)
         self._clock = clock
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -156,15 +157,64 @@ def _finite(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _lines_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """Return the whole lines of `path` up to `step`. A damaged file is kept: it is about to be written anew."""
-    if step is None:
-        return []
+_LINE = Record({"step": COUNT})
+#: A smaller file is read whole at a resume, and damage anywhere in it is found.
+_READ_WHOLE_BYTES = 1 << 24
+
+
+def _end_of(path: Path, step: int | None) -> int:
+    """Return where the lines after ``step`` begin; a long run's million of lines are searched from the end.
+
+    What a kill has left of a last line is dropped there. A file in which a damaged line is met is kept under another
+    name, and its whole lines are written anew.
+    """
+    if step is None or not path.exists():
+        return 0
+    if path.stat().st_size < _READ_WHOLE_BYTES:
+        return _written_anew(path, step)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        end = lines.rfind(b"\n") + 1
+        if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
+            end = len(lines)
+        while end:
+            start = lines.rfind(b"\n", 0, end - 1) + 1
+            found = _step_in(lines[start:end])
+            if found is None:
+                break
+            if found <= step:
+                return end
+            end = start
+        else:
+            return 0
+    return _written_anew(path, step)
+
+
+def _written_anew(path: Path, step: int) -> int:
+    """Keep the whole lines up to ``step`` alone; return their size in bytes."""
     damage: list[str] = []
-    lines = records.read_lines(path, Record({"step": COUNT}), damage)
+    whole = [line for line in records.read_lines(path, _LINE, damage) if line["step"] <= step]
     if damage:
         records.set_aside(path, damage)
-    return [fsio.finite(line) for line in lines if line["step"] <= step]
+    fsio.write_atomic(path, b"".join(_encode(fsio.finite(line)) for line in whole))
+    return path.stat().st_size
+
+
+def _step_in(line: bytes) -> int | None:
+    """Return the step of a whole line; None for a damaged one, or one without its end."""
+    try:
+        found = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return found if type(found) is int and found >= 0 else None
+
+
+def _last_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return b""
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+            return lines[lines.rfind(b"\n", 0, size - 1) + 1 :]
 
 
 class TensorBoardSink:

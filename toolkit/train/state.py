@@ -403,9 +403,9 @@ class Checkpoints:
         )
 
     def _manifest(self, path: Path) -> Manifest | None:
-        """None for a damaged one, which the load will skip and report."""
+        """Return the manifest; None for a damaged one, which the load will skip and report."""
         try:
-            return self._store.manifest(path)
+            return self._store.manifest(path, sizes=False)
         except CheckpointError:
             return None
 

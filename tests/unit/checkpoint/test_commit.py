@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.ranks import Killed, alone, file_operations, load_alone, weights
+from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.errors import CheckpointError, ConfigError
@@ -139,6 +140,33 @@ def test_a_file_error_names_the_path_and_what_to_do(tmp_path: Path, number: int,
     assert os.strerror(number) in str(caught.value)
     assert newest_step(store.folder) == 100
     assert not list(store.folder.glob("*.tmp-*"))
+
+
+def test_a_save_beside_many_kept_checkpoints_reads_the_newest_manifests_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand that stay, reading all their manifests took 5.4 s of every save."""
+    store = CheckpointStore(tmp_path / "checkpoints", Keep(2, every=1))
+    read = list[Path]()
+    plain = manifests.read
+    monkeypatch.setattr(manifests, "read", lambda path: read.append(path) or plain(path))
+    for step in range(1, 21):
+        read.clear()
+        alone(store, step, weights(float(step)))
+        store.prune()
+    assert sorted({path.name for path in read}) == ["step-00000019", "step-00000020"]
+    assert len(store.list()) == 20
+
+
+def test_of_the_newest_checkpoints_one_that_was_damaged_since_does_not_count(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", Keep(2))
+    for step in (1, 2):
+        alone(store, step, weights(float(step)))
+        store.prune()
+    (store.path(2) / "rank-00000.bin").write_bytes(b"")
+    alone(store, 3, weights(3.0))
+    store.prune()
+    assert [path.name for path in store.list()] == ["step-00000003", "step-00000002", "step-00000001"]
 
 
 def test_a_checkpoint_that_cannot_be_pruned_does_not_fail_the_save(tmp_path: Path) -> None:

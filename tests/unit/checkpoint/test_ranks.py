@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks, weights
+from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore, file_errors
 from toolkit.checkpoint.writer import save
@@ -31,6 +32,17 @@ def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
     paths = on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
     assert paths == [tmp_path / "step-00000003"] * 2
     assert sorted(p.name for p in paths[0].iterdir()) == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+
+
+def test_at_a_resume_rank_0_alone_looks_at_the_files_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 ranks each looked at 1,000 files, twice."""
+    on_ranks(3, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=3, kv=kv))
+    looked = list[int]()
+    plain = manifests.check_sizes
+    monkeypatch.setattr(manifests, "check_sizes", lambda *of: looked.append(1) or plain(*of))
+    found = on_ranks(3, lambda r, kv: load(CheckpointStore(tmp_path), own(r), rank=r, world_size=3, kv=kv))
+    assert [getattr(loaded, "step", loaded) for loaded in found] == [3, 3, 3]
+    assert len(looked) == 1
 
 
 def test_a_rank_that_holds_only_replicas_writes_no_file(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""The manifest of sharded state: put together from what each rank has written, checked, encoded and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.scale import Curve
+from toolkit.checkpoint import manifest as manifests
+from toolkit.checkpoint import writer
+from toolkit.checkpoint.manifest import Part, TensorRecord
+
+TENSORS, COLUMNS = 20, 4
+
+
+def put_together(ranks: int) -> Mapping[str, object]:
+    """Tensors that are cut by half of the ranks along each dimension: most parts begin in the same row or column."""
+    written = [_written(rank, ranks // COLUMNS) for rank in range(ranks)]
+    manifest = writer._merge(1, ranks, {}, written)
+    raw = manifest.encode()
+    parts = sum(len(record.parts) for record in manifests.decode(raw, Path("manifest.json")).tensors.values())
+    return {"parts": parts, "MB": round(len(raw) / 1e6, 1)}
+
+
+def _written(rank: int, rows: int) -> writer._WrittenPart:
+    row, column = divmod(rank, COLUMNS)
+    name, records = manifests.file_name(rank), {}
+    for number in range(TENSORS):
+        # every other tensor lies the other way round
+        offsets, shape = ((row, column), (rows, COLUMNS)) if number % 2 else ((column, row), (COLUMNS, rows))
+        part = Part(name, 4 * number, 4, offsets, (1, 1), 0)
+        records[f"layer{number}.weight"] = TensorRecord("sharded", "float32", shape, (part,))
+    return writer._WrittenPart({name: 4 * TENSORS}, records, {})
+
+
+CURVES = [Curve("manifest of 20 tensors", "ranks", (64, 1024, 8192), put_together)]
