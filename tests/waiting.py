@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+#: Limits are for an idle machine; a busy one gets so many times as long, and what waits in vain takes that much longer.
+PATIENCE = 3
 
 
 def wait_for(condition: Callable[[], T], timeout_s: float, what: str) -> T:
     """The first true value of ``condition``; AssertionError that says ``what`` was awaited."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"{what}: not after {timeout_s:.0f} s"
+        assert time.monotonic() < deadline, f"{what}: not after {PATIENCE * timeout_s:.0f} s"
         time.sleep(0.05)
 
 

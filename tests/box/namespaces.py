@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.box.errors import BoxError
+from tests.waiting import PATIENCE
 from tests.box.roots import USER, USER_ID
 
 T = TypeVar("T")
@@ -209,10 +210,10 @@ def remove_cgroups(box_name: str) -> None:
 
 def wait_for(condition: Callable[[], T | None], timeout_s: float, what: str, pause_s: float = 0.02) -> T:
     """The first true value of `condition`; BoxError naming `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise BoxError(f"waited {timeout_s:g} s for {what}, in vain")
+            raise BoxError(f"waited {PATIENCE * timeout_s:g} s for {what}, in vain")
         time.sleep(pause_s)
     return value
 

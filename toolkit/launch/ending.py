@@ -383,8 +383,7 @@ def _best(history: Sequence[Past]) -> int:
 def _stuck(facts: Facts) -> int:
     """Attempts in a row, this one the last, that by their own doing got no further than an earlier one had.
 
-    An attempt that was taken away before its first step could not get anywhere and is left out. So is one that a node
-    ended.
+    One that was taken away (a preemption, a stop, a node) says nothing about the run and is left out.
     """
     if facts.is_foreign:
         return 0
@@ -397,8 +396,8 @@ def _stuck(facts: Facts) -> int:
             break
         if past.cause in OWN_FAULT:
             count += id(past) in own
-        elif past.cause != Cause.NODE_FAILURE:
-            count += past.step_end is not None or past.cause in (Cause.TIMEOUT, "now")
+        else:
+            count += past.cause in (Cause.TIMEOUT, "now")
     return count
 
 

@@ -184,6 +184,9 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     """
     look = partial(_how_it_stands, watched, slurm)
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    if row is not None and not row.can_requeue:
+        _hand_over(look, watched, slurm)
+        return
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)
@@ -194,6 +197,20 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
     elif excluded:
         patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
+
+
+def _hand_over(look: Callable[[], ending.Slurm], watched: Watched, slurm: SlurmCommands) -> None:
+    """End a job that Slurm will not requeue: it would run on with nobody in it, and its follow-up job wait for it.
+
+    The status tells the follow-up job that it is needed, for Slurm calls the end a cancellation.
+    """
+    if patience.ask(look, "Slurm does not say how the job stands") is ending.Slurm.CANCELLED:
+        log.info("job %s has been cancelled: leaving it so", watched.job_id)
+        return
+    why = f"the batch host {watched.batch_host} is gone"
+    told = {**watched.run.status(), "state": "requeued", "why": why, "updated": time.time()}
+    patience.persist(lambda: watched.run.write_status(told), watched.run.path)
+    patience.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
 
 
 def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:

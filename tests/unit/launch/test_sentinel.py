@@ -11,7 +11,7 @@ import pytest
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.cluster.reachable import answers
-from toolkit.launch import nodes, sentinel
+from toolkit.launch import ending, heir, nodes, sentinel
 from toolkit.launch.sentinel import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
 
@@ -170,6 +170,24 @@ def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
+
+
+def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: World) -> None:
+    """It ran on for ever with nobody in it: the requeue is refused, and its follow-up job waits for its end."""
+    world.slurm._set(world.slurm._one(world.job), can_requeue=False)
+    sentinel.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert row.state == "COMPLETING"
+    assert heir.takes_over(world.run, ending.how_slurm_sees_it(row, 0))
+
+
+def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
+    world.slurm._set(world.slurm._one(world.job), can_requeue=False)
+    world.slurm.cancel(world.job)
+    sentinel.requeue(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert not heir.takes_over(world.run, ending.how_slurm_sees_it(row, 0))
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
