@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.box.errors import BoxError
-from tests.waiting import PATIENCE
 from tests.box.roots import USER, USER_ID
+from tests.waiting import PATIENCE
 
 T = TypeVar("T")
 CGROUPS = Path("/sys/fs/cgroup")
