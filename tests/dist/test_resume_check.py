@@ -145,7 +145,8 @@ def mourn(trainer: Trainer) -> None:
 def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) -> None:
     """The line that a supervisor would have written at its end."""
     times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
-    end = {"step_end": newest_step(run.checkpoints), "cause": "crashed", "line": "", "nodes": ["here"]}
+    end = {"step_end": newest_step(run.checkpoints), "cause": "crashed", "decision": "restart"}
+    end |= {"line": "", "nodes": ["here"]}
     run.add_attempt({"attempt": attempt, "world_size": world_size, "step_start": step_start, **times, **end})
 
 

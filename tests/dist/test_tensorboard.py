@@ -75,7 +75,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         with pytest.raises(AssertionError, match="ended without an answer"):
             run_ranks(2, attempt, run.path, number, kill)
         times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
-        end = {"cause": "crashed", "line": f"rank {number}: killed by SIGKILL", "nodes": ["here"]}
+        end = {
+            "cause": "crashed",
+            "decision": "restart",
+            "line": f"rank {number}: killed by SIGKILL",
+            "nodes": ["here"],
+        }
         run.add_attempt({"attempt": number, "step_start": first, "step_end": kill, **times, **end})
     run_ranks(2, attempt, run.path, len(KILLS) + 1, None)
     return run

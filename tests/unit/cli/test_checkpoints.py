@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(run:
     ("argv", "words"),
     [
         (["export", "digits"], "--to PATH says where to"),
-        (["export", "digits", "10", "20", "--to", "x.pt"], "one STEP at most"),
+        (["export", "digits", "10", "20", "--to", "x.pt"], "'20' is one word too many"),
         (["export", "digits", "--to", "x.onnx"], "no format goes by .onnx; say which: --as"),
         (["export", "digits", "--to", "nowhere/x.pt"], "is in a folder that does not exist"),
         (["export", "digits", "--to", "README.md", "--as", "torch"], "is there already; choose another name"),
