@@ -53,6 +53,7 @@ def play(cluster: tuple[Cluster, Path], count: int, abreast: int) -> None:
     assert not failed, {watched.name: watched.violations for watched in failed}
 
 
+@pytest.mark.soak
 def test_three_random_schedules_hold_the_invariants(cluster: tuple[Cluster, Path]) -> None:
     play(cluster, 3, 3)
 
