@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -267,20 +268,25 @@ def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> Non
 
 
 def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_why(env: dict[str, str]) -> None:
-    with start(env, "optim.lr=1e30", "train.log_every=5", "checkpoint.every_steps=4") as process:
+    diverges = ["optim.lr=1e4", "optim.warmup_steps=0"]
+    with start(env, *diverges, "train.log_every=5", "checkpoint.every_steps=4") as process:
         run = the_run(env)
         out, _ = process.communicate(timeout=END_S)
     assert process.returncode == 1, out
     (attempt,) = run.attempts()
-    assert (attempt["cause"], attempt["decision"], attempt["step_end"]) == ("crashed", "give_up", 10)
+    assert (attempt["cause"], attempt["decision"]) == ("crashed", "give_up")
     result = run.result()
     assert result is not None
     assert result["state"] == "failed"
-    assert "train.on_nan: the loss is not finite since step" in result["why"]
+    told = re.search(r"train.on_nan: the loss is not finite since step (\d+)", result["why"])
+    assert told, result["why"]
+    bad = int(told[1])
+    assert bad <= attempt["step_end"] <= bad + 10, "what two lines of the log tell apart"
     assert "would fail again unchanged" in result["why"]
     for command in ("status", "why"):
-        told = subprocess.run(
+        page = subprocess.run(
             [*TOOLKIT, command, run.id], env=env, cwd=ROOT, capture_output=True, text=True, check=True
         )
-        assert result["why"] in told.stdout
-    assert newest_step(run.checkpoints) is None, "no checkpoint of such weights was made"
+        assert result["why"] in page.stdout
+    newest = newest_step(run.checkpoints)
+    assert newest is None or newest < bad, "no checkpoint of such weights was made"
