@@ -50,10 +50,10 @@ def expand(path: str | Path) -> Path:
         return Path(path)
 
 
-def open_private(path: Path, flags: int) -> int:
-    """``os.open`` for writing that gives a new file mode 0600 whatever the umask; returns the file descriptor."""
-    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
-    os.fchmod(fd, FILE_MODE)
+def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+    """``os.open`` for writing that gives a file ``mode``, 0600, whatever the umask; returns the file descriptor."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    os.fchmod(fd, mode)
     return fd
 
 

@@ -11,13 +11,15 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, records, trust
-from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
+from toolkit.cluster import hostlist
+from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError, nearest
 from toolkit.records import (
     COUNT,
     MOMENT,
@@ -57,6 +59,17 @@ PROGRESS = Record(
         "metrics": Maybe(_METRICS),
     }
 )
+
+
+@lru_cache(maxsize=16)
+def _hosts(text: str) -> tuple[str, ...] | None:
+    """The names in a host list; None where it is none. Most attempts of a run have the same nodes."""
+    try:
+        return tuple(hostlist.expand(text))
+    except RequestError:
+        return None
+
+
 #: The files of a run, see `toolkit.launch.journal`.
 _STATUS_KEYS = Record(
     {
@@ -81,7 +94,7 @@ _ATTEMPT = Record(
         "ended": TIME_TEXT,
         "cause": TEXT,
         "decision": TEXT,
-        "nodes": ListOf(WORD),
+        "nodes": Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None),
         **dict.fromkeys(("job_id", "suspect", "line"), Null(TEXT)),
         **dict.fromkeys(("world_size", "restart_count", "step_start", "step_end"), Null(COUNT)),
         **dict.fromkeys(("stop_asked", "submitted"), Null(TIME_TEXT)),
@@ -268,15 +281,17 @@ class RunDir:
         path.unlink(missing_ok=True)
 
     def attempts(self, damage: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the closed attempts whose lines can be read, oldest first."""
-        return records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage)
+        """Return the closed attempts whose lines can be read, oldest first; their ``nodes`` as a list of names."""
+        lines = records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage)
+        return [{**line, "nodes": list(_hosts(line["nodes"]) or ())} for line in lines]
 
-    def next_attempt(self) -> int:
-        """Return a number that no attempt has had, also none whose line is missing or damaged.
+    def next_attempt(self, closed: Sequence[Mapping[str, Any]]) -> int:
+        """Return a number that no attempt has had, neither one of ``closed``, which are :meth:`attempts`, nor one whose
+        line is missing or damaged.
 
         Attempts that shared a number would share their logs and error files.
         """
-        return max(self.attempts_with_logs() | {line["attempt"] for line in self.attempts()}, default=0) + 1
+        return max(self.attempts_with_logs() | {line["attempt"] for line in closed}, default=0) + 1
 
     def attempts_with_logs(self) -> set[int]:
         """Return the numbers of the attempts that have written logs."""
@@ -284,8 +299,8 @@ class RunDir:
         return {int(match[1]) for match in found if match}
 
     def add_attempt(self, line: dict[str, Any]) -> None:
-        """Append a closed attempt, durably."""
-        fsio.append_json_line(self.path / "attempts.jsonl", line)
+        """Append a closed attempt, durably; its ``nodes`` as a host list, for there may be thousands."""
+        fsio.append_json_line(self.path / "attempts.jsonl", {**line, "nodes": hostlist.compress(line["nodes"])})
 
     def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
         """Return ``owner.json``: who has the run now, see `toolkit.launch.ownership`; empty where nobody has."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -226,6 +227,8 @@ def play_all(cluster: Cluster, seeds: list[int], project: Path, traces: Path, ab
             say(f"  [{seed}] {line}")
         if it.violations:
             tell(it)
+        else:  # hundreds of them would fill the small disk
+            shutil.rmtree(it.run.path, ignore_errors=True)
         return it
 
     with ThreadPoolExecutor(abreast) as pool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Watched:
 
     # ------------------------------------------------------------------------------------------------- observation
 
-    @property
+    @cached_property
     def run(self) -> RunDir:
         return rundir.find(self.name, self.cluster.site.runs)
 

@@ -131,9 +131,27 @@ def test_a_damaged_line_of_attempts_is_named_and_its_number_is_not_given_again(t
     damage: list[str] = []
     assert [line["attempt"] for line in run.attempts(damage)] == [1]
     assert f"{run.path / 'attempts.jsonl'}, line 2, is damaged and left out: " in damage[0]
-    assert run.next_attempt() == 3
+    assert run.next_attempt(run.attempts()) == 3
     run.add_attempt(attempt(3))
     assert [line["attempt"] for line in run.attempts([])] == [1, 3]
+
+
+def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    nodes = [f"node{number}" for number in range(10_000)]
+    run.add_attempt({**attempt(1), "nodes": nodes})
+    assert (run.path / "attempts.jsonl").stat().st_size < 300
+    (line,) = run.attempts()
+    assert line["nodes"] == nodes
+
+
+@pytest.mark.parametrize("nodes", ["n[1", "n[5-1]", 7, ["n1"], "n[1-9999999]"])
+def test_what_is_no_host_list_is_named(tmp_path: Path, nodes: object) -> None:
+    run = rundir.create("name", tmp_path)
+    fsio.append_json_line(run.path / "attempts.jsonl", {**attempt(1), "nodes": nodes})
+    damage: list[str] = []
+    assert run.attempts(damage) == []
+    assert "is not a host list" in damage[0]
 
 
 def test_damage_is_said_once_in_the_log_of_a_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -110,19 +110,23 @@ class EvalSampler:
     def __init__(self, size: int, *, batch_size: int, share: Share) -> None:
         self.batch_size = batch_size
         self.start, self.stop = share.bounds(size)
-        self._ranges = [Share(index, share.count).bounds(size) for index in range(share.count)]
+        self._shortest, self._longer = divmod(size, max(share.count, 1))
+        self._count = share.count
         self.calls = eval_calls(size, share.count, batch_size)
 
     def at(self, step: int) -> Part:
         """The samples of call ``step``; ``global_count`` is what all shares together look at in this call."""
         if not 0 <= step < self.calls:
             raise IndexError(f"evaluation batch {step} of {self.calls}")
-        start, stop = self._cut(self.start, self.stop, step)
-        together = sum(last - first for first, last in (self._cut(*bounds, step) for bounds in self._ranges))
-        return Part(np.arange(start, stop, dtype=np.int64), start, together)
+        start = self.start + min(step * self.batch_size, self.stop - self.start)
+        own = self._part_of(self.stop - self.start, step)
+        longer, shorter = self._part_of(self._shortest + 1, step), self._part_of(self._shortest, step)
+        together = self._longer * longer + (self._count - self._longer) * shorter
+        return Part(np.arange(start, start + own, dtype=np.int64), start, together)
 
-    def _cut(self, start: int, stop: int, call: int) -> tuple[int, int]:
-        return min(start + call * self.batch_size, stop), min(start + (call + 1) * self.batch_size, stop)
+    def _part_of(self, size: int, call: int) -> int:
+        """How many of a range of ``size`` samples are looked at in call ``call``."""
+        return min(max(size - call * self.batch_size, 0), self.batch_size)
 
 
 def eval_calls(size: int, shares: int, batch_size: int) -> int:

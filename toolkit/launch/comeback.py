@@ -34,7 +34,7 @@ class Comeback:
         assert allocation.job_id is not None
         self._run = run
         self._job_id = allocation.job_id
-        self._restart_count = allocation.restart_count
+        self._look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
         self._slurm = slurm
         self._nodes = nodes
         self._row: JobRow | None = None
@@ -86,11 +86,6 @@ class Comeback:
             patience.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
         return ending.Slurm.REQUEUED
 
-    def _look(self) -> ending.Slurm:
-        if intent.asked(self._run):
-            return ending.Slurm.CANCELLED
-        return ending.how_slurm_sees_it(self._slurm.show_job(self._job_id), self._restart_count)
-
     def _to_exclude(self) -> str | None:
         row = self._row
         return None if row is None else to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
@@ -99,6 +94,13 @@ class Comeback:
         """The run has ended: nobody has to come back."""
         if self._heir is not None:
             self._heir.dismiss()
+
+
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.Slurm:
+    """Slurm's view of the job; CANCELLED as soon as somebody has asked for the end of the run."""
+    if intent.asked(run):
+        return ending.Slurm.CANCELLED
+    return ending.how_slurm_sees_it(slurm.show_job(job_id), restart_count)
 
 
 def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:

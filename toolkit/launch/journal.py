@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from toolkit import logs
@@ -35,13 +36,18 @@ class Journal:
         waits = status.get("state") in ("queued", "requeued")
         self._submitted: float = status.get("updated", self._began) if waits else self._began
 
+    @cached_property
+    def _lines(self) -> list[dict[str, Any]]:
+        """The closed attempts. Nobody else adds one, so they are read once."""
+        return self._run.attempts()
+
     def next_number(self) -> int:
         """Return the number of the attempt that begins now."""
-        return self._run.next_attempt()
+        return self._run.next_attempt(self._lines)
 
     def begin(self, row: JobRow | None) -> Start:
         """What led to the attempt that begins now; to be asked once for each. ``row`` is our job as Slurm sees it."""
-        now, earlier = time.time(), self._run.attempts()
+        now, earlier = time.time(), self._lines
         best = max((line["step_end"] or 0 for line in earlier), default=0)
         ended = moment(earlier[-1]["ended"]) if earlier else None
         if not self._is_first:
@@ -65,7 +71,7 @@ class Journal:
     def history(self) -> list[Past]:
         """The attempts since the run was last started by a person: whoever resumes it has mended something."""
         history: list[Past] = []
-        for line in self._run.attempts():
+        for line in self._lines:
             history.append(Past(line["cause"], line["decision"], line["step_end"], line.get("suspect")))
             if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
                 history.clear()
@@ -75,34 +81,35 @@ class Journal:
         first, slow = verdict.first_failure, attempt.progress.get("stragglers")
         account = self._account(attempt, attempt.ended)
         submitted = account.get("submitted")
-        self._run.add_attempt(
-            {
-                "attempt": attempt.number,
-                "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
-                "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
-                "nodes": list(attempt.plan.hosts),
-                "world_size": attempt.plan.world_size,
-                "started": _iso(attempt.started),
-                "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
-                "ended": _iso(attempt.ended),
-                "cause": verdict.cause,
-                "decision": verdict.decision,
-                "step_start": attempt.progress.get("step_start"),
-                "step_end": attempt.progress.get("step"),
-                "lost_nodes": sorted(attempt.lost_nodes),
-                "suspect": verdict.suspect,
-                **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
-                "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
-                "line": verdict.line,
-                **({"slow_nodes": slow} if slow else {}),
-                **account,
-                **({"submitted": _iso(submitted)} if submitted else {}),
-            }
-        )
+        line = {
+            "attempt": attempt.number,
+            "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
+            "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
+            "nodes": list(attempt.plan.hosts),
+            "world_size": attempt.plan.world_size,
+            "started": _iso(attempt.started),
+            "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
+            "ended": _iso(attempt.ended),
+            "cause": verdict.cause,
+            "decision": verdict.decision,
+            "step_start": attempt.progress.get("step_start"),
+            "step_end": attempt.progress.get("step"),
+            "lost_nodes": sorted(attempt.lost_nodes),
+            "suspect": verdict.suspect,
+            **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
+            "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
+            "line": verdict.line,
+            **({"slow_nodes": slow} if slow else {}),
+            **account,
+            **({"submitted": _iso(submitted)} if submitted else {}),
+        }
+        lines = self._lines  # read before the line is in the file
+        self._run.add_attempt(line)
+        lines.append(line)
 
     def write_result(self, attempt: Attempt, state: str, why: str) -> None:
-        lines = self._run.attempts()
-        now, started = time.time(), datetime.fromisoformat(lines[0]["started"]).timestamp()
+        now, lines = time.time(), self._lines
+        started = datetime.fromisoformat(lines[0]["started"]).timestamp()
         reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
         reached["metrics"] = attempt.progress.get("metrics") or {}
         result = {**reached, **(attempt.result or {})}

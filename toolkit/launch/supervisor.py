@@ -41,7 +41,7 @@ from toolkit.errors import (
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.comeback import Comeback, take_back
+from toolkit.launch.comeback import Comeback, how_it_stands, take_back
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.guard import guarded
@@ -810,14 +810,9 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
     allocation = Allocation.slurm(os.environ)
     if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
         return False
-    slurm, job_id = Slurm(), allocation.job_id
-
-    def look() -> ending.Slurm:
-        if intent.asked(run):
-            return ending.Slurm.CANCELLED
-        return ending.how_slurm_sees_it(slurm.show_job(job_id), allocation.restart_count)
-
-    return take_back(look, slurm, job_id) is ending.Slurm.REQUEUED
+    slurm = Slurm()
+    look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+    return take_back(look, slurm, allocation.job_id) is ending.Slurm.REQUEUED
 
 
 def _build(run: RunDir, where: str) -> Supervisor:

@@ -223,6 +223,8 @@ def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, capsys:
 def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = json.dumps(attempt(1, "crashed", "give_up", loss=float("nan")))  # NaN, as Python writes it
+    line = json.dumps(
+        attempt(1, "crashed", "give_up", nodes="node[1-2]", loss=float("nan"))
+    )  # NaN, as Python writes it
     (run.path / "attempts.jsonl").write_text(line + "\n")
     assert document(run, capsys)["attempts"][0]["loss"] is None

@@ -163,7 +163,7 @@ def test_a_wrong_config_leaves_no_run_behind() -> None:
 
 
 def test_sources_that_cannot_be_copied_leave_no_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(source: Path, target: Path) -> None:
+    def full(source: Path, target: Path, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("toolkit.launch.snapshot._copy", full)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.scale.snapshots import counted
 from toolkit.errors import RequestError
 from toolkit.launch import snapshot
 
@@ -55,6 +57,14 @@ def test_without_git_every_file_outside_known_folders_is_copied(project: Path, t
     snapshot.take(project, tmp_path / "run/code")
     copied = {str(p.relative_to(tmp_path / "run/code")) for p in (tmp_path / "run/code").rglob("*") if p.is_file()}
     assert copied == {"jobs/a.py", "run.sh", ".gitignore", "weights.bin", "SNAPSHOT.json"}
+
+
+def test_a_file_costs_few_calls_of_the_file_system(project: Path, tmp_path: Path) -> None:
+    """On a network's disk each is a journey: 20,000 files of 16 calls took 96 s."""
+    small, large = (counted(project, tmp_path / f"run{files}/code", files) for files in (100, 300))
+    assert large["files"] - small["files"] == 200
+    calls = {name: (large[name] - small[name]) / 200 for name in small if name != "files"}
+    assert sum(calls.values()) < 4.5, calls
 
 
 def test_an_existing_copy_is_kept(project: Path, tmp_path: Path) -> None:
@@ -230,14 +240,14 @@ def test_a_file_that_this_user_may_not_read_is_left_out_and_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Root may read all: the refusal is played."""
-    plain = shutil.copyfile
+    plain = io.open
 
-    def copyfile(source: Path, target: Path) -> object:
-        if source.name == "a.py":
-            raise PermissionError(13, "Permission denied", str(source))
-        return plain(source, target)
+    def refuse(path: Path, *more: Any, **options: Any) -> object:
+        if path == project / "jobs/a.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *more, **options)
 
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    monkeypatch.setattr(io, "open", refuse)
     snapshot.take(project, tmp_path / "run/code")
     assert "jobs/a.py (this user may not read it)" in caplog.text
     assert (tmp_path / "run/code/run.sh").exists()

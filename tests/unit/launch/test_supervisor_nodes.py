@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.launch.test_supervisor import Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
-from toolkit import fsio, rundir
+from toolkit import fsio, records, rundir
 from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
@@ -170,6 +170,24 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
     assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node2"]
     assert list(nodes.remembered(run)) == ["node1"]
     assert run.status()["bad_nodes"] == {"node1": "ended 2 attempts"}
+
+
+def test_the_lines_of_earlier_attempts_are_read_once(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand attempts on thousands of nodes are not read again for each that ends."""
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.report(step=10 * len(reads) + len(ranks.hosts), step_start=0)
+        ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+    reads: list[Path] = []
+    read_lines = records.read_lines
+    monkeypatch.setattr(records, "read_lines", lambda path, *more: reads.append(path) or read_lines(path, *more))
+    assert supervise(run, slurm, Ranks(crashes, crashes, completes)) == 0
+    files = [path.name for path in reads]
+    assert files.count("attempts.jsonl") <= 2, "once for what was left over, once for the journal"
+    assert len(run.attempts()) == 3
 
 
 def is_refused_by_node2(ranks: Ranks) -> None:
