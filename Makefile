@@ -33,7 +33,7 @@ help:  ## this list
 train: .venv/ready  ## train on handwritten digits with two DDP ranks, on Slurm where sbatch answers
 	@$(BIN)/toolkit submit configs/digits_ddp.yaml --follow
 
-test: .venv/ready-dev  ## every suite, with a real Slurm in a box where that can be had
+test: .venv/ready-dev  ## every suite, of the long ones a sample, with a real Slurm in a box where that can be had
 	$(PYTEST) $(ABREAST) -m "not soak"
 
 check: .venv/ready-dev  ## lint, format, types
@@ -64,7 +64,7 @@ STORIES ?= tests/slurm
 BOXES := 22.05-plain 22.05-strict 24.11-plain 24.11-strict
 soak: soak-local $(BOXES:%=soak-%)  ## the long suites, on every Slurm version and profile: hours. A part: soak-24.11-strict STORIES=tests/slurm/test_stop.py
 soak-local: .venv/ready-dev
-	$(PYTEST) $(ABREAST) -m "soak and not slurm"
+	$(PYTEST) $(ABREAST) -m "(soak or sample) and not slurm"
 soak-%: .venv/ready-dev
 	TOOLKIT_BOX_SLURM=$(word 1,$(subst -, ,$*)) TOOLKIT_BOX_PROFILE=$(word 2,$(subst -, ,$*)) $(PYTEST) $(ABREAST) -m slurm $(STORIES)
 

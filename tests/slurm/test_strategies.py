@@ -24,13 +24,8 @@ CASES = {
 }
 
 
-#: The others are for `make soak`: what they have in common with these, or with test_stop's ddp, is the longest part.
-SAMPLE = ("mpi", "parameter_server", "pipeline")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.soak]) for name in CASES]
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CASES)
 def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site, name: str) -> None:
     site.submit(*CASES[name])
     run = site.only_run()
