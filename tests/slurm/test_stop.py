@@ -1,6 +1,6 @@
 """How a job ends, and comes back: preemption, time limit, cancellation, and the controller's own troubles.
 
-Each story runs once here. ``make soak`` runs them on every Slurm version and profile, and repeats the random ones.
+``make test`` runs a sample. ``make soak`` runs all on every Slurm version and profile, and repeats the random ones.
 """
 
 from __future__ import annotations
