@@ -41,8 +41,8 @@ RANKS = {
     "cli": 7,
 }
 #: config.validate asks the torch-free catalogue whether the data are there, and what an image's name means; rank 0
-#: holds config because all read it.
-ALLOWED_UP = {("config", "toolkit.data.catalog"), ("config", "toolkit.cluster")}
+#: holds config because all read it. rundir writes nodes as host lists, a notation that knows nothing of a cluster.
+ALLOWED_UP = {("config", "toolkit.data.catalog"), ("config", "toolkit.cluster"), ("rundir", "toolkit.cluster")}
 
 
 @cache
