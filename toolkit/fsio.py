@@ -80,8 +80,10 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a write that a full disk refuses does not say of what
         raise
     if durable:
         sync_dir(path.parent)

@@ -320,6 +320,10 @@ class RunDir:
             return False
         return True
 
+    def give_back_number(self, number: int) -> None:
+        """Let the number be taken again, of an owner that could not be written down."""
+        (self.path / "owners" / str(number)).unlink(missing_ok=True)
+
     def last_number(self) -> int:
         """The highest number that was given away; 0 before the first."""
         names = (path.name for path in (self.path / "owners").glob("*"))

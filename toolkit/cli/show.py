@@ -119,8 +119,9 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
         return None
     node = next(iter(hostlist.expand(job.node_list)), "its first node")
     return (
-        f"Slurm could not start job {job.job_id} on {node}, which most likely does not see {row['path']}, and has "
-        f"given it up: `toolkit resume {row['run']} cluster.exclude={node}` goes on without that node"
+        f"Slurm could not start job {job.job_id} on {node}, and has given it up. If the disk is full, make room, "
+        f"then `toolkit resume {row['run']}` goes on. Else most likely {node} does not see {row['path']}: "
+        f"`toolkit resume {row['run']} cluster.exclude={node}` goes on without it"
     )
 
 

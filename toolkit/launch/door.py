@@ -10,9 +10,9 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import logs, rundir
 from toolkit.cluster.commands import Slurm
-from toolkit.launch import snapshot
+from toolkit.launch import heir, ownership, snapshot
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE, fate_of, takes_over
+from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
@@ -53,8 +53,10 @@ def _is_wanted(run: RunDir) -> bool:
     if predecessor is None:
         return True
     logs.setup("heir")
-    wanted = takes_over(run, fate_of(predecessor, Slurm()))
+    wanted = heir.takes_over(run, heir.fate_of(predecessor, Slurm()))
     log.info("job %s %s", predecessor, "is continued here" if wanted else "needs no follow-up")
+    if not wanted:
+        heir.close(run, predecessor, os.environ.get(ownership.TOKEN_VARIABLE))
     return wanted
 
 

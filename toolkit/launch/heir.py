@@ -22,6 +22,8 @@ from toolkit.cluster.commands import JobRow, SlurmCommands
 from toolkit.config import ClusterConfig, load_config
 from toolkit.errors import EXIT_STOPPED, SlurmError
 from toolkit.launch import ending, intent, ownership, patience, snapshot
+from toolkit.launch.intent import Intent
+from toolkit.launch.journal import write_ended
 from toolkit.rundir import RunDir
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
@@ -153,6 +155,19 @@ def takes_over(run: RunDir, fate: ending.Slurm) -> bool:
     if run.result() is not None or intent.asked(run):
         return False
     return run.status().get("state") == "requeued" or fate in _TAKEN_AWAY
+
+
+def close(run: RunDir, predecessor: str, token: str | None) -> None:
+    """Write the result of a run that goes no further, where what ended the predecessor left it no time to do so.
+
+    Not of one that somebody has resumed meanwhile: it has another ``token``.
+    """
+    owner = ownership.read(run)
+    if run.result() is not None or owner is None or owner.token != token:
+        return
+    state = "stopped" if intent.asked(run) is Intent.STOP else "cancelled"
+    why = f"job {predecessor} was {state}, and could not say so itself"
+    patience.persist(lambda: write_ended(run, state, why), run.path)
 
 
 _TAKEN_AWAY = (

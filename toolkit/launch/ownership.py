@@ -135,7 +135,8 @@ def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
 def submit_as(run: RunDir, executor: str, before: int) -> Owner:
     """Take the run for a new submission, after owner number ``before``.
 
-    Raises RequestError where somebody else has taken it since that number was read.
+    Raises RequestError where somebody else has taken it since that number was read. Where the disk does not take the
+    owner, the OSError is raised and the run is free again.
     """
     number = before + 1
     while not run.take_number(number):
@@ -145,7 +146,11 @@ def submit_as(run: RunDir, executor: str, before: int) -> Owner:
             )
         number += 1
     owner = Owner(number, secrets.token_hex(8), executor, socket.gethostname(), os.getpid(), time.time())
-    run.write_owner(asdict(owner))
+    try:
+        run.write_owner(asdict(owner))
+    except OSError:
+        run.give_back_number(number)
+        raise
     return owner
 
 

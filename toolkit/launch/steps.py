@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Protocol
@@ -26,6 +27,7 @@ from toolkit.cluster.commands import SlurmCommands, srun_argv, step_environment
 from toolkit.cluster.commands import Step as SrunPlan
 from toolkit.cluster.placement import Placement, rank_environment
 from toolkit.errors import SlurmError
+from toolkit.launch import patience
 from toolkit.launch.allocation import Allocation
 from toolkit.rundir import RunDir
 
@@ -231,7 +233,8 @@ class SrunLauncher:
             extra=self._options,
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
-        process = subprocess.Popen(
+        start = partial(
+            subprocess.Popen[str],
             tethered(srun_argv(plan), signal.SIGTERM),  # srun ends its step at SIGTERM; SIGKILL would leave it running
             env={**step_environment(environ), "SLURM_HOSTFILE": str(host_file)},
             stdin=subprocess.DEVNULL,
@@ -240,16 +243,23 @@ class SrunLauncher:
             text=True,
             start_new_session=True,
         )
-        step = _SrunStep(process, plan, allocation.job_id, self._slurm, events)
+        step = _SrunStep(start, plan, allocation.job_id, self._slurm, events)
         threading.Thread(target=step.wait, daemon=True).start()
         return step
 
 
 class _SrunStep:
     def __init__(
-        self, process: subprocess.Popen[str], plan: SrunPlan, job_id: str, slurm: SlurmCommands, events: Events
+        self,
+        start: Callable[[], subprocess.Popen[str]],
+        plan: SrunPlan,
+        job_id: str,
+        slurm: SlurmCommands,
+        events: Events,
     ) -> None:
-        self._process = process
+        self._start = start
+        self._process = start()
+        self._is_given_up = threading.Event()
         self._name = plan.name or ""
         self._number: str | None = None  #: of the step in its job, once it has been asked for
         self._hosts = plan.hosts
@@ -258,20 +268,39 @@ class _SrunStep:
         self._events = events
 
     def wait(self) -> None:
+        """Hand on what srun says until it has ended. It is started again while its step is refused for the sake of one
+        that has ended: a controller that was away then hears of the end a moment after it is back."""
+        deadline = time.monotonic() + patience.PATIENCE_S
+        while (refused := self._listen()) is not None:
+            if time.monotonic() >= deadline or self._is_given_up.wait(patience.RETRY_EVERY_S):
+                self._events.put(refused)
+                break
+            self._process.wait()
+            self._process = self._start()
+        self._events.put(StepEnded(self._process.wait()))
+
+    def _listen(self) -> LaunchFailed | None:
+        """Hand on what one srun says; return a refusal that may pass."""
+        refused: LaunchFailed | None = None
         assert self._process.stderr is not None
         for line in self._process.stderr:
             log.info("%s", line.rstrip())
             event = parse_srun_line(line, self._hosts)
-            if event is not None:
+            if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
+                refused = event
+            elif event is not None:
                 self._events.put(event)
-        self._events.put(StepEnded(self._process.wait()))
+        return refused
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""
+        if number is signal.SIGKILL:
+            self._is_given_up.set()
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
         """srun itself would wait until Slurm gives a dead node up: SlurmdTimeout, 300 s by default, and longer."""
+        self._is_given_up.set()
         silence(self._process)
 
     def _kill(self, number: signal.Signals) -> None:
@@ -302,6 +331,8 @@ _NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on nod
 _STEP_NOT_LAUNCHED = re.compile(
     r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
 )
+#: We ask for no memory, and share what the job has: only the record of an earlier step can be in the way.
+_HELD_BY_A_STEP = re.compile("Memory required by task is not available")
 _SRUN_ENDED = re.compile(
     r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
 )

@@ -83,7 +83,7 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     out = capsys.readouterr().out
     assert "lost (FAILED)" in out
     assert "Slurm could not start job 7 on node2" in out
-    assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without that node" in out
+    assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json"])

@@ -15,7 +15,7 @@ from toolkit import rundir
 from toolkit.cluster.commands import JobRow
 from toolkit.cluster.fake import FakeSlurm, Sent
 from toolkit.config import JobConfig, dump_config
-from toolkit.launch import intent, patience
+from toolkit.launch import heir, intent, ownership, patience
 from toolkit.launch.ending import Slurm
 from toolkit.launch.heir import _OPTIONS, PREDECESSOR_VARIABLE, RUN_VARIABLE, Heir, fate_of, takes_over
 from toolkit.launch.intent import Intent
@@ -297,6 +297,29 @@ def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
 ) -> None:
     run.write_status({"state": "running"})
     assert takes_over(run, predecessor(end)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("wish", "state"), [(None, "cancelled"), (Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")]
+)
+def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish: Intent | None, state: str) -> None:
+    """Its batch host was dead when somebody cancelled the job, say."""
+    owner = ownership.submit_as(run, "slurm", 0)
+    run.write_status({"state": "starting"})
+    if wish is not None:
+        intent.ask(run, wish)
+    heir.close(run, "1", owner.token)
+    result = run.result()
+    assert result is not None
+    assert (result["state"], run.status()["state"]) == (state, state)
+    assert result["why"] == f"job 1 was {state}, and could not say so itself"
+
+
+def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: RunDir) -> None:
+    owner = ownership.submit_as(run, "slurm", 0)
+    ownership.submit_as(run, "slurm", 1)
+    heir.close(run, "1", owner.token)
+    assert run.result() is None
 
 
 @pytest.mark.parametrize("end", [forgotten, lambda slurm: slurm.finish("1", exit_code=75)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -250,6 +251,21 @@ def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
         claim._owner = claims[0]._owner
     answers = at_once(*[claim.renew for claim in claims])
     assert sum(isinstance(answer, Overtaken) for answer in answers) >= 1
+
+
+def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit.attach(run).cancel()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_space)
+        with pytest.raises(OSError, match=r"No space.*owner\.json"):
+            submit.resume(run, executor="slurm")
+    assert submit.resume(run, executor="slurm").job_id == "2"
+
+
+def no_space(fd: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

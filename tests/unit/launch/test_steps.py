@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 
 from toolkit import rundir
+from toolkit.cluster.fake import FakeSlurm
+from toolkit.launch import patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import (
     LaunchFailed,
     LocalLauncher,
     NodeFailed,
     RankEnded,
+    SrunLauncher,
+    Step,
     StepEnded,
+    _SrunStep,
     parse_srun_line,
     tethered,
 )
@@ -87,6 +92,60 @@ def test_a_node_that_srun_gives_by_its_number_is_found_in_slurms_order() -> None
 def test_ranks_that_srun_could_not_start_are_named_with_their_node(line: str, event: LaunchFailed) -> None:
     """As Slurm 22.05 prints them; with the first, srun's exit code is 0."""
     assert parse_srun_line(line + "\n", ["node10", "node10", "node9", "node11"]) == event
+
+
+REFUSED = "srun: error: Unable to create step for job 3: Memory required by task is not available"
+
+
+def srun_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> Path:
+    """An srun on the path whose step is refused so often, and then runs; it counts its starts in a file."""
+    starts = tmp_path / "starts"
+    script = f"""#!/bin/sh
+echo x >> {starts}
+[ $(wc -l < {starts}) -gt {times} ] && exit 0
+echo '{REFUSED}' >&2
+exit 1
+"""
+    (tmp_path / "srun").write_text(script)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.05)
+    return starts
+
+
+def started(tmp_path: Path) -> tuple[Step, SimpleQueue[Any]]:
+    events: SimpleQueue[Any] = SimpleQueue()
+    run, allocation = rundir.create("steps", tmp_path / "runs"), Allocation(("node1",), (1,), 1, job_id="3")
+    return SrunLauncher(run, FakeSlurm()).start(1, allocation, ["true"], dict(os.environ), events), events
+
+
+def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller was away while the checks of the nodes ended, and still counts their memory."""
+    starts = srun_that_is_refused(tmp_path, monkeypatch, times=3)
+    _, events = started(tmp_path)
+    assert events.get(timeout=TIMEOUT_S) == StepEnded(0)
+    assert starts.read_text().count("x") == 4
+
+
+def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    _, events = started(tmp_path)
+    assert events.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
+    assert events.get(timeout=TIMEOUT_S) == StepEnded(1)
+
+
+def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
+    monkeypatch.setattr(patience, "RETRY_EVERY_S", 3600.0)
+    step, events = started(tmp_path)
+    await_true(lambda: isinstance(step, _SrunStep) and step._process.poll() is not None)
+    step.kill()
+    assert isinstance(events.get(timeout=TIMEOUT_S), LaunchFailed)
+    assert events.get(timeout=TIMEOUT_S) == StepEnded(1)
+    assert starts.read_text().count("x") == 1
 
 
 def gone(pid: int) -> bool:
