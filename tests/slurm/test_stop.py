@@ -501,6 +501,22 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
     assert [a["cause"] for a in run.attempts()] == ["completed"]
 
 
+def test_a_controller_that_was_away_when_the_nodes_checks_ended_delays_the_ranks_only(site: Site) -> None:
+    """It still counts the memory of their step, and refuses that of the ranks until it has heard of the end."""
+    run = submit(site, slow_project(site, 0.01), "train.max_steps=50")
+    checks = "toolkit.cluster.checks"
+    wait_for(lambda: any(checks in command for _, command in site.processes()), START_S, "the checks of the nodes")
+    site.box._stop_daemon("login", "slurmctld")
+    try:
+        log = run.logs / "supervisor.log"
+        wait_for(lambda: log.exists() and "attempt 1: " in log.read_text(), START_S, "the start of the ranks")
+    finally:
+        site.box._start_slurmctld()
+    completed(site, run)
+    print(log.read_text())
+    assert [a["cause"] for a in run.attempts()] == ["completed"]
+
+
 @pytest.mark.soak
 def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
