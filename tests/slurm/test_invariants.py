@@ -39,6 +39,8 @@ def cluster(
             (site.folder / "traces").mkdir()
             (site.folder / "traces").chmod(0o1777)
             (site.folder / "runs").symlink_to(disk)
+            if site.user:  # else it would be shared by users, with a part for each
+                site.box.run(["chown", site.user, str(disk)])
             with closing(Cluster(site, disk)) as cluster:
                 yield cluster, site.folder / "traces"
     finally:

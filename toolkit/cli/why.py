@@ -31,9 +31,9 @@ def facts(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage) or {}, run.status(damage)
     row = status_rows([run])[0]
-    is_lost = row["state"].startswith("lost")
-    state = row["state"] if is_lost else result.get("state") or status.get("state") or "unknown"
-    over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_lost and row["slurm"] else None
+    is_over = row["state"].startswith("lost") or (not result and row["state"] in ("stopped", "cancelled"))
+    state = row["state"] if is_over else result.get("state") or status.get("state") or "unknown"
+    over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
     last = attempts[-1] if attempts else {}
     saved, reached = newest_step(run.checkpoints), last.get("step_end")
     lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0

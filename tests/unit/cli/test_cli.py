@@ -15,6 +15,8 @@ from toolkit.cli import show
 from toolkit.cluster import commands
 from toolkit.cluster.commands import JobStatus
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.launch import intent
+from toolkit.launch.intent import Intent
 
 
 @pytest.fixture
@@ -84,6 +86,23 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     assert "lost (FAILED)" in out
     assert "Slurm could not start job 7 on node2" in out
     assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
+
+
+@pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
+def test_a_run_that_was_ended_before_its_supervisor_could_say_so_is_told_with_what_to_do(
+    wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job was started at the moment at which it was cancelled."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    run.write_status({"state": "queued", "job_id": "7", "updated": time.time()})
+    intent.ask(run, wish)
+    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "CANCELLED", None)})
+    assert cli.main(["why", run.id]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert f"digits/{run.id}: {state}\n  job 7 is over (CANCELLED) and wrote no result" in out
+    assert f"next: `toolkit resume {run.id}` goes on from the last checkpoint" in out
 
 
 @pytest.mark.parametrize("name", ["status.json", "result.json"])
