@@ -89,6 +89,29 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
         sync_dir(path.parent)
 
 
+@contextlib.contextmanager
+def unchanged_on_error(*paths: Path) -> Iterator[None]:
+    """Have ``paths`` as they were, also those that were not there, where the block fails.
+
+    Needs no room for that: what failed may be a disk that is full by now.
+    """
+    kept = {path: path.with_name(f".{path.name}.kept-{secrets.token_hex(4)}") for path in paths}
+    try:
+        for path, copy in kept.items():
+            with contextlib.suppress(FileNotFoundError):
+                os.link(path, copy)  # every writer here replaces a file, and never changes one
+        yield
+    except BaseException:
+        for path, copy in kept.items():
+            if copy.exists():
+                copy.replace(path)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+    for copy in kept.values():
+        copy.unlink(missing_ok=True)
+
+
 def write_new(path: Path, content: bytes) -> None:
     """Write the new file ``path``, flushed to disk. Raises FileExistsError if it is there, also half-written."""
     write_stream(path, [content])

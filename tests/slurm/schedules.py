@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 import shutil
 import threading
@@ -169,6 +170,8 @@ def settle(it: Watched) -> None:
         result = it.run.result()
         state = (result or {}).get("state")
         it.note(f"at rest: {state}, {(result or {}).get('why')}; ended by somebody: {it.ended}")
+        if re.match(r"the supervisor failed: (?!OSError)\w+Error", str((result or {}).get("why"))):
+            raise Violation(f"an error of our own: {(result or {}).get('why')}")
         if state == "completed":
             check_completed(it)
             return

@@ -132,11 +132,10 @@ def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
     return time.time() - owner.time < SUBMITTING_S and (not is_here or Path(f"/proc/{owner.pid}").exists())
 
 
-def submit_as(run: RunDir, executor: str, before: int) -> Owner:
-    """Take the run for a new submission, after owner number ``before``.
+def take(run: RunDir, before: int) -> int:
+    """Take the run for a new submission, after owner number ``before``, and return the number of the next one.
 
-    Raises RequestError where somebody else has taken it since that number was read. Where the disk does not take the
-    owner, the OSError is raised and the run is free again.
+    Raises RequestError where somebody else has taken it since that number was read.
     """
     number = before + 1
     while not run.take_number(number):
@@ -145,12 +144,13 @@ def submit_as(run: RunDir, executor: str, before: int) -> Owner:
                 f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
             )
         number += 1
+    return number
+
+
+def submit_as(run: RunDir, executor: str, number: int) -> Owner:
+    """Write down that a new submission has the run, whose ``number`` is from :func:`take`."""
     owner = Owner(number, secrets.token_hex(8), executor, socket.gethostname(), os.getpid(), time.time())
-    try:
-        run.write_owner(asdict(owner))
-    except OSError:
-        run.give_back_number(number)
-        raise
+    run.write_owner(asdict(owner))
     return owner
 
 

@@ -252,7 +252,7 @@ def submit_command(
 def _send_new(run: RunDir, config: JobConfig, executor: str) -> Run:
     """Submit a run for the first time; of one that Slurm refuses nothing is left."""
     try:
-        return _send(run, config, executor, ownership.submit_as(run, executor, 0))
+        return _send(run, config, executor, ownership.submit_as(run, executor, ownership.take(run, 0)))
     except SlurmError:
         fsio.remove_tree(run.path)
         raise
@@ -287,30 +287,28 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     RequestError, or ConfigError for a change that a run cannot go on with, before anything is touched.
     """
     refuse_unfit(run.path)
-    before, owner = ownership.number_of(run), run.owner()
-    result, status, wanted = run.result(), run.status(), intent.asked(run)
+    before, result, status = ownership.number_of(run), run.result(), run.status()
     if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
     config = absolute(configs.load_config(run.config, overrides, site=False))
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
-    taken = ownership.submit_as(run, chosen, before)
+    kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
+    number = ownership.take(run, before)
     try:
-        if overrides:
-            fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
-        intent.clear(run)
-        nodes.forget(run)
-        run.clear_result()
-        sent = _send(run, config, chosen, taken)
-    except BaseException:  # of a job that was submitted all the same this token is not the run's any more
-        run.write_owner({**owner, "number": taken.number})
-        ownership.new_config(run, taken.token).unlink(missing_ok=True)
-        run.write_status(status)
-        if wanted is not None:
-            intent.ask(run, wanted)
-        if result is not None:
-            run.write_result(result)
+        with fsio.unchanged_on_error(*kept):  # then the token of a job that was submitted all the same is not the run's
+            taken = ownership.submit_as(run, chosen, number)
+            if overrides:
+                fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
+            intent.clear(run)
+            nodes.forget(run)
+            run.clear_result()
+            sent = _send(run, config, chosen, taken)
+    except BaseException:
+        for config_of_token in run.submitit.glob("config-*.yaml"):
+            config_of_token.unlink()
+        run.give_back_number(number)
         raise
     ownership.adopt_config(run, taken.token)
     return sent

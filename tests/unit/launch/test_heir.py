@@ -304,7 +304,7 @@ def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
 )
 def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish: Intent | None, state: str) -> None:
     """Its batch host was dead when somebody cancelled the job, say."""
-    owner = ownership.submit_as(run, "slurm", 0)
+    owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     run.write_status({"state": "starting"})
     if wish is not None:
         intent.ask(run, wish)
@@ -316,8 +316,8 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
 
 
 def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: RunDir) -> None:
-    owner = ownership.submit_as(run, "slurm", 0)
-    ownership.submit_as(run, "slurm", 1)
+    owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
+    ownership.submit_as(run, "slurm", ownership.take(run, owner.number))
     heir.close(run, "1", owner.token)
     assert run.result() is None
 

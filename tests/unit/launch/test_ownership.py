@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -264,6 +265,30 @@ def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
     assert submit.resume(run, executor="slurm").job_id == "2"
 
 
+def test_a_resume_that_fails_on_a_full_disk_when_the_job_is_queued_leaves_the_run_as_it_was(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of what it would have to write to put the run back nothing can be written then."""
+    submit.attach(run).cancel()
+    names = ("owner.json", "status.json", "intent.json", "result.json")
+    before = {name: (run.path / name).read_text() for name in names}
+    send = submit._send_to_slurm
+
+    def fills_up(*args: Any) -> str:
+        send(*args)
+        monkeypatch.setattr(os, "fsync", no_space)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(submit, "_send_to_slurm", fills_up)
+    with pytest.raises(OSError, match="No space"):
+        submit.resume(run, executor="slurm")
+    monkeypatch.undo()
+    assert {name: (run.path / name).read_text() for name in names} == before
+    assert not [path for path in run.path.iterdir() if "kept" in path.name]
+    with pytest.raises(Overtaken):
+        Claim.of_job(run, allocation("2"), "the token of that job")
+
+
 def no_space(fd: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -280,7 +305,7 @@ def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, m
 def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     submit.attach(run).cancel()
     run.clear_result()
-    ownership.submit_as(run, "slurm", ownership.number_of(run))
+    ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run)))
     for command in ("stop", "cancel", "resume"):
         assert main([command, run.id]) == EXIT_REQUEST
         assert "is being submitted at this moment" in capsys.readouterr().err
@@ -291,7 +316,7 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     submit.attach(run).cancel()
     run.clear_result()
     intent.clear(run)
-    dead = replace(ownership.submit_as(run, "slurm", ownership.number_of(run)), pid=2**22 + 1)
+    dead = replace(ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run))), pid=2**22 + 1)
     run.write_owner(asdict(dead))
     submit.attach(run).stop()
     assert ((run.result() or {})["state"], intent.asked(run)) == ("stopped", Intent.STOP)
