@@ -31,7 +31,7 @@ from toolkit.cluster.checks import LAUNCHER, TOKEN_VARIABLE, Finding, Request, p
 from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
 from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
 from toolkit.errors import RequestError
-from toolkit.launch.steps import RankEnded, parse_srun_line, tethered
+from toolkit.launch.steps import LaunchFailed, RankEnded, parse_srun_line, tethered
 
 #: The whole of it, whatever hangs.
 LIMIT_S = 30.0
@@ -268,11 +268,11 @@ class Conversation:
             self._nodes[task].noise = words
             return
         self._errors.append(text)
-        ended = parse_srun_line(text)
-        if isinstance(ended, RankEnded):
-            for rank in ended.ranks:
-                self._nodes[rank].is_gone = True
-                self._note_progress(rank)
+        event = parse_srun_line(text, [node.name for node in self._nodes])
+        named = event.ranks if isinstance(event, (RankEnded, LaunchFailed)) else ()
+        for rank in {*named} & {*range(len(self._nodes))}:
+            self._nodes[rank].is_gone = True
+            self._note_progress(rank)
 
     def _hear(self, node: Heard, said: Any, received: float) -> None:
         if not isinstance(said, dict):

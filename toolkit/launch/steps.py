@@ -341,18 +341,18 @@ _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def parse_srun_line(line: str, hosts: Sequence[str] = ()) -> RankEnded | NodeFailed | LaunchFailed | None:
+def parse_srun_line(line: str, hosts: Sequence[str]) -> RankEnded | NodeFailed | LaunchFailed | None:
     """Which ranks ended badly or did not start, or which node was lost; None for the other lines of srun.
 
     Such as ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for lines that
-    name only one of the two, or a node by its number in the step.
+    name only one of the two, or a node by its number in the step. Of a rank or node that is not there nothing is said.
     """
     lost = _NODE_FAILED.match(line)
     if lost:
         return NodeFailed(lost["host"])
-    forgot = _NODE_FORGOT.match(line)
-    if forgot:
-        return NodeFailed(sorted(set(hosts), key=_slurms_order)[int(forgot["index"])])
+    if forgot := _NODE_FORGOT.match(line):
+        found = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
+        return NodeFailed(found[0]) if found else None
     match = _SRUN_ENDED.match(line)
     return _launch_failed(line, hosts) if match is None else _rank_ended(match)
 
@@ -361,7 +361,7 @@ def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
     """From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary`` makes tasks ranks."""
     if task := _TASK_NOT_LAUNCHED.match(line):
         rank = int(task["rank"])
-        return LaunchFailed((rank,), hosts[rank], task["why"])
+        return LaunchFailed((rank,), hosts[rank], task["why"]) if rank < len(hosts) else None
     if node := _NODE_NOT_LAUNCHED.match(line):
         ranks = tuple(rank for rank, host in enumerate(hosts) if host == node["host"])
         return LaunchFailed(ranks, node["host"], node["why"])

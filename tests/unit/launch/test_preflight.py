@@ -208,6 +208,21 @@ def test_a_task_that_srun_saw_end_is_not_waited_for(tmp_path: Path) -> None:
     assert report.took_s < 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: error: Aborting, io error and missing step on node 0",
+        "srun: error: Aborting, io error and missing step on node 7",
+        "srun: error: task 7 launch failed: Slurmd could not connect IO",
+        "srun: error: node3: tasks 2,7: Killed",
+    ],
+)
+def test_no_line_of_srun_ends_the_checks_with_an_error_of_ours(tmp_path: Path, line: str) -> None:
+    """The first was seen when a job was cancelled while its checks began."""
+    report = examined(tmp_path, dict.fromkeys(HOSTS, Play(says_instead=[Complaint(line), Ended()])))
+    assert line in str(report.summary())
+
+
 def test_a_step_that_cannot_start_says_why_and_blames_nobody(tmp_path: Path) -> None:
     words = "srun: error: Unable to create step for job 7: Invalid partition"
     report = examined(tmp_path, dict.fromkeys(HOSTS, Play(says_instead=[Complaint(words), Ended()])))

@@ -48,7 +48,7 @@ TIMEOUT_S = 20
 def test_srun_says_which_rank_ended_how(
     line: str, ranks: tuple[int, ...], host: str, how: str, number: signal.Signals | None
 ) -> None:
-    ended = parse_srun_line(line + "\n")
+    ended = parse_srun_line(line + "\n", ["node1"] * 8)
     assert ended is not None
     assert (ended.ranks, ended.host, ended.signal) == (ranks, host, number)
     assert how in ended.how
@@ -60,11 +60,13 @@ def test_srun_says_which_rank_ended_how(
         "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
         "slurmstepd: error: *** STEP 1.0 ON node1 CANCELLED AT 2026-11-20T15:00:00 ***",
         "srun: error: Application launch failed: Communication connection failure",
+        "srun: error: Aborting, io error and missing step on node 2",
+        "srun: error: task 2 launch failed: Slurmd could not connect IO",
         "",
     ],
 )
 def test_other_lines_of_srun_end_no_rank(line: str) -> None:
-    assert parse_srun_line(line) is None
+    assert parse_srun_line(line, ["node1", "node2"]) is None
 
 
 def test_a_node_that_srun_gives_by_its_number_is_found_in_slurms_order() -> None:
