@@ -73,9 +73,9 @@ class Cluster:
                     box.run(["scontrol", "update", f"nodename={','.join(away)}", "state=resume"], check=False)
             finally:
                 self.fault.release()
-        for line in box.run(["squeue", "--noheader", "--states=PENDING", "--format=%A %r"]).stdout.splitlines():
-            job, reason = line.split(maxsplit=1)
-            if "held" in reason.lower():
+        for line in box.run(["squeue", "--noheader", "--format=%A %T %r"]).stdout.splitlines():
+            job, state, reason = line.split(maxsplit=2)
+            if state == "REQUEUE_HOLD" or (state == "PENDING" and "held" in reason.lower()):
                 box.run(["scontrol", "release", job], check=False)
 
 

@@ -131,14 +131,23 @@ def _waits(row: dict[str, Any]) -> bool:
 
 def _held_lines(rows: list[dict[str, Any]]) -> str:
     """Jobs that never start by themselves; Slurm's reasons for it are in squeue(1) and, with blanks, in its source."""
-    held = [row for row in rows if _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)]
+    held = [(row, why) for row in rows if (why := _held_for(row)) is not None]
     return "".join(
-        f"\n{row['run']}: Slurm holds job {row['job_id']} ({row['reason']}); when that is mended, "
+        f"\n{row['run']}: Slurm holds job {row['job_id']} ({why}); when that is mended, "
         f"`scontrol release {row['job_id']}` lets it go on"
-        for row in held
+        for row, why in held
     )
 
 
+def _held_for(row: dict[str, Any]) -> str | None:
+    """Slurm's reason to hold the job; None where it does not. Slurm 24.11 has states for it, 22.05 the reasons only."""
+    if row["slurm"] in _HOLDING_STATES:
+        return row["reason"] if row["reason"] not in (None, "None") else str(row["slurm"])
+    is_held = _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)
+    return str(row["reason"]) if is_held else None
+
+
+_HOLDING_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 
 

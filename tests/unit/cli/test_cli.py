@@ -88,6 +88,22 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
 
 
+@pytest.mark.parametrize("reason", ["launch failed requeued held", None])
+def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Slurm 24.11 has it where 22.05 says PENDING."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.config.write_text("")
+    run.write_status({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
+    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "REQUEUE_HOLD", reason)})
+    assert cli.main(["status"]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "starting (REQUEUE_HOLD" in out
+    assert f"Slurm holds job 7 ({reason or 'REQUEUE_HOLD'}); when that is mended, `scontrol release 7`" in out
+
+
 @pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
 def test_a_run_that_was_ended_before_its_supervisor_could_say_so_is_told_with_what_to_do(
     wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
