@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 from toolkit.checkpoint.store import newest_step
 
 pytestmark = pytest.mark.dist
@@ -77,7 +77,7 @@ def test_a_rank_whose_peer_dies_in_a_save_behind_the_back_ends_with_an_error_and
     try:
         wait_for(lambda: newest_step(saves) and [*saves.glob("step-*.tmp-*")], 60, "a save behind the back")
         ranks[victim].kill()
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=PATIENCE * 60)[1] for rank in ranks]
     finally:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

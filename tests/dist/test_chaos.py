@@ -19,6 +19,7 @@ import pytest
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import assert_same, logged, train, undisturbed  # noqa: F401  # a fixture
+from tests.waiting import PATIENCE
 from toolkit import chaos, rundir
 from toolkit.chaos import Fault
 from toolkit.checkpoint.store import CheckpointStore
@@ -116,7 +117,7 @@ def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_pa
     environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", chaos.VARIABLE: json.dumps(fault)}
     argv = [sys.executable, "-m", "toolkit", "submit", "configs/digits_ddp.yaml", "--executor", "local", "--wait"]
     argv += ["train.max_steps=40", "checkpoint.every_steps=20"]
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)
     assert done.returncode == 0, done.stderr
     (run,) = rundir.all_runs(tmp_path)
     assert [attempt["cause"] for attempt in run.attempts()] == ["crashed", "completed"]

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.models import lenet
+from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.rundir import RunDir
 
@@ -35,13 +36,15 @@ def trained(runs: Path, strategy: str, ranks: int) -> RunDir:
     env = {**os.environ, "TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
     settings = [f"strategy.name={strategy}", f"cluster.tasks_per_node={ranks}", "train.max_steps=12"]
     submit = [*TOOLKIT, "submit", "configs/digits_ddp.yaml", *settings, "model.name=lenet", "--executor", "local"]
-    subprocess.run([*submit, "--wait"], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(
+        [*submit, "--wait"], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE * 120
+    )
     return rundir.find("digits-ddp", runs)
 
 
 def said(*argv: str, folder: Path) -> str:
     """From a folder in which there is nothing of the project."""
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=PATIENCE * 120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

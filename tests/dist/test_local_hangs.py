@@ -15,7 +15,7 @@ import pytest
 
 from tests import hangs
 from tests.dist.test_local_runs import END_S, TOOLKIT, nobody_left, ranks, reached, the_run
-from tests.waiting import processes_with, wait_for
+from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -110,7 +110,7 @@ def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp
     """An evaluation and a save, each longer than the bound, on all ranks and on rank 0 alone."""
     overrides = ["train.max_steps=10", "train.eval_every=10", "checkpoint.every_steps=10"]
     with start(env, tmp_path, "slow", *overrides, pause_s=TIMEOUT_S / 2 / 6) as process:
-        out, _ = process.communicate(timeout=2 * END_S)
+        out, _ = process.communicate(timeout=PATIENCE * 2 * END_S)
     assert process.returncode == 0, out
     run = the_run(env)
     (attempt,) = run.attempts()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import processes_with, wait_for
+from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.store import newest_step
 from toolkit.rundir import RunDir
@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, 
         run = the_run(env)
         reached(run, 40)
         os.kill(ranks(env)[1], signal.SIGKILL)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     first, second = run.attempts()
     assert (first["cause"], first["decision"]) == ("crashed", "restart")
@@ -130,7 +130,12 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_to_the_result_of_an_undisturb
         process.communicate(timeout=START_S)
     assert run.result() is not None
     resumed = subprocess.run(
-        [*TOOLKIT, "resume", run.id, "--wait"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=END_S
+        [*TOOLKIT, "resume", run.id, "--wait"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * END_S,
     )
     assert resumed.returncode == 0, resumed.stderr
     subprocess.run(
@@ -139,7 +144,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_to_the_result_of_an_undisturb
         env=env,
         check=True,
         stdout=subprocess.DEVNULL,
-        timeout=END_S,
+        timeout=PATIENCE * END_S,
     )
     undisturbed = rundir.find("undisturbed", Path(env["TOOLKIT_RUNS"]))
     first, second = run.attempts()
@@ -187,7 +192,7 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
         env=env,
         capture_output=True,
         text=True,
-        timeout=END_S,
+        timeout=PATIENCE * END_S,
     )
     assert done.returncode == 1
     assert "ValueError: no such thing" in done.stdout
@@ -206,7 +211,7 @@ def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str
         "print(run.result()['step'])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=END_S
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S
     )
     assert done.stdout.strip() == "60", done.stderr
     run = the_run(env)
@@ -245,7 +250,7 @@ def test_one_rank_alone_torchrun_and_torchs_minimal_environment_reach_the_same_l
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=localhost:0", "-m", "toolkit", *job]
     for argv, name in ((alone, "alone"), (torchrun, "torchrun")):
-        subprocess.run([*argv, f"name={name}"], cwd=ROOT, env=env, check=True, timeout=END_S)
+        subprocess.run([*argv, f"name={name}"], cwd=ROOT, env=env, check=True, timeout=PATIENCE * END_S)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -263,7 +268,7 @@ def test_several_launches_on_one_machine_do_not_meet(env: dict[str, str]) -> Non
     """Ports cannot collide: each supervisor binds its own before anything starts."""
     processes = [start(env, *SHORT, f"name=run{i}") for i in range(2)]
     for process in processes:
-        process.communicate(timeout=END_S)
+        process.communicate(timeout=PATIENCE * END_S)
         assert process.returncode == 0
 
 
@@ -271,7 +276,7 @@ def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_
     diverges = ["optim.lr=1e4", "optim.warmup_steps=0"]
     with start(env, *diverges, "train.log_every=5", "checkpoint.every_steps=4") as process:
         run = the_run(env)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 1, out
     (attempt,) = run.attempts()
     assert (attempt["cause"], attempt["decision"]) == ("crashed", "give_up")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.dist.mpi import ROOT, mpirun
+from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.export import export
@@ -69,7 +70,7 @@ def test_a_launcher_that_mpi_does_not_know_is_named(tmp_path: Path) -> None:
     """Each of torchrun's ranks would be alone in a world of its own."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *RUN, "dist.backend=mpi"]
     environ = {**os.environ, "TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(torchrun, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)
     assert done.returncode != 0
     assert "rank 1 of 2 is rank 0 of 1 for MPI" in done.stdout + done.stderr
     assert "srun --mpi=pmix" in done.stdout + done.stderr

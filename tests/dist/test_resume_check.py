@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
+from tests.waiting import PATIENCE
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data import workers
@@ -195,7 +196,7 @@ def test_the_command_says_what_was_done_and_found(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "toolkit", "resume-check", "configs/digits_ddp.yaml", "--executor", "local"]
     argv += ["--steps", "20", "--json"]
     environ = {"TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["identical"], report["steps"], report["ranks"]) == (True, 20, [2])

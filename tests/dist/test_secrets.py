@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from toolkit import rundir
 
 pytestmark = pytest.mark.dist
@@ -47,7 +48,9 @@ def test_no_planted_secret_is_in_any_file_command_line_or_variable_of_ours(tmp_p
     environ = {**os.environ, **planted, "TOOLKIT_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     argv = [*TOOLKIT, "submit", "look.yaml", "--executor", "local", "--wait"]
-    done = subprocess.run(argv, cwd=project, env=environ, umask=0, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        argv, cwd=project, env=environ, umask=0, timeout=PATIENCE * 120, capture_output=True, text=True
+    )
     (run,) = rundir.all_runs(tmp_path / "runs")
     assert (run.result() or {}).get("state") == "completed", done.stdout + done.stderr
     assert list(run.tensorboard.glob("*tfevents*"))

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import pytest
 from torch.distributed import TCPStore
 
+from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.launch import store
 from toolkit.launch.store import StoreHost
@@ -78,7 +79,9 @@ def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -
         rundir.RUN_DIR_VARIABLE: str(run.path),
     }
     try:
-        done = subprocess.run([sys.executable, "-c", SESSION], env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", SESSION], env=environ, capture_output=True, text=True, timeout=PATIENCE * 60
+        )
         assert done.returncode == 0, done.stderr
         # the process group's, the watcher's, and one for reports and requests
         assert int(done.stdout) == 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.checkpoint import manifest as manifests
@@ -63,7 +64,7 @@ def test_a_terminal_without_an_umlaut_shows_an_escape_instead(run: RunDir) -> No
     run.write_result({"state": "failed", "why": "the disk of Müller is full"})
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     argv = [sys.executable, "-m", "toolkit", "status", run.id]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENCE * 60)
     assert (done.returncode, done.stderr) == (EXIT_DONE, "")
     assert r"the disk of M\xfcller is full" in done.stdout
 

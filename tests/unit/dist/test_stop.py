@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.dist.simulation import case_of, faults, play
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 from toolkit.dist.stop import PREFIX, STOP, Gate, Hang, MemoryStore, Transport, propose
 from toolkit.errors import ToolkitError
 
@@ -426,4 +426,4 @@ def test_a_signal_handler_may_ask(gates: Callable[..., list[Watched]]) -> None:
 
 def test_the_gate_does_not_load_torch() -> None:
     code = "import sys, toolkit.dist.stop; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE * 30)

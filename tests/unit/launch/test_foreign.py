@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
 from toolkit.errors import RequestError
 from toolkit.launch import foreign
@@ -86,7 +87,7 @@ def became(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Became:
     script = 'echo $$; printf "%s\\0" "$@"; echo; env -0'
     foreign.write_command(run, ["sh", "-c", script, "sh", "train it.py", "--lr=1", "--", "$HOME"])
     with rank(run, environment(run), tmp_path_factory.mktemp("elsewhere")) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE * 60)
     pid, arguments, environ = out.split("\n", 2)
     entries = [entry.split("=", 1) for entry in environ.split("\0") if entry]
     return Became(int(pid) == process.pid, arguments.split("\0")[:-1], dict(entries), err)
@@ -145,7 +146,7 @@ def test_an_import_path_that_was_ours_alone_is_gone(run: RunDir, paths: str) -> 
 def test_a_command_that_is_not_there_is_one_line_that_names_it_and_the_host(run: RunDir, tmp_path: Path) -> None:
     foreign.write_command(run, ["no-such-program", "x.py"])
     with rank(run, environment(run), tmp_path) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE * 60)
     assert process.returncode == 1
     (line,) = err.splitlines()
     assert "no-such-program: cannot be started on node2: No such file or directory" in line

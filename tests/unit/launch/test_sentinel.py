@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.cluster.reachable import answers
@@ -159,7 +160,7 @@ run = RunDir(Path({str(world.run.path)!r}))
 sentinel.stand_watch(sentinel.Watched(run, job, 0, "node1", 1, supervisor=77, nodes=2), slurm)
 print(slurm.show_job(job).restarts)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE * 30)
     assert done.stdout.strip() == "1", done.stderr
 
 
