@@ -21,16 +21,17 @@ from toolkit.rundir import RunDir
 if TYPE_CHECKING:  # what asks Slurm is imported when Slurm is asked
     from toolkit.cluster.commands import JobStatus
 
-#: A supervisor rewrites its status each second; one that is silent for this long may be dead: Slurm is asked.
-SILENT_S = 30.0
+#: A supervisor rewrites its status each second. After this long without a new one Slurm is asked whether the job is
+#: over; after the longer time the table shows that the supervisor is silent. Shared folders show files seconds late.
+QUIET_S, SILENT_S = 5.0, 30.0
 WAITING = ("queued", "requeued")
 ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are silent."""
+    """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are quiet."""
     rows = [_row(run) for run in runs]
-    asked = [row for row in rows if row["executor"] == "slurm" and (row["silent"] or row["state"] in WAITING)]
+    asked = [row for row in rows if row["executor"] == "slurm" and (row["quiet"] or row["state"] in WAITING)]
     jobs = {row["run"]: [row["job_id"], *filter(None, [row["follow_up"]])] for row in asked if row["job_id"]}
     answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
     for row in asked:
@@ -39,6 +40,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
             row.update(slurm=job and job.state, reason=job and job.reason, why=row["why"] or _launch_failure(row, job))
     for row in rows:
         row["state"] = _honest_state(row)
+        del row["quiet"]
     return rows
 
 
@@ -53,6 +55,7 @@ def _row(run: RunDir) -> dict[str, Any]:
     jobs, asked = ownership.jobs_of(run, damage), intent.asked(run, damage)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
+    quiet_s = time.time() - status.get("updated", 0.0)
     return {
         "run": run.id,
         "name": run.name,
@@ -74,7 +77,8 @@ def _row(run: RunDir) -> dict[str, Any]:
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
-        "silent": state in ACTIVE and time.time() - status.get("updated", 0.0) > SILENT_S,
+        "quiet": state in ACTIVE and quiet_s > QUIET_S,
+        "silent": state in ACTIVE and quiet_s > SILENT_S,
         "slurm": None,
         "reason": None,
         "why": result.get("why"),
@@ -97,6 +101,7 @@ def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
 
 def _honest_state(row: dict[str, Any]) -> str:
     from toolkit.cluster import states
+    from toolkit.cluster.states import Phase
 
     state = str(row["state"])
     if row["slurm"] is None and not row["silent"]:
@@ -104,6 +109,9 @@ def _honest_state(row: dict[str, Any]) -> str:
     if row["executor"] == "slurm":
         if row["slurm"] is None:
             return f"{state}? (silent)"
+        expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of one that has just ended may not be visible yet
+        if state not in WAITING and not row["silent"] and states.phase(row["slurm"]) in expected:
+            return state
         if states.is_over(row["slurm"]):
             return {"stop": "stopped", "cancel": "cancelled"}.get(row["asked"], f"lost ({row['slurm']})")
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"

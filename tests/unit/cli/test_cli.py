@@ -88,6 +88,28 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     assert f"`toolkit resume {run.id} cluster.exclude=node2` goes on without it" in out
 
 
+@pytest.mark.parametrize(
+    ("slurm", "quiet_s", "shown"),
+    [
+        ("FAILED", 10, "lost (FAILED)"),
+        ("FAILED", 1, "running"),
+        ("COMPLETED", 10, "running"),
+        ("COMPLETED", 60, "lost (COMPLETED)"),
+        ("RUNNING", 10, "running"),
+        ("RUNNING", 60, "running (RUNNING)"),
+    ],
+)
+def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
+    slurm: str, quiet_s: float, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One whose supervisor was killed is told as lost at once, and not half a minute later."""
+    monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
+    run = rundir.create("digits")
+    run.write_status({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
+    monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", slurm, None)})
+    assert show.status_rows([run])[0]["state"] == shown
+
+
 @pytest.mark.parametrize("reason", ["launch failed requeued held", None])
 def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
