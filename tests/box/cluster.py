@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
@@ -74,6 +75,7 @@ class Box:
         self._machines: dict[str, Machine] = {}
         self._daemons: dict[tuple[str, str], BoxProcess] = {}
         self._owner: TextIO | None = None
+        self._starter = ThreadPoolExecutor(1)  #: its thread lives as long as we do, and so do the machines it starts
 
     def __enter__(self) -> Self:
         self.up()
@@ -87,10 +89,7 @@ class Box:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Brings the cluster up and returns when all its nodes are idle. BoxUnavailable where this machine can't.
-
-        Call it from a thread that lives as long as the box (see namespaces.py).
-        """
+        """Brings the cluster up and returns when all its nodes are idle. BoxUnavailable where this machine can't."""
         self._root = ensure_root(self.spec.slurm)
         if self.spec.strict and not (CGROUPS / "freezer").is_dir():
             raise BoxUnavailable("the strict profile needs cgroup v1 controllers in /sys/fs/cgroup")
@@ -237,7 +236,7 @@ class Box:
 
     def start_node(self, node: str) -> None:
         """Boots a killed node and waits for its slurmd to listen. What Slurm makes of it is Slurm's (see wait_idle)."""
-        self._machines[node] = Machine(node, self._layout(node))
+        self._boot(node)
         self._connect(node)
         self._start_node_daemons(node)
         self._wait_daemon(node, "slurmd", lambda: self._machine(node).listens(SLURMD_PORT))
@@ -283,7 +282,7 @@ class Box:
 
     def _start_machines(self) -> None:
         for node in (LOGIN, *self.spec.node_names):  # each starts in the background: the first use waits for it
-            self._machines[node] = Machine(node, self._layout(node))
+            self._boot(node)
         self._ip(
             LOGIN,
             "link add cluster type bridge",
@@ -293,6 +292,10 @@ class Box:
         )
         for node in self.spec.node_names:
             self._connect(node)
+
+    def _boot(self, node: str) -> None:
+        """Start a machine, which would die with the thread that starts it (see namespaces.py)."""
+        self._machines[node] = self._starter.submit(Machine, node, self._layout(node)).result()
 
     def _connect(self, node: str) -> None:
         """A cable from the node to the bridge on the login side: both ends live in the box's namespaces."""

@@ -231,7 +231,7 @@ def all_pids() -> Iterator[int]:
 
 def _start_init(name: str, layout: Layout, log_path: Path) -> subprocess.Popen[str]:
     # setpriv and --kill-child: when the owner dies, even by SIGKILL, so does the init and with it the whole machine.
-    # The kernel sends that signal when the *thread* that started us ends: a box is brought up by the main thread.
+    # The kernel sends that signal when the *thread* that started us ends: see Box._boot.
     argv = [
         "setpriv",
         "--pdeathsig=KILL",

@@ -143,10 +143,10 @@ def submit(it: Watched, project: Path) -> None:
 def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
     """One schedule to its end. Raises what was violated."""
     it = Watched(cluster, f"s{seed}", random.Random(seed), traces)
-    submit(it, project)
     observer = threading.Thread(target=it.observe, daemon=True)
     observer.start()
     try:
+        submit(it, project)
         for _ in range(it.dice.randint(1, 4)):
             wait_for_the_moment(it)
             action = it.dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]

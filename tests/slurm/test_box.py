@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,9 +85,12 @@ def test_processes_shows_what_a_job_runs_until_it_ends(box: Box) -> None:
 
 
 def test_a_killed_node_can_be_started_again(box: Box) -> None:
+    """By a thread that ends before the node does, as well."""
     box.kill_node("node4")
     assert not reachable(box, "node4")
-    box.start_node("node4")
+    starter = threading.Thread(target=box.start_node, args=["node4"])
+    starter.start()
+    starter.join()
     box.wait_idle()
     assert box.run(["srun", "--nodelist=node4", "hostname"]).stdout == "node4\n"
 

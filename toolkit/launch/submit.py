@@ -6,7 +6,6 @@ of a library between submission and start cannot make it unreadable.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,10 +249,16 @@ def submit_command(
 
 
 def _send_new(run: RunDir, config: JobConfig, executor: str) -> Run:
-    """Submit a run for the first time; of one that Slurm refuses nothing is left."""
-    try:
+    """Submit a run for the first time. Of one that Slurm refuses, or that has no room on the disk, nothing is left."""
+    with _removed_on_error(run):
         return _send(run, config, executor, ownership.submit_as(run, executor, ownership.take(run, 0)))
-    except SlurmError:
+
+
+@contextmanager
+def _removed_on_error(run: RunDir) -> Iterator[None]:
+    try:
+        yield
+    except (SlurmError, OSError):
         fsio.remove_tree(run.path)
         raise
 
@@ -276,7 +281,8 @@ def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str 
 
 def _new_foreign_run(config: JobConfig, command: Sequence[str]) -> RunDir:
     run = new_run(config, None)
-    write_command(run, command)
+    with _removed_on_error(run):
+        write_command(run, command)
     return run
 
 
@@ -386,8 +392,16 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
         job_id = send(run, config, owner.token)
     finally:
         os.umask(umask)
-    fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, job_id))
-    return Run(run, executor, job_id)
+    sent = Run(run, executor, job_id)
+    try:
+        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, job_id))
+    except OSError:
+        if executor == "slurm":  # nobody would know that this job is the run's
+            with suppress(SlurmError):
+                Slurm().cancel(job_id)
+            raise
+        log.warning("%s could not be written", run.submitit / "submission.json", exc_info=True)
+    return sent
 
 
 def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
@@ -564,7 +578,7 @@ def _output_to(path: Path) -> Iterator[None]:
         stream.flush()
     saved: dict[int, int] = {}
     for number in (0, 1, 2):
-        with contextlib.suppress(OSError):  # a daemon's may be closed
+        with suppress(OSError):  # a daemon's may be closed
             saved[number] = os.dup(number)
     try:
         with Path(os.devnull).open("rb") as nothing, os.fdopen(fsio.open_private(path, _APPEND), "ab") as file:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
+from toolkit import rundir
 from toolkit.cli import show, why
 from toolkit.cli.main import main
 from toolkit.cluster import commands
@@ -287,6 +288,33 @@ def test_a_resume_that_fails_on_a_full_disk_when_the_job_is_queued_leaves_the_ru
     assert not [path for path in run.path.iterdir() if "kept" in path.name]
     with pytest.raises(Overtaken):
         Claim.of_job(run, allocation("2"), "the token of that job")
+
+
+@pytest.mark.parametrize("kind", ["submit", "exec"])
+def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
+    kind: str, run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it fills up: before the first file, between two, or after the job was queued."""
+
+    def again() -> submit.Run:
+        if kind == "submit":
+            return submit.submit("own.yaml", ["name=again"], executor="slurm")
+        return submit.submit_command(["true"], name="again", executor="slurm")
+
+    fsync, failed = os.fsync, 0
+    for room in itertools.count():
+        written = itertools.count()
+        monkeypatch.setattr(os, "fsync", lambda fd, w=written, r=room: fsync(fd) if next(w) < r else no_space(fd))
+        try:
+            sent = again()
+            break
+        except OSError:
+            failed += 1
+        rows = [slurm.show_job(job) for job in slurm.submitted if job != "1"]
+        assert [row for row in rows if row and row.state != "CANCELLED"] == []
+        assert [found for found in rundir.all_runs() if found.name == "again"] == []
+    assert failed > 3
+    assert ownership.jobs_of(sent.dir) == [sent.job_id]
 
 
 def no_space(fd: int) -> None:
