@@ -144,9 +144,9 @@ def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
     """One schedule to its end. Raises what was violated."""
     it = Watched(cluster, f"s{seed}", random.Random(seed), traces)
     observer = threading.Thread(target=it.observe, daemon=True)
-    observer.start()
     try:
         submit(it, project)
+        observer.start()
         for _ in range(it.dice.randint(1, 4)):
             wait_for_the_moment(it)
             action = it.dice.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
@@ -158,7 +158,8 @@ def play(cluster: Cluster, seed: int, project: Path, traces: Path) -> Watched:
         it.violations.append(f"{type(error).__name__}: {error}")
     finally:
         it._stop.set()
-        observer.join()
+        if observer.ident is not None:
+            observer.join()
     return it
 
 

@@ -35,15 +35,21 @@ class Journal:
         status = run.status()
         waits = status.get("state") in ("queued", "requeued")
         self._submitted: float = status.get("updated", self._began) if waits else self._began
+        self._number = 0  #: of the last attempt
+
+    def read(self) -> None:
+        """Read what the supervisors before us have written. Later the shared folder may be out of reach for a while."""
+        self._number = self._run.next_attempt(self._lines) - 1
 
     @cached_property
     def _lines(self) -> list[dict[str, Any]]:
-        """The closed attempts. Nobody else adds one, so they are read once."""
+        """The closed attempts. Nobody else adds one once the run is ours, so they are read once."""
         return self._run.attempts()
 
     def next_number(self) -> int:
-        """Return the number of the attempt that begins now."""
-        return self._run.next_attempt(self._lines)
+        """Return the number of the attempt that begins now, one more each time."""
+        self._number = max(self._number + 1, self._run.next_attempt(self._lines))
+        return self._number
 
     def begin(self, row: JobRow | None) -> Start:
         """What led to the attempt that begins now; to be asked once for each. ``row`` is our job as Slurm sees it."""

@@ -147,6 +147,7 @@ class Supervisor:
         """
         self._install_handlers()
         self._claim = Claim.of_job(self._run, self._allocation, self._token)
+        self._journal.read()
         if self._has_ended(last_words):
             return EXIT_DONE
         ranks = self._allocation.without(self._config.cluster.spare_nodes).world_size

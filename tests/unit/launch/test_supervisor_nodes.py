@@ -22,6 +22,8 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED
 from toolkit.launch import nodes, patience, supervisor
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.journal import Journal
+from toolkit.launch.nodes import Nodes
 from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import Report
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
@@ -188,6 +190,17 @@ def test_the_lines_of_earlier_attempts_are_read_once(
     files = [path.name for path in reads]
     assert files.count("attempts.jsonl") <= 2, "once for what was left over, once for the journal"
     assert len(run.attempts()) == 3
+
+
+def test_an_attempt_has_a_number_of_its_own_also_while_the_shared_folder_is_gone(run: RunDir, slurm: FakeSlurm) -> None:
+    """A node may lose the mount between the start of its supervisor and that of the ranks."""
+    fsio.make_dir(run.attempt_logs(4))
+    run.rank_log(4, 0).touch()
+    allocation = Allocation(("node1",), (1,), 1, job_id="1")
+    journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
+    journal.read()
+    run.path.rename(run.path.with_name("hidden"))
+    assert [journal.next_number(), journal.next_number()] == [5, 6]
 
 
 def is_refused_by_node2(ranks: Ranks) -> None:
