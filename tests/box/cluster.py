@@ -26,6 +26,7 @@ from tests.box.namespaces import (
     wait_for,
 )
 from tests.box.roots import ensure_root
+from tests.waiting import PATIENCE
 
 PROJECT = Path(__file__).resolve().parents[2]
 DAEMONS = {"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmdbd", "mariadbd"}
@@ -132,7 +133,8 @@ class Box:
         """Runs a program on a machine of the box, to its end. BoxError with its output where `check` fails.
 
         `env` is added to a small, fixed environment; nothing is inherited. `cwd` is the project by default. After
-        `timeout` seconds the program and its process group are killed and TimeoutExpired is raised.
+        `timeout` seconds, and more on a busy machine, the program and its process group are killed and TimeoutExpired
+        is raised.
         """
         streams = {
             "stdin": subprocess.PIPE if input is not None else subprocess.DEVNULL,
@@ -141,7 +143,7 @@ class Box:
         }
         with self.popen(argv, cwd, env, node, user, **streams) as process:
             try:
-                out, err = process.communicate(input, timeout=timeout)
+                out, err = process.communicate(input, timeout=PATIENCE * timeout)
             except BaseException:
                 process.kill_group()
                 raise

@@ -83,6 +83,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={spec.slurmd_timeout_s}
 JobRequeue=1
+# on a busy machine a process that is killed may take longer than the usual minute, after which its node is drained
+UnkillableStepTimeout=300
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -30,15 +30,15 @@ pytestmark = [pytest.mark.slurm, pytest.mark.sample(10)]
 
 NODES = ["cluster.nodes=2", "cluster.tasks_per_node=1"]
 LONG = [*NODES, "train.epochs=20000", "checkpoint.every_steps=1000"]
-#: The training of the reference job with a pause in each step: as long as a story needs, on any machine.
+#: The training of the reference job with a pause in each step, and another one late in the first attempt: a long one
+#: where on a busy machine, too, something is to be done to the run before its end.
 SLOW = """
-import time
+import os, time
 from jobs import classify
 from toolkit.data.loader import Loader
-PAUSE_S = {pause_s}
 plain_at = Loader.at
 def at(self, step):
-    time.sleep(PAUSE_S)
+    time.sleep({late_s} if step > 200 and os.environ["TOOLKIT_ATTEMPT"] == "1" else {pause_s})
     return plain_at(self, step)
 def main(config):
     Loader.at = at
@@ -46,11 +46,11 @@ def main(config):
 """
 
 
-def slow_project(site: Site, pause_s: float) -> Path:
+def slow_project(site: Site, pause_s: float, late_s: float | None = None) -> Path:
     """A project with the reference job, slowed down, and its config ``slow.yaml``."""
     source = Path(__file__).parents[2] / "jobs"
     jobs = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
-    project = site.project(**jobs, slow=SLOW.format(pause_s=pause_s))
+    project = site.project(**jobs, slow=SLOW.format(pause_s=pause_s, late_s=late_s or pause_s))
     (project / "slow.yaml").write_text(
         "job: jobs.slow\ncluster: {nodes: 2, tasks_per_node: 1}\n"
         "data: {name: digits, global_batch_size: 64}\noptim: {lr: 0.05}\n"
@@ -120,7 +120,7 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_though_nobody_could
 
     The supervisor and its guard are stopped again and again: what Slurm sends first, a SIGCONT, lets them go on.
     """
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300", "cluster.partition=cancel")
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300", "cluster.partition=cancel")
     wait_for(lambda: run.step() >= 50, END_S, "step 50")
     first = site.job_of(run)
     busy = [pid for pid, command in site.box.processes("node1") if "submitit.core._submit" in command]
@@ -165,7 +165,7 @@ def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run
 
 def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) -> None:
     nodes = ["cluster.exclude=node4", "cluster.exclusive=true"]
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=400", *nodes, no_requeue=True)
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=400", *nodes, no_requeue=True)
     reached(run, 50)
     ours = site.job_of(run)
     (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
@@ -224,7 +224,7 @@ def ungraceful(make_box: Callable[..., Box], request: pytest.FixtureRequest) -> 
 
 def test_preempted_without_grace_it_comes_back(ungraceful: Site) -> None:
     site = ungraceful
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300")
     reached(run, 50)
     site.preempt()
     completed(site, run)
@@ -262,7 +262,7 @@ def to_the_supervisor(site: Site, job: str) -> None:
 def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
     site: Site, deliver: Callable[[Site, str], None]
 ) -> None:
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300")
     reached(run, 50)
     deliver(site, site.job_of(run))
     completed(site, run)
@@ -368,7 +368,7 @@ def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(sit
 
 
 def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -> None:
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=400")
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=400")
     reached(run, 50)
     site.run("toolkit", "stop", run.id)
     result = wait_for(run.result, 60, "a result")
@@ -519,7 +519,7 @@ def test_a_controller_that_was_away_when_the_nodes_checks_ended_delays_the_ranks
 
 @pytest.mark.soak
 def test_a_preemption_is_told_apart_while_accounting_is_down(site: Site) -> None:
-    run = submit(site, slow_project(site, 0.02), "train.max_steps=300")
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300")
     reached(run, 50)
     site.box.stop_slurmdbd()
     back = time.monotonic() + 60
