@@ -7,9 +7,8 @@ ranks' speeds are saved with the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -20,19 +19,17 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
 from toolkit.dist.stop import STOP
-from toolkit.errors import RankLostError, StoppedError
-from toolkit.metrics.history import History
-from toolkit.metrics.meters import Throughput
+from toolkit.errors import RankLostError
 from toolkit.metrics.pace import Pace
-from toolkit.metrics.sinks import NullSink, Sink, build_sinks
-from toolkit.metrics.timesheet import Timesheet
-from toolkit.strategies.protocol import StepOutput, Strategy
+from toolkit.metrics.sinks import Sink
+from toolkit.strategies.protocol import Strategy
 from toolkit.train.balance import build_balance
+from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
-from toolkit.train.state import SAVE, Checkpoints, conditions
+from toolkit.train.state import Checkpoints, conditions
 from toolkit.train.witness import summoned
 
 log = logs.get(__name__)
@@ -118,26 +115,22 @@ class Trainer:
             loader, strategy = witness.watch(loader, strategy)
         self._config = config
         self._session = session
-        self._doing = session.activity
+        self._activity = session.activity
         self._strategy = strategy
         self._loader = loader
         self._checkpoints = checkpoints
         checkpoints.include(loader)
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
-        self._throughput = Throughput(window=config.log_every)
-        self._sheet = Timesheet()
+        self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
         self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
         self._pace = Pace(session)
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = BadSamples(session, loader.max_bad_samples)
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
-        self._sink: Sink = NullSink()
+        self._weights_are_finite = True
         self._show: Show = lambda sink, step: None
-        self._metrics: dict[str, float] = {}
-        self._step = 0
-        self._saved = 0  #: the step of the last save, which may still be being written, or have failed
         self._evaluated: int | None = None
 
     def fit(
@@ -149,34 +142,33 @@ class Trainer:
         StoppedError, with everything committed, when the ranks have agreed to stop.
         """
         self._show = show
-        loaded = self._checkpoints.resume()
-        resumed = None if loaded is None else loaded.step
-        self._step = self._saved = resumed or 0
+        loaded = self._life.resume()
         if loaded is not None:
-            self._metrics = _figures(loaded.meta.get("metrics"))
-            self._evaluated = self._step if loaded.meta.get("evaluated") == self._step else None
-            self._loss.restore(loaded.meta.get("loss_window"))
-            self._balance.restore(loaded.meta.get("shares"))
-            self._skipped.restore(loaded.meta.get("skipped_steps"))
-            self._not_finite.count = int(self._metrics.get(NOT_FINITE, 0))
+            self._restore(loaded.meta)
         log.info("training from step %d to %d", self._step, self._total)
         self._strategy.begin(self._step, self._again)
-        self._session.progress(step_start=self._step, expendable=sorted(self._strategy.expendable))
-        sinks = build_sinks(self._session.run_dir, self._session.is_main, resumed)
-        with closing(self._checkpoints), closing(sinks) as self._sink:
+        with self._life.open(self._strategy.expendable):
             if loaded is None:
-                describe(self._sink)
-            self._begin()
+                describe(self._life.sink)
+            self._life.begin()
             if loaded is not None:
                 self._make_up(evaluate)
             self._train(evaluate)
-        return self._finish()
+        samples = self._step * self._loader.global_batch_size
+        result = Result(self._step, self._epochs(self._step), samples, dict(self._life.metrics))
+        self._life.finish(asdict(result))
+        return result
 
-    def _begin(self) -> None:
-        """From here on rank 0 measures where the time goes: what was before is start-up."""
-        self._history = History(self._session, self._step, self._sheet)
-        self._sheet.begin()
-        self._session.progress(spent=self._sheet.spent)
+    @property
+    def _step(self) -> int:
+        return self._life.step
+
+    def _restore(self, meta: Mapping[str, Any]) -> None:
+        self._evaluated = self._step if meta.get("evaluated") == self._step else None
+        self._loss.restore(meta.get("loss_window"))
+        self._balance.restore(meta.get("shares"))
+        self._skipped.restore(meta.get("skipped_steps"))
+        self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _make_up(self, evaluate: Evaluate) -> None:
         """An evaluation that was due at the checkpoint and was cut short by the stop that made it."""
@@ -184,23 +176,29 @@ class Trainer:
             self._evaluate(evaluate)
 
     def _train(self, evaluate: Evaluate) -> None:
-        share = self._strategy.share.index
-        self._throughput.reset()
-        while self._goes_on():
-            n = self._step
-            self._strategy.own_time.start()
-            reseed(self._config.seed, n, share)
-            self._doing.phase = activity.WAITING_FOR_DATA
-            batch = self._loader.at(n)
-            self._bad_samples.note(batch)
-            self._doing.phase = activity.IN_STEP
-            output = self._strategy.step(batch, self._lr(n))
-            self._step_done(output)
+        self._life.throughput.reset()
+        self._life.boundary()
+        while self._step < self._total:
+            self._train_step()
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate(evaluate)
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
-                self._save(must=self._step == self._total)
+                self._life.save(must=self._step == self._total)
+            self._life.boundary()
+
+    def _train_step(self) -> None:
+        n = self._step
+        self._strategy.own_time.start()
+        reseed(self._config.seed, n, self._strategy.share.index)
+        self._activity.phase = activity.WAITING_FOR_DATA
+        batch = self._loader.at(n)
+        self._bad_samples.note(batch)
+        self._activity.phase = activity.IN_STEP
+        output = self._strategy.step(batch, self._lr(n))
+        self._skipped.note(n, output.skipped)
+        self._loss.add(output.counted_loss())
+        self._life.step_done(self._loader.global_batch_size, self._loader.data_wait_s)
 
     def _again(self, step: int, share: Share) -> Batch:
         """What the rank that holds ``share`` gets in ``step``, and draws its random numbers from."""
@@ -208,45 +206,6 @@ class Trainer:
         batch = self._loader.part(step, share)
         self._bad_samples.note(batch)
         return batch
-
-    def _goes_on(self) -> bool:
-        """Ask at each boundary, the last one included: whether to stop here is for all ranks to agree on."""
-        self._doing.phase = activity.AT_BOUNDARY
-        while (kind := self._session.gate.boundary(self._step)) is not None:
-            if kind == STOP:
-                self._stop()
-            if kind == SAVE and self._step != self._saved:
-                self._save(must=False)
-            self._doing.phase = activity.AT_BOUNDARY
-        return self._step < self._total
-
-    def _stop(self) -> NoReturn:
-        """Commit and leave; nothing to commit where this attempt has gained no step."""
-        with self._sheet.on("checkpoint"):
-            self._checkpoints.settle(self._step)
-        is_kept = self._step == (self._checkpoints.newest or 0) or self._save(must=True)
-        self._report("stopped")
-        raise StoppedError(f"stopped at step {self._step} of {self._total}; {'' if is_kept else 'not '}committed")
-
-    def _is_cut(self) -> bool:
-        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume.
-
-        It asks after each batch, which shows as well that it gets on.
-        """
-        self._doing.move()
-        self._sheet.add("evaluation")
-        return self._session.gate.pending == STOP
-
-    def _step_done(self, output: StepOutput) -> None:
-        self._skipped.note(self._step, output.skipped)
-        self._step += 1
-        if self._doing.step is None:
-            self._session.step_made()
-        self._doing.step = self._step
-        self._loss.add(output.counted_loss())
-        self._throughput.update(self._loader.global_batch_size, self._loader.data_wait_s)
-        self._sheet.step_done(self._loader.data_wait_s)
-        self._session.progress(step=self._step)
 
     # ------------------------------------------------------------------------------------- what is due, by the step
 
@@ -267,66 +226,62 @@ class Trainer:
 
     def _log(self) -> None:
         """The only place where the host waits for the device."""
-        self._doing.phase = activity.LOGGING
+        self._activity.phase = activity.LOGGING
         self._read_skipped()
         if self._skipped.rollback_due:
             self._roll_back()
         loss, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/lr": self._lr(self._step - 1),
-            "train/samples_per_s": self._throughput.samples_per_s,
-            "train/data_wait_fraction": self._throughput.data_wait_fraction,
+            **self._life.figures(),
             **self._pace.compare(own_s),
             **self._balance.update(self._step, own_s),
             **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
-            **self._history.scalars(self._step),
         }
         for tag, figure in self._strategy.figures().items():
             if isinstance(figure, Tensor):
-                self._sink.histogram(self._step, tag, figure)
+                self._life.sink.histogram(self._step, tag, figure)
             else:
                 values[tag] = figure
+        metrics = self._life.metrics
         if loss is not None:
-            self._metrics["train/loss"] = values["train/loss"] = loss
+            metrics["train/loss"] = values["train/loss"] = loss
             self._not_finite.judge(self._step, loss, self._loss.taken)
         if self._not_finite.count:
-            self._metrics[NOT_FINITE] = values[NOT_FINITE] = self._not_finite.count
-        self._metrics |= self._skipped.figures()
-        self._sink.scalars(self._step, values)
-        if (table := self._history.take_table()) is not None:
-            self._sink.text("run/restarts", table, self._step, markdown=True)
-        self._report("train")
+            metrics[NOT_FINITE] = values[NOT_FINITE] = self._not_finite.count
+        metrics |= self._skipped.figures()
+        self._life.write(values)
 
     def _read_skipped(self) -> None:
         self._loss.leave_out(self._skipped.read())
 
     def _roll_back(self) -> None:
         """To the weights of a checkpoint, on all ranks alike: the step, the data and the learning rate go on."""
-        self._doing.phase = activity.LOADING
-        with self._sheet.on("checkpoint"):
+        self._activity.phase = activity.LOADING
+        with self._life.sheet.on("checkpoint"):
             to = self._checkpoints.roll_back(self._step, self._skipped.first_in_row)
         self._skipped.rolled_back(self._step, to)
-        self._doing.phase = activity.LOGGING
+        self._activity.phase = activity.LOGGING
 
     def _evaluate(self, evaluate: Evaluate) -> bool:
         """Whether the model has never been as good."""
-        self._report("evaluate")
-        self._doing.phase = activity.EVALUATING
-        with self._sheet.on("evaluation"):
+        self._life.report("evaluate")
+        self._activity.phase = activity.EVALUATING
+        with self._life.sheet.on("evaluation"):
             found = self._evaluated_by_the_living(evaluate)
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
         figures = {f"eval/{name}": value for name, value in found.items()}
-        self._metrics |= figures
+        self._life.metrics |= figures
         self._evaluated = self._step
-        self._sink.scalars(self._step, figures)
-        self._show(self._sink, self._step)
+        self._life.sink.scalars(self._step, figures)
+        self._show(self._life.sink, self._step)
         log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
-        self._report("train")
-        self._throughput.pause()
-        return self._checkpoints.is_best(self._metrics)
+        self._life.report("train")
+        self._life.throughput.pause()
+        return self._checkpoints.is_best(self._life.metrics)
 
     def _evaluated_by_the_living(self, evaluate: Evaluate) -> Mapping[str, float] | None:
         """Again, if a rank dies over it: all hear of that at the same point."""
@@ -336,68 +291,51 @@ class Trainer:
             except RankLostError as error:
                 log.warning("step %d: evaluating again: %s", self._step, error)
 
-    def _save(self, *, must: bool) -> bool:
-        """Whether it was made, or begun."""
+    def _is_cut(self) -> bool:
+        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume.
+
+        It asks after each batch, which shows as well that it gets on.
+        """
+        self._activity.move()
+        self._life.sheet.add("evaluation")
+        return self._session.gate.pending == STOP
+
+    # ------------------------------------------------------------------------------------------ for the lifecycle
+
+    def may_save(self, *, must: bool) -> bool:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
         self._read_skipped()
         if self._skipped.saves_wait and not must:
             log.info("step %d is not saved: the steps before it were left out", self._step)
-            self._checkpoints.postpone()
             return False
-        is_finite = self._not_finite.weights_are_finite()
-        if not is_finite and self._not_finite.stops:
-            if self._step == self._total:
-                self._not_finite.refuse(self._step)
-            log.warning("step %d is not saved: the weights are not finite", self._step)
-            self._checkpoints.postpone()
-            return False
-        self._report("checkpoint")
-        self._doing.phase = activity.SAVING
-        with self._sheet.on("checkpoint"):
-            self._sink.flush()  # first: what was logged up to a committed step must survive with it
-            reached: dict[str, Json] = {
-                "evaluated": self._evaluated,
-                "metrics": dict(self._metrics),
-                "loss_window": self._loss.state(),
-                "skipped_steps": self._skipped.state(),
-                "shares": self._balance.state(),
-                "finite": is_finite,
-            }
-            self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
-            self._checkpoints.save(self._step, reached, must=must)
-        self._saved = self._step
-        self._report("train")
-        self._throughput.pause()
-        return True
+        self._weights_are_finite = self._not_finite.weights_are_finite()
+        if self._weights_are_finite or not self._not_finite.stops:
+            return True
+        if self._step == self._total:
+            self._not_finite.refuse(self._step)
+        log.warning("step %d is not saved: the weights are not finite", self._step)
+        return False
 
-    def _report(self, phase: str) -> None:
-        progress: dict[str, Any] = {
-            "phase": phase,
-            "step": self._step,
+    def saved_with(self) -> dict[str, Json]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        kept: dict[str, Json] = {
+            "evaluated": self._evaluated,
+            "loss_window": self._loss.state(),
+            "skipped_steps": self._skipped.state(),
+            "shares": self._balance.state(),
+            "finite": self._weights_are_finite,
+        }
+        self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
+        return kept
+
+    def progress(self) -> dict[str, Any]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        return {
             "total_steps": self._total,
             "epoch": self._epochs(self._step),
             "epochs": self._config.epochs,
-            "loss": self._metrics.get("train/loss"),
-            "samples_per_s": self._throughput.samples_per_s,
-            "data_wait_fraction": self._throughput.data_wait_fraction,
-            "save_s": round(self._checkpoints.save_s, 3),
-            "eta_s": self._throughput.eta_s(self._total - self._step),
             "stragglers": self._pace.stragglers,
-            "metrics": dict(self._metrics),
         }
-        self._session.progress(**progress)
-
-    def _finish(self) -> Result:
-        samples = self._step * self._loader.global_batch_size
-        result = Result(self._step, self._epochs(self._step), samples, dict(self._metrics))
-        self._report("done")
-        self._doing.phase = activity.FINISHING
-        self._checkpoints.finish()
-        self._session.finish(asdict(result))
-        return result
-
-
-def _figures(value: Any) -> dict[str, float]:
-    return {str(name): float(figure) for name, figure in (value or {}).items()}
 
 
 class LossWindow:

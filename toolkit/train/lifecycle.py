@@ -1,0 +1,182 @@
+"""What every training loop has in common: steps that are counted, saves, agreed stops, metrics and progress.
+
+The :class:`~toolkit.train.loop.Trainer` stands on it, and so do loops of a user's own
+(:mod:`toolkit.train.own_loop`). All ranks make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, NoReturn, Protocol
+
+from toolkit import activity, logs
+from toolkit.checkpoint.reader import Loaded
+from toolkit.dist.session import Session
+from toolkit.dist.state import Json
+from toolkit.dist.stop import STOP
+from toolkit.errors import StoppedError
+from toolkit.metrics.history import History
+from toolkit.metrics.meters import Throughput
+from toolkit.metrics.sinks import NullSink, Sink, build_sinks
+from toolkit.metrics.timesheet import Timesheet
+from toolkit.train.state import SAVE, Checkpoints
+
+log = logs.get(__name__)
+
+
+class Loop(Protocol):
+    """What the lifecycle asks of the loop that it serves."""
+
+    def may_save(self, *, must: bool) -> bool:
+        """Return False where the state is not worth saving. ``must``: nothing comes after this save."""
+
+    def saved_with(self) -> dict[str, Json]:
+        """Return what the loop wants to find in ``Loaded.meta`` at a resume. Called on every rank; rank 0's counts."""
+
+    def progress(self) -> dict[str, Any]:
+        """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
+
+
+class Lifecycle:
+    """Counts the steps of one attempt and does what is due between two of them."""
+
+    def __init__(self, session: Session, checkpoints: Checkpoints, loop: Loop, *, log_every: int) -> None:
+        """``log_every``: the speed is measured over so many steps."""
+        self._session = session
+        self._checkpoints = checkpoints
+        self._loop = loop
+        self._activity = session.activity
+        self.step = 0  #: steps done, of the whole run
+        self.metrics: dict[str, float] = {}  #: the last figure of each
+        self.sheet = Timesheet()
+        self.throughput = Throughput(window=log_every)
+        self.sink: Sink = NullSink()
+        self._saved = 0  #: the step of the last save, which may still be being written, or have failed
+        self._resumed: int | None = None
+
+    # ------------------------------------------------------------------------------------------------ begin and end
+
+    def resume(self) -> Loaded | None:
+        """Fill the state from the newest good checkpoint and go on from its step; None where there is none."""
+        loaded = self._checkpoints.resume()
+        if loaded is not None:
+            self.step = self._saved = self._resumed = loaded.step
+            self.metrics = _figures(loaded.meta.get("metrics"))
+        return loaded
+
+    @contextmanager
+    def open(self, expendable: Collection[int] = ()) -> Iterator[None]:
+        """Open the metrics' files after :meth:`resume`, and close them and the checkpoints in the end.
+
+        The run goes on without the ``expendable`` ranks where they die.
+        """
+        self._session.progress(step_start=self.step, expendable=sorted(expendable))
+        sinks = build_sinks(self._session.run_dir, self._session.is_main, self._resumed)
+        with closing(self._checkpoints), closing(sinks) as self.sink:
+            yield
+
+    def begin(self) -> None:
+        """Measure from here on where the time goes. What was before is start-up."""
+        self._history = History(self._session, self.step, self.sheet)
+        self.sheet.begin()
+        self._session.progress(spent=self.sheet.spent)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand over the run's result: from now on the run is completed."""
+        self.report("done")
+        self._activity.phase = activity.FINISHING
+        self._checkpoints.finish()
+        self._session.finish(result)
+
+    # --------------------------------------------------------------------------------------------- between two steps
+
+    def boundary(self) -> None:
+        """Stop or save here, if all ranks have agreed to. Call before the first step and after each step.
+
+        Raises StoppedError with everything committed.
+        """
+        self._activity.phase = activity.AT_BOUNDARY
+        while (kind := self._session.gate.boundary(self.step)) is not None:
+            if kind == STOP:
+                self._stop()
+            if kind == SAVE and self.step != self._saved:
+                self.save(must=False)
+            self._activity.phase = activity.AT_BOUNDARY
+
+    def _stop(self) -> NoReturn:
+        """Commit and leave. There is nothing to commit where this attempt has gained no step."""
+        with self.sheet.on("checkpoint"):
+            self._checkpoints.settle(self.step)
+        is_kept = self.step == (self._checkpoints.newest or 0) or self.save(must=True)
+        self.report("stopped")
+        total = self._loop.progress().get("total_steps")
+        where = f"step {self.step}" + (f" of {total}" if total is not None else "")
+        raise StoppedError(f"stopped at {where}; {'' if is_kept else 'not '}committed")
+
+    def step_done(self, samples: int, data_wait_s: float) -> None:
+        """Count a step over ``samples`` samples of all ranks, which waited ``data_wait_s`` for this rank's."""
+        self.step += 1
+        if self._activity.step is None:
+            self._session.step_made()
+        self._activity.step = self.step
+        self.throughput.update(samples, data_wait_s)
+        self.sheet.step_done(data_wait_s)
+        self._session.progress(step=self.step)
+
+    def save(self, *, must: bool) -> bool:
+        """Save the state after the steps done; return whether that was begun. ``must``: nothing comes after it."""
+        if not self._loop.may_save(must=must):
+            self._checkpoints.postpone()
+            return False
+        self.report("checkpoint")
+        self._activity.phase = activity.SAVING
+        with self.sheet.on("checkpoint"):
+            self.sink.flush()  # first: what was logged up to a committed step must survive with it
+            kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
+            self._checkpoints.save(self.step, kept, must=must)
+        self._saved = self.step
+        self.report("train")
+        self.throughput.pause()
+        return True
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a save of this very step was made or begun."""
+        return self.step == self._saved and self._checkpoints.newest is not None
+
+    def figures(self) -> dict[str, float]:
+        """Return what is logged of every loop: its speed, the attempt's number and where the time went."""
+        return {
+            "train/samples_per_s": self.throughput.samples_per_s,
+            "train/data_wait_fraction": self.throughput.data_wait_fraction,
+            **self._history.scalars(self.step),
+        }
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Log ``values`` by tag at this step, and tell `toolkit status`."""
+        self.sink.scalars(self.step, values)
+        if (table := self._history.take_table()) is not None:
+            self.sink.text("run/restarts", table, self.step, markdown=True)
+        self.report("train")
+
+    def report(self, phase: str) -> None:
+        """Tell the supervisor, or the run's files, how the loop stands."""
+        progress: dict[str, Any] = {
+            "phase": phase,
+            "step": self.step,
+            "loss": self.metrics.get("train/loss"),
+            "samples_per_s": self.throughput.samples_per_s,
+            "data_wait_fraction": self.throughput.data_wait_fraction,
+            "save_s": round(self._checkpoints.save_s, 3),
+            "metrics": dict(self.metrics),
+            **self._loop.progress(),
+        }
+        total = progress.get("total_steps")
+        if total is not None:
+            progress["eta_s"] = self.throughput.eta_s(total - self.step)
+        self._session.progress(**progress)
+
+
+def _figures(value: Any) -> dict[str, float]:
+    return {str(name): float(figure) for name, figure in (value or {}).items()}
