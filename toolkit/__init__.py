@@ -10,17 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["JobConfig", "Run", "load_config", "submit"]
+__all__ = ["JobConfig", "Run", "TrainingRun", "load_config", "start", "submit"]
 
 if TYPE_CHECKING:
     from toolkit.config import JobConfig, load_config
     from toolkit.launch.submit import Run, submit
+    from toolkit.train.own_loop import TrainingRun, start
 
 _HOMES = {
     "JobConfig": "toolkit.config",
     "load_config": "toolkit.config",
     "Run": "toolkit.launch.submit",
     "submit": "toolkit.launch.submit",
+    "TrainingRun": "toolkit.train.own_loop",
+    "start": "toolkit.train.own_loop",
 }
 
 

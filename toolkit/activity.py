@@ -13,6 +13,7 @@ LOGGING = "reading the loss"
 EVALUATING = "evaluating"
 SAVING = "saving a checkpoint"
 FINISHING = "finishing"
+OWN_CODE = "in the loop's own code"
 
 
 class Activity:

@@ -3,7 +3,7 @@
 Nothing here imports torch or the job: a config is checked on the login node in well under a second.
 """
 
-from toolkit.config.job_module import job_source, torchvision_models
+from toolkit.config.job_module import is_loop, job_source, torchvision_models
 from toolkit.config.layers import dump_config, load_config
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
@@ -68,6 +68,7 @@ __all__ = [
     "check_step",
     "dump_config",
     "goes_on_with",
+    "is_loop",
     "is_one_line",
     "job_source",
     "load_config",

@@ -17,15 +17,37 @@ from toolkit.errors import ConfigError, nearest
 
 
 def check_job(config: JobConfig, project: Path | None) -> None:
-    """The job module must be there with a ``main``; found and parsed, not imported (it imports torch)."""
+    """Raise ConfigError unless the job has a ``main``. It is parsed and not imported, for it imports torch."""
     source = job_source(config.job, project)
     tree = _parsed(source)
     if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-        raise ConfigError(f"job: {config.job} ({source}) has no function main(config)")
+        raise ConfigError(
+            f"job: {config.job} ({source}) has no function main(config), and no loop with toolkit.start(); a script "
+            "that knows nothing of the toolkit runs by `toolkit exec -- python SCRIPT`"
+        )
     _check_step_owner(config, tree)
     models = _declared_models(tree)
     if models is not None:
         one_of("model.name", config.model.name, models)
+
+
+def is_loop(job: str, project: Path | None = None) -> bool:
+    """True for a script, named by its path, with a loop of its own: it calls ``toolkit.start()``.
+
+    Raises ConfigError for one that is not there.
+    """
+    if not job.endswith(".py"):
+        return False
+    tree = _parsed(job_source(job, project))
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "toolkit"
+        for alias in node.names
+        if alias.name == "start"
+    }
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return bool(calls & {"toolkit.start", *names})
 
 
 def _parsed(source: Path) -> ast.Module:
@@ -58,9 +80,15 @@ def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
 
 
 def job_source(dotted: str, project: Path | None = None) -> Path:
-    """The file of the job module, looked for in ``project`` (the current folder) first, as the ranks will. Raises
-    ConfigError."""
+    """Return the file of a job, by its module or its path, looked for in ``project`` (the current folder) first, as the
+    ranks will. Raises ConfigError."""
     project = project or Path.cwd()
+    if dotted.endswith(".py"):
+        path = project / dotted
+        if os.path.isfile(path):  # noqa: PTH113  # Path's own raises for a name that is too long
+            return path
+        scripts = sorted(str(p.relative_to(project)) for p in (*project.glob("*.py"), *project.glob("jobs/*.py")))
+        raise ConfigError(f"job: there is no file {path}; {nearest(dotted, scripts)}".rstrip("; "))
     with _as_if_started_in(project, dotted.partition(".")[0]):
         try:
             spec = importlib.util.find_spec(dotted)

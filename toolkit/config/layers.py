@@ -53,14 +53,17 @@ class _Layer:
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True) -> JobConfig:
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
-    Without a path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and
-    YAML values. Keys, types and values are checked; whether the config fits a machine is the business of
-    :func:`validate`. Raises ConfigError.
+    The path of a script (``train.py``) stands for a config without keys whose ``job`` it is. Without a path the layers
+    are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values. Keys, types and
+    values are checked; whether the config fits a machine is the business of :func:`validate`. Raises ConfigError.
     """
-    files = [] if path is None else _file_layers(Path(path), ())
+    is_script = path is not None and Path(path).suffix == ".py"
+    files = [] if path is None or is_script else _file_layers(Path(path), ())
     merged: dict[str, Any] = asdict(JobConfig())
     if path is not None:
         merged["name"] = Path(path).stem
+    if is_script:
+        merged["job"] = str(path)
     for layer in (*_site_layers(site), *files, *map(_override_layer, overrides)):
         _merge(merged, _section(layer, layer.root, JobConfig))
     config: JobConfig = _build(JobConfig, merged, _References(merged))

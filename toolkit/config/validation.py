@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, origin, rundir
-from toolkit.config.job_module import check_job
+from toolkit.config.job_module import check_job, is_loop
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
 from toolkit.config.request import check_cluster
@@ -87,6 +87,19 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: P
         check_places(config)
     if config.job == FOREIGN_JOB:  # the rest is the script's own business
         return
+    if not is_loop(config.job, project):
+        _check_training(config, ranks, login_node, project, goes_on)
+    if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
+        raise ConfigError(
+            "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
+            "or dist.backend to auto or gloo"
+        )
+
+
+def _check_training(
+    config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool
+) -> None:
+    """Check what a job with the Trainer makes of its config; a loop of one's own does that by itself."""
     check_job(config, project)
     if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
         raise ConfigError(
@@ -97,11 +110,6 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: P
         origin.find(config.model.init_from)
     ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
     check_batch(config, ranks)
-    if login_node and config.dist.backend == "nccl" and config.cluster.gpus_per_node == 0:
-        raise ConfigError(
-            "dist.backend: nccl needs GPUs, and cluster.gpus_per_node is 0; set cluster.gpus_per_node, "
-            "or dist.backend to auto or gloo"
-        )
     from toolkit.data.catalog import check_datasets, data_root
 
     check_datasets(config.data)

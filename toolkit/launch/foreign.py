@@ -6,6 +6,7 @@ that an agent hosts, an error file), and nothing else of ours: no snapshot on it
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -41,6 +42,7 @@ def main(run: RunDir) -> None:
     attempt = placement.whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id
+    environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see rank.py
     command = read_command(run)
     try:
         os.execvpe(command[0], command, without_snapshot(environ, run.code))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import re
+import runpy
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit import chaos, error_file, logs, rundir, signals, stacks
 from toolkit import config as configs
@@ -20,8 +23,13 @@ from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.config import JobConfig
-from toolkit.errors import ConfigError, StoppedError, ToolkitError
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, StoppedError, ToolkitError
 from toolkit.launch.prepare import new_run
+
+#: The config of a script with a loop of its own, a JSON list: a file, or null, and overrides.
+CONFIG_VARIABLE = "TOOLKIT_CONFIG"
+#: Set in a process that :func:`run_rank` has made a rank already.
+JOINED_VARIABLE = "TOOLKIT_JOINED"
 
 log = logs.get(__name__)
 
@@ -43,6 +51,10 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
         log.info("%s", stopped)
         signals.ignore()
         return stopped.exit_code
+    except SystemExit as ended:  # a script's own end
+        if ended.code in (None, EXIT_DONE, EXIT_STOPPED):
+            return ended.code or EXIT_DONE
+        raise
     except BaseException as error:
         log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
         number = os.environ.get("SLURM_PROCID", "")
@@ -54,16 +66,63 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
 
 def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
-    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
-    for note in place.notes:
-        log.warning("%s", note)
+    _note(place)
     config = configs.load_config(config_path, overrides, site=not supervised)
     if not supervised:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     with chaos.of_environment(place.rank, placement.whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
-        _main_of(config)(config)
+        if configs.is_loop(config.job, _project()):
+            _run_script(config, [config_path, *overrides])
+        else:
+            _main_of(config)(config)
+
+
+def _note(place: Placement) -> None:
+    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
+    for note in place.notes:
+        log.warning("%s", note)
+
+
+def _project() -> Path:
+    """Return the folder of the job's sources: the run's copy under a supervisor, else the current folder."""
+    run = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    code = None if run is None else rundir.RunDir(Path(run)).code
+    return code if code is not None and code.is_dir() else Path.cwd()
+
+
+def _run_script(config: JobConfig, words: Sequence[str]) -> None:
+    """Run a script with a loop of its own as Python would, with its folder first on the path."""
+    path = configs.job_source(config.job, _project())
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path)]
+    os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def joined() -> JobConfig:
+    """Return the config of this process, which is a rank, whoever has started it; for ``toolkit.start()``.
+
+    Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
+    """
+    words: list[Any] = json.loads(os.environ.get(CONFIG_VARIABLE, "[null]"))
+    path, overrides = words[0], words[1:]
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    if JOINED_VARIABLE in os.environ:
+        return configs.load_config(path, overrides, site=not supervised)
+    os.umask(0o077)
+    faulthandler.enable()
+    signals.install()
+    place = placement.derive(os.environ, socket.gethostname())
+    _note(place)
+    stacks.answer(place.rank)
+    is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
+    config = configs.load_config(path or (sys.argv[0] if is_script else None), overrides)
+    if not supervised:
+        _prepare_unsupervised(config, place)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    return config
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:

@@ -223,14 +223,16 @@ def attach(run: RunDir) -> Run:
 def submit(
     config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", project: str | Path = "."
 ) -> Run:
-    """Submit ``config`` with ``key=value`` overrides; returns at once.
+    """Submit ``config`` with ``key=value`` overrides; returns at once. A script (``train.py``) may stand for it.
 
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything exists.
     """
+    folder = Path(project).resolve()
+    if str(config).endswith(".py") and not configs.is_loop(str(config), folder):
+        return submit_command([sys.executable, str(folder / config)], overrides, executor=executor)
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
-    folder = Path(project).resolve()
     _validate(loaded, chosen, folder)
     return _send_new(new_run(loaded, folder), loaded, chosen)
 

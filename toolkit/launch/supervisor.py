@@ -847,7 +847,7 @@ def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None
     """Write the allocation's size into the run's config."""
     cluster = config.cluster
     used = allocation.without(cluster.spare_nodes)
-    if config.job != FOREIGN_JOB:
+    if config.job != FOREIGN_JOB and not configs.is_loop(config.job, run.code):
         configs.check_batch(config, used.world_size)
     cluster.nodes = len(used.hosts)
     cluster.tasks_per_node = max(allocation.tasks)

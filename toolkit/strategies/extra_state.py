@@ -23,13 +23,13 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class ExtraState:
-    """``model/<module>._extra_state``: rank 0's counts, as a buffer's does.
+    """``model/<module>._extra_state``, with ``prefix`` for ``model/``: rank 0's counts, as a buffer's does.
 
     Raises ConfigError for one that a checkpoint cannot hold: it must be a tensor, or what JSON gives back as it was.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {f"model/{name}": module for name, module in modules_with_extra_state(model).items()}
+    def __init__(self, model: nn.Module, prefix: str = "model/") -> None:
+        self._modules = {f"{prefix}{name}": module for name, module in modules_with_extra_state(model).items()}
         self._tensors: dict[str, Tensor] = {}
         strange = [name for name, module in self._modules.items() if not _can_be_stored(module.get_extra_state())]
         if strange:
@@ -47,8 +47,15 @@ class ExtraState:
         if dist.get_rank():
             for name, value in told[0].items():
                 self._modules[name].set_extra_state(value)
-        self._tensors = {name: value.detach() for name, value in told[0].items() if isinstance(value, Tensor)}
-        return {name: Replicated(self._tensors.get(name, value)) for name, value in told[0].items()}
+        return self._declared(told[0])
+
+    def places(self) -> dict[str, Entry]:
+        """What a checkpoint is read into; no collective."""
+        return self._declared({name: module.get_extra_state() for name, module in self._modules.items()})
+
+    def _declared(self, values: Mapping[str, Any]) -> dict[str, Entry]:
+        self._tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: Replicated(self._tensors.get(name, value)) for name, value in values.items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Hand each module what a checkpoint had: ``values``, or a tensor of :meth:`entries` that has been filled."""

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from toolkit import activity, fsio, logs, trust
 from toolkit.checkpoint import policy
@@ -30,7 +31,7 @@ from toolkit.dist.session import Session
 from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError, listing
 from toolkit.rundir import RunDir
-from toolkit.strategies.protocol import REPLICA, InRounds, Strategy
+from toolkit.strategies.protocol import REPLICA, InRounds
 
 #: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
@@ -93,11 +94,29 @@ class Stateful(Protocol):
     def fingerprint(self) -> str | None: ...
 
 
+class Kept(Protocol):
+    """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a loop of one's own."""
+
+    def state(self) -> State: ...
+
+    def loaded(self, values: Mapping[str, Json]) -> None: ...
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """State whose places follow from what a checkpoint holds."""
+
+    def places(self, manifest: Manifest) -> State:
+        """What is to be filled from a checkpoint; no collective."""
+
+
 class Checkpoints:
     """The run's checkpoints as the loop sees them: resume once, save when it is time."""
 
     def __init__(
-        self, config: CheckpointConfig, session: Session, strategy: Strategy, identity: Mapping[str, Json]
+        self, config: CheckpointConfig, session: Session, strategy: Kept, identity: Mapping[str, Json]
     ) -> None:
         self._every_steps = config.every_steps
         self._every_min = config.every_min
@@ -348,7 +367,7 @@ class Checkpoints:
         session = self._session
         return load(
             self._store,
-            self._places(self._state()),
+            self._places(),
             rank=session.rank,
             world_size=session.world_size,
             kv=session.store,
@@ -356,9 +375,12 @@ class Checkpoints:
             newest=newest,
         )
 
-    def _places(self, state: State) -> State | Callable[[Manifest], State]:
+    def _places(self) -> State | Callable[[Manifest], State]:
         """What is to be filled from a checkpoint; inside a round it is something else than at its end."""
         strategy = self._strategy
+        if isinstance(strategy, Fitting):
+            return strategy.places
+        state = self._state()
         if not isinstance(strategy, InRounds):
             return state
 

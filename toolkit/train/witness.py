@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from toolkit import fsio
 from toolkit.checkpoint.tensors import to_bytes
@@ -60,10 +61,17 @@ class Witness:
             late.daemon = True
             late.start()
 
-    def take_batch(self, step: int, batch: Batch | None, samples: list[int]) -> None:
-        """What the step gets: digests of each sample, so that they can be compared however they are shared."""
+    def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
+        """What the step gets: digests of each sample, so that they can be compared however they are shared.
+
+        Of a batch that is not one of our loader's they are those of its tensors.
+        """
         self._line = {"step": step, "samples": samples}
-        if batch is not None:
+        if batch is None:
+            return
+        if not isinstance(batch, Batch):
+            self._line["inputs"] = [_digest(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        else:
             self._line["positions"] = batch.positions.tolist()
             self._line["inputs"] = [_digest(value) for value in batch.inputs]
             self._line["targets"] = [_digest(value) for value in batch.targets]

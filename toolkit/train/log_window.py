@@ -1,0 +1,113 @@
+"""Means of what a loop logs, over the steps since they were last written and over all ranks; kept on the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.dist.collectives import gather_rows, sum_across_ranks
+from toolkit.dist.state import Entry, PerRank
+from toolkit.errors import ConfigError
+
+#: Name of a window's sums in a checkpoint, before the rank.
+WINDOW = "log"
+
+
+class LogWindow:
+    """Sums and counts by tag. Ranks may log different tags: the mean is over those that did."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._tags: list[str] = []  #: equal on all ranks, in this order
+        self._sums: dict[str, Tensor | float] = {}
+        self._counts: dict[str, int] = {}
+        self._last: dict[str, Tensor | float] = {}
+        self._restored: Tensor | None = None
+
+    def last(self, tag: str) -> Tensor:
+        """Return what was added last, 0 for nothing."""
+        return torch.as_tensor(self._last.get(tag, 0.0))
+
+    def add(self, tag: str, value: Tensor | float) -> None:
+        """Add a value of one step; a tensor of one element is not read. Raises ConfigError for anything else."""
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigError(f"run.log: {tag} has the shape {tuple(value.shape)}; log single numbers")
+            number: Tensor | float = value.detach().double().reshape(())
+        else:
+            number = float(value)
+        self._last[tag] = number
+        self._sums[tag] = self._sums.get(tag, 0.0) + number
+        self._counts[tag] = self._counts.get(tag, 0) + 1
+
+    def take(self) -> dict[str, float]:
+        """Return the means, equal on every rank, and begin anew; a collective and a host sync."""
+        total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
+        if total[-1]:
+            self._agree()
+            total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
+        sums, counts = total[:-1].view(2, -1).tolist()
+        self._sums, self._counts, self._restored = {}, {}, None
+        return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
+
+    def agreed_tags(self) -> list[str]:
+        """Return the tags of all ranks, which :meth:`places` needs; a collective, to come before :meth:`state`."""
+        if sum_across_ranks(self._new()).item():
+            self._agree()
+        return list(self._tags)
+
+    def state(self) -> dict[str, Entry]:
+        """This rank's part for a checkpoint."""
+        return self.places(self._tags, self._table().cpu())
+
+    def places(self, tags: Sequence[str], table: Tensor | None = None) -> dict[str, Entry]:
+        """What a checkpoint's part is read into. On another number of ranks each gets the mean of all."""
+        if not tags:
+            return {}
+        self._tags = list(tags)
+        self._restored = table if table is not None else torch.zeros(2, len(tags), dtype=torch.float64)
+        return {f"{WINDOW}/rank{self._rank}/window": PerRank(self._restored, averages=True)}
+
+    def loaded(self) -> None:
+        """The places are filled."""
+        if self._restored is not None:
+            sums, counts = self._restored.tolist()
+            self._sums = dict(zip(self._tags, sums, strict=True))
+            self._counts = dict(zip(self._tags, counts, strict=True))
+
+    def _table(self) -> Tensor:
+        """Sums and counts of the agreed tags, (2, tags) float64."""
+        table = torch.zeros(2, len(self._tags), dtype=torch.float64, device=self._device)
+        for index, tag in enumerate(self._tags):
+            if tag in self._sums:
+                table[0, index] = self._sums[tag]
+                table[1, index] = self._counts[tag]
+        return table
+
+    def _new(self) -> Tensor:
+        """How many tags the others may not know, (1,)."""
+        count = len(self._sums.keys() - set(self._tags))
+        return torch.tensor([count], dtype=torch.float64, device=self._device)
+
+    def _agree(self) -> None:
+        told = gather_json(sorted(self._sums.keys() - set(self._tags)), self._device)
+        self._tags += sorted({tag for tags in told for tag in tags} - set(self._tags))
+
+
+def gather_json(value: Any, device: torch.device) -> list[Any]:
+    """Return the value of every rank, by rank; JSON. A collective."""
+    text = json.dumps(value).encode()
+    sizes = gather_rows(torch.tensor([len(text)], dtype=torch.int64, device=device)).flatten().tolist()
+    row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = gather_rows(row).cpu()
+    return [json.loads(bytes(rows[rank, :size].numpy())) for rank, size in enumerate(sizes)]
+
+
+def means_by_tag(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Return ``values`` by tag: a name without a slash stands under ``train/``."""
+    return {name if "/" in name else f"train/{name}": value for name, value in values.items()}

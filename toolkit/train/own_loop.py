@@ -1,0 +1,438 @@
+"""``toolkit.start()``: a training loop of one's own that stops, saves and comes back as the Trainer's does.
+
+    with toolkit.start() as run:
+        model = DistributedDataParallel(Net().to(run.device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loader = run.loader(dataset, global_batch_size=256)
+        run.resumable(model=model, optimizer=optimizer)
+        for batch in run.steps(loader, total=10_000):
+            ...
+            run.log(loss=loss)
+
+A checkpoint holds the state right after a step. What a loop does between two epochs (an evaluation, a scheduler's step)
+is done again where a run goes on from the last step of an epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import activity, logs, signals
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.config import JobConfig
+from toolkit.data.loader import BatchedSamples, Loader, Samples
+from toolkit.dist.batch import Share
+from toolkit.dist.collectives import gather_rows
+from toolkit.dist.session import Session, open_session
+from toolkit.dist.state import Entry, Json
+from toolkit.dist.stop import STOP
+from toolkit.errors import ConfigError, StoppedError
+from toolkit.launch.rank import joined
+from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
+from toolkit.train.lifecycle import Lifecycle
+from toolkit.train.log_window import LogWindow, gather_json, means_by_tag
+from toolkit.train.resumable import Resumables, is_compiled
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, conditions
+from toolkit.train.witness import summoned
+
+log = logs.get(__name__)
+
+
+@contextmanager
+def start() -> Iterator[TrainingRun]:
+    """Open the process group, the device and the run's folder for the loop within.
+
+    Under ``toolkit submit``, ``toolkit exec``, ``toolkit run``, srun, torchrun, mpirun and alone. Raises ConfigError
+    for a second one in a process. When all ranks have agreed to stop, the process ends with exit code 75.
+    """
+    if dist.is_initialized():
+        raise ConfigError("toolkit.start: there is a process group already; it opens one itself, and one only")
+    config = joined()
+    try:
+        with open_session(config.dist) as session:
+            prepare(config.train.seed, deterministic=config.train.deterministic)
+            run = TrainingRun(config, session)
+            with closing(run):
+                yield run
+                run.finish()
+    except StoppedError as stopped:
+        log.info("%s", stopped)
+        signals.ignore()
+        raise SystemExit(stopped.exit_code) from None
+
+
+class TrainingRun:
+    """One rank's side of a run whose loop is the user's. Every rank makes the same calls in the same order."""
+
+    def __init__(self, config: JobConfig, session: Session) -> None:
+        self.config = config  #: the whole config, resolved
+        self._session = session
+        self._activity = session.activity
+        self._window = LogWindow(session.rank, session.device)
+        self._seed = seeder(config.train.seed, session.rank)
+        self._state: OwnState | None = None
+        self._life: Lifecycle | None = None
+        self._loader: Loader | None = None
+        self._stack = _Opened()
+        self._feeds: dict[int, ForeignFeed] = {}
+        self._blocks = 0  #: calls of main_first
+        self._epoch = self._batch = 0  #: where the data stand: whole epochs, and batches of the one that is begun
+        self._epochs: int | None = None  #: that the loop in progress makes
+        self._total: int | None = None
+        self._in_step = False
+        self._save_asked = False
+        self._stopped: StoppedError | None = None
+        self._witness = summoned(session, conditions)
+
+    # ------------------------------------------------------------------------------------------------------- facts
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._session.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self._session.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU, made current, or the CPU."""
+        return self._session.device
+
+    @property
+    def dir(self) -> Path:
+        """The run's folder, which all ranks share."""
+        return self._session.run_dir
+
+    @property
+    def step(self) -> int:
+        """Steps done, of the whole run; within a step its number, from 0."""
+        return 0 if self._life is None else self._life.step
+
+    @property
+    def stopping(self) -> bool:
+        """True once a stop was asked for, on this rank: a long evaluation may end early."""
+        return self._session.gate.pending == STOP
+
+    def every(self, steps: int) -> bool:
+        """True in every ``steps``-th step: within a step it counts as done."""
+        return (self.step + self._in_step) % steps == 0
+
+    # --------------------------------------------------------------------------------------------------- what is kept
+
+    def loader(
+        self, dataset: Samples | BatchedSamples, *, global_batch_size: int | None = None, workers: int | None = None
+    ) -> Loader:
+        """Return batches of ``dataset`` in an order that any number of ranks takes up at any step.
+
+        ``global_batch_size`` counts the samples of all ranks in one step; it and ``workers`` are the config's where
+        left out. A batch has ``inputs`` and ``targets`` on this rank's device.
+        """
+        data = self.config.data
+        loader = Loader(
+            dataset,
+            global_batch_size=data.global_batch_size if global_batch_size is None else global_batch_size,
+            seed=self.config.train.seed,
+            share=Share(self.rank, self.world_size),
+            workers=data.workers if workers is None else workers,
+            device=self.device,
+        )
+        self._stack.add(loader)
+        self._loader = loader
+        return loader
+
+    def resumable(self, **objects: Any) -> None:
+        """Hand over by name what a resume needs, and fill it from the newest good checkpoint, if there is one.
+
+        Modules (wrapped or sharded as they are trained), optimizers, schedulers, scalers, metrics, stateful loaders:
+        all with ``state_dict`` and ``load_state_dict``; tensors, lists and dictionaries are filled in place. Once, when
+        all is made. Raises ConfigError for what cannot be saved, by its name.
+        """
+        if self._life is not None:
+            raise ConfigError("run.resumable: called twice; hand over everything in one call")
+        if not objects:
+            raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
+        self._state = OwnState(objects, self._session, self._window)
+        identity: dict[str, Json] = {"kind": "a loop of one's own"}
+        if self._loader is not None:
+            identity["global batch size"] = self._loader.global_batch_size
+        checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, identity)
+        if self._loader is not None:
+            checkpoints.include(self._loader)
+        self._checkpoints = checkpoints
+        self._life = Lifecycle(self._session, checkpoints, self, log_every=self.config.train.log_every)
+        loaded = self._life.resume()
+        if loaded is not None:
+            self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
+        for module in self._state.modules:
+            _watch(module, self._activity.move)
+        self._stack.enter_context(self._life.open())
+        self._life.begin()
+
+    def save(self) -> None:
+        """Save after this step. Every rank calls it in the same step."""
+        self._save_asked = True
+
+    def log(self, **values: Tensor | float) -> None:
+        """Log numbers by name: their mean over the ranks and over the steps since they were last written.
+
+        ``loss`` becomes ``train/loss``; other tags by ``run.log(**{"eval/accuracy": x})``. A tensor of one element is
+        read off the device when it is written, every ``train.log_every`` steps; outside of a step at once.
+        """
+        for tag, value in means_by_tag(values).items():
+            self._window.add(tag, value)
+        self._activity.move()
+        if not self._in_step:
+            self._write()
+
+    # ------------------------------------------------------------------------------------------------------- the loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to be made, up to ``count``; see :meth:`steps`."""
+        life = self._opened("run.epochs")
+        self._epochs = count
+        while self._epoch < count and not self._is_done(life.step, self.config.train.max_steps):
+            yield self._epoch
+            self._finish_step()
+            self._epoch, self._batch = self._epoch + 1, 0
+        self._epochs = None
+
+    def steps(self, loader: Iterable[Any], *, total: int | None = None) -> Iterator[Any]:
+        """Yield a batch for each step that is still to be made: ``total`` steps of the run, or those of one epoch.
+
+        ``loader``: of :meth:`loader`, a DataLoader, or any iterable that is begun anew for each epoch. Between two
+        steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it too.
+        """
+        life = self._opened("run.steps")
+        if total is None and self._epochs is None:
+            raise ConfigError(
+                "run.steps: say how many: run.steps(loader, total=10_000), or `for epoch in run.epochs(3):` around it"
+            )
+        self._finish_step()
+        feed = self._feed(loader)
+        end = _least(total, self.config.train.max_steps)
+        self._total = end if total is not None else _least(end, self._steps_of_epochs(feed, life.step))
+        if not self._is_done(life.step, end):
+            self._boundary()
+        while not self._is_done(life.step, end):
+            before = life.step
+            yield from self._epoch_steps(feed, end)
+            if total is None:
+                break
+            if not self._is_done(life.step, end):
+                if life.step == before and not self._batch:
+                    raise ConfigError("run.steps: the loader has no batch")
+                self._epoch, self._batch = self._epoch + 1, 0
+        if total is not None or self._is_last_epoch(life.step):
+            self._save_the_end()
+
+    def _epoch_steps(self, feed: Feed, end: int | None) -> Iterator[Any]:
+        life = self._opened("run.steps")
+        assert self._state is not None
+        batches = feed.epoch(self._epoch, self._batch, life.step)
+        with closing(batches):  # type: ignore[type-var]
+            while not self._is_done(life.step, end):
+                if self._witness is not None:
+                    self._witness.begin(life.step)
+                self._activity.phase = activity.WAITING_FOR_DATA
+                began = time.perf_counter()
+                batch = next(batches, self)
+                if batch is self:
+                    return
+                self._wait_s, self._samples = time.perf_counter() - began, feed.samples
+                if self._witness is not None:
+                    self._witness.take_batch(life.step, batch, feed.indices(life.step))
+                    self._witness.take_start(self._state.rate())
+                self._activity.phase = activity.IN_STEP
+                self._in_step = True
+                yield batch
+                self._finish_step()
+                if life.step % self.config.train.log_every == 0 or life.step == self._total:
+                    self._write()
+                if self._save_asked or self._checkpoints.due(life.step):
+                    self._save_asked = False
+                    life.save(must=False)
+                self._boundary()
+
+    def _finish_step(self) -> None:
+        """Count the step in progress, also where the loop was left by a ``break``."""
+        if self._in_step and self._life is not None:
+            self._in_step = False
+            self._batch += 1
+            if self._witness is not None and self._state is not None:
+                self._witness.take_end(self._window.last("train/loss"), self._state.live())
+            self._life.step_done(self._samples, self._wait_s)
+
+    def _boundary(self) -> None:
+        assert self._life is not None
+        try:
+            self._life.boundary()
+        except StoppedError as stopped:
+            self._stopped = stopped  # should the loop's own code catch it
+            raise
+        self._activity.phase = activity.OWN_CODE
+
+    def _write(self) -> None:
+        life = self._opened("run.log")
+        phase, self._activity.phase = self._activity.phase, activity.LOGGING
+        means = self._window.take()
+        life.metrics |= means
+        if life.step:
+            life.write({**means, **life.figures()})
+        self._activity.phase = phase
+
+    def _save_the_end(self) -> None:
+        """Nothing comes after this save, so it must be made."""
+        life = self._opened("run.steps")
+        self._checkpoints.settle(life.step)
+        if self._checkpoints.newest != life.step:
+            life.save(must=True)
+
+    def finish(self) -> None:
+        """The loop has come to its end: save what is not saved yet, and hand over the run's result."""
+        if self._stopped is not None:
+            raise self._stopped
+        life = self._opened("toolkit.start")
+        self._finish_step()
+        if not life.step:
+            raise ConfigError("toolkit.start: the loop has made no step: is there a `for batch in run.steps(...)`?")
+        self._save_the_end()
+        self._stack.close()
+        result = {"step": life.step, "epoch": self._epoch, "samples": None, "metrics": dict(life.metrics)}
+        life.finish(result)
+
+    def close(self) -> None:
+        """Let go of the loaders and files; after an error nothing is saved."""
+        self._stack.close()
+
+    # ------------------------------------------------------------------------------------------------- among the ranks
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block on rank 0, then on all others: a download into a shared folder, say.
+
+        Where it raises on rank 0, the others raise ToolkitError.
+        """
+        self._blocks += 1
+        topic = f"main_first/{self._blocks}"
+        if self.rank:
+            self._session.from_main(topic, dict)
+            yield
+            return
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self._session.store.set(f"toolkit/{topic}/{self._session.attempt}", "{}" if is_done else "null")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank: tensors of one shape and type, or what JSON can say."""
+        self._activity.move()
+        if isinstance(value, Tensor):
+            return list(gather_rows(value.detach().to(self.device).contiguous()))
+        return gather_json(value, self.device)
+
+    # ------------------------------------------------------------------------------------------------ for the lifecycle
+
+    def may_save(self, *, must: bool) -> bool:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        return True
+
+    def saved_with(self) -> dict[str, Json]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        return {"epoch": self._epoch, "batch": self._batch, "logged": self._window.agreed_tags()}
+
+    def progress(self) -> dict[str, Any]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        epochs = {} if self._epochs is None else {"epoch": self._epoch, "epochs": self._epochs}
+        return epochs if self._total is None else {**epochs, "total_steps": self._total}
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _opened(self, caller: str) -> Lifecycle:
+        if self._life is None:
+            raise ConfigError(
+                f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
+            )
+        return self._life
+
+    def _feed(self, loader: Any) -> Feed:
+        if isinstance(loader, Loader):
+            return OwnFeed(loader, self._seed)
+        assert self._state is not None
+        feed = self._feeds.get(id(loader))
+        if feed is None:
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._state.has_filled(loader))
+            self._feeds[id(loader)] = feed
+        return feed
+
+    def _steps_of_epochs(self, feed: Feed, step: int) -> int | None:
+        """Return the step at which the last epoch ends; None where nobody knows."""
+        assert self._epochs is not None
+        sizes = [feed.batches_in(number) for number in range(self._epoch, self._epochs)]
+        return None if None in sizes else step - self._batch + sum(size or 0 for size in sizes)
+
+    def _is_done(self, step: int, end: int | None) -> bool:
+        return end is not None and step >= end
+
+    def _is_last_epoch(self, step: int) -> bool:
+        return self._epoch + 1 == self._epochs or self._is_done(step, self.config.train.max_steps)
+
+
+class OwnState(Resumables):
+    """What a loop hands over, and the means that it has begun to log."""
+
+    def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
+        super().__init__(objects, session.rank, session.device)
+        self._window = window
+        self._is_loaded = False
+        self._objects = list(objects.values())
+
+    def has_filled(self, thing: object) -> bool:
+        """True if ``thing`` was handed over, and filled from a checkpoint."""
+        return self._is_loaded and any(thing is found for found in self._objects)
+
+    def state(self) -> dict[str, Entry]:
+        return {**super().state(), **self._window.state()}
+
+    def places(self, manifest: Manifest) -> dict[str, Entry]:
+        return {**super().places(manifest), **self._window.places(manifest.meta.get("logged", []))}
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        super().loaded(values)
+        self._window.loaded()
+        self._is_loaded = True
+
+
+class _Opened(ExitStack):
+    """What is to be closed, once."""
+
+    def add(self, thing: Any) -> None:
+        self.callback(thing.close)
+
+
+def _watch(module: nn.Module, move: Callable[[], None]) -> None:
+    """Take each pass for a sign of life: an evaluation makes no steps. Not in a compiled module, which would count."""
+    if not is_compiled(module) and module._compiled_call_impl is None:
+        module.register_forward_pre_hook(lambda *_: move())
+
+
+def _least(*bounds: int | None) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)

@@ -1,0 +1,101 @@
+"""State of any object as JSON and tensors: what ``state_dict()`` returns, stored without pickle.
+
+:func:`encode` turns nested builtin containers, numbers, texts, bytes, tensors and numpy arrays into JSON, with the
+tensors beside it; :func:`decode` gives back equal values of the same types. What JSON has no word for is written as a
+mapping with one key that begins with ``$``. Everything else is refused by its place, ``scheduler.lr_lambdas[0]``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from toolkit.dist.state import Json
+from toolkit.errors import ConfigError
+
+
+def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
+    """Return ``value`` as JSON, and append its tensors, live, to ``tensors``.
+
+    Raises ConfigError that names the place, beginning with ``where``, of what cannot be stored.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _encode_tensor(value, where, tensors)
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is list:
+        return [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
+    if type(value) is dict and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
+    for word, kind, take_apart, _ in _KINDS:
+        if type(value) is kind:
+            items = enumerate(take_apart(value))
+            return {word: [encode(item, f"{where}[{index}]", tensors) for index, item in items]}
+    raise ConfigError(
+        f"run.resumable: {where} is of type {type(value).__qualname__}, which a checkpoint cannot hold: it unpickles "
+        "nothing. Give its object a state_dict() of numbers, texts, lists, dictionaries and tensors"
+    )
+
+
+def decode(value: Json, tensors: list[Tensor]) -> Any:
+    """Return what :func:`encode` was given; the tensors in it are those of ``tensors``."""
+    if isinstance(value, Mapping):
+        ((word, inner),) = value.items() if len(value) == 1 else (("", None),)
+        if word in _DECODERS:
+            return _DECODERS[word](inner, tensors)
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [decode(item, tensors) for item in value]
+    return value
+
+
+def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors: list[Tensor]) -> Json:
+    if isinstance(value, DTensor):
+        raise ConfigError(f"run.resumable: {where} is a DTensor; only a module's and an optimizer's can be resharded")
+    word = "$tensor" if isinstance(value, Tensor) else "$array" if isinstance(value, np.ndarray) else "$scalar"
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.from_numpy(np.array(value))  # a copy in C order
+        except TypeError:
+            raise ConfigError(f"run.resumable: {where} is an array of {value.dtype}, which torch has not") from None
+    tensors.append(value)
+    return {word: len(tensors) - 1}
+
+
+#: Word, type, how to take it apart into items that are encoded, and how to put it together.
+_KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
+    ("$tuple", tuple, list, tuple),
+    ("$size", torch.Size, list, torch.Size),
+    ("$dict", dict, lambda value: [list(pair) for pair in value.items()], dict),
+    ("$ordered", OrderedDict, lambda value: [list(pair) for pair in value.items()], OrderedDict),
+    ("$counter", Counter, lambda value: [list(pair) for pair in value.items()], lambda pairs: Counter(dict(pairs))),
+    ("$set", set, lambda value: sorted(value, key=repr), set),
+    ("$frozenset", frozenset, lambda value: sorted(value, key=repr), frozenset),
+    ("$deque", deque, lambda value: [value.maxlen, *value], lambda items: deque(items[1:], items[0])),
+)
+
+
+def _joined(put_together: Callable[[list[Any]], Any]) -> Callable[[Any, list[Tensor]], Any]:
+    return lambda inner, tensors: put_together([decode(item, tensors) for item in inner])
+
+
+_DECODERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
+    "$float": lambda inner, tensors: float(inner),
+    "$bytes": lambda inner, tensors: base64.b64decode(inner),
+    "$tensor": lambda inner, tensors: tensors[inner],
+    "$array": lambda inner, tensors: tensors[inner].numpy(),
+    "$scalar": lambda inner, tensors: tensors[inner].numpy()[()],
+    **{word: _joined(put_together) for word, _, _, put_together in _KINDS},
+}

@@ -1,0 +1,355 @@
+"""What a loop of one's own saves: models, optimizers and anything with a state, as a strategy declares its state.
+
+The names are the Trainer's (``model/<name>``, ``optim/<parameter>/<slot>``), so that all commands read the checkpoints
+and any number of ranks goes on from them. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from toolkit.checkpoint.manifest import Manifest, TensorRecord
+from toolkit.checkpoint.tensors import to_bytes
+from toolkit.dist.collectives import broadcast_tensors, gather_rows, sum_by_name
+from toolkit.dist.state import Entry, Json, PerRank, Replicated
+from toolkit.errors import ConfigError, listing
+from toolkit.strategies.extra_state import SUFFIX, ExtraState
+from toolkit.strategies.layouts import entry, local
+from toolkit.train import plain_state
+
+MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch calls so: schedulers, scalers, metrics, stateful loaders."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Resumables:
+    """The objects that a loop hands over by name, in the order in which they are filled.
+
+    It is what :class:`~toolkit.train.state.Checkpoints` needs of a strategy.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], rank: int, device: torch.device) -> None:
+        """Raises ConfigError for what cannot be saved, by its name."""
+        self._rank, self._device = rank, device
+        modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
+        modules = {name: value for name, value in modules.items() if not _is_metric(value)}
+        self._modules = _prefixed(modules)
+        self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
+        optimizers = {name: _bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
+        self._optimizers = {name: Slots(name, o, self._parameters()) for name, o in optimizers.items()}
+        _refuse_twice(optimizers)
+        others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
+        self._others = {name: _other(name, value) for name, value in others.items()}
+        averages = {name: module for name, module in modules.items() if isinstance(module, AveragedModel)}
+        self._others |= {name: _count_of(name, average) for name, average in averages.items()}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The models, without wrappers."""
+        return list(self._modules.values())
+
+    def _parameters(self) -> dict[Tensor, str]:
+        """Return each parameter's name, without ``model/``."""
+        named = (
+            (p, prefix + name) for prefix, module in self._modules.items() for name, p in module.named_parameters()
+        )
+        return {parameter: name.removeprefix(f"{MODEL}/") for parameter, name in named}
+
+    # ------------------------------------------------------------------------------------------ for the checkpoints
+
+    def state(self) -> dict[str, Entry]:
+        """Everything as it is now, live; a collective."""
+        buffers = (buffer for module in self._modules.values() for buffer in module.buffers())
+        broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], source=0)
+        found = self._weights()
+        for slots in self._optimizers.values():
+            found |= slots.entries()
+        parts = {name: other.take_apart() for name, other in self._others.items()}
+        for name, is_equal in zip(parts, self._are_equal(list(parts.values())), strict=True):
+            value, tensors = parts[name]
+            at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
+            found[at] = kind(value)
+            found |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+        return found
+
+    def places(self, manifest: Manifest) -> dict[str, Entry]:
+        """What is to be filled from a checkpoint: weights in place, and new tensors for the rest."""
+        found = self._weights(exchange=False)
+        for slots in self._optimizers.values():
+            found |= slots.places(manifest)
+        for name, other in self._others.items():
+            own = _place(name, self._rank)
+            at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
+            found[at] = kind(None)
+            records = {key: record for key, record in manifest.tensors.items() if key.startswith(f"{at}/")}
+            tensors = other.places([records[f"{at}/{index}"] for index in range(len(records))])
+            found |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+        return found
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """The places are filled. ``values`` are the entries that are no tensors."""
+        for extra in self._extra.values():
+            extra.loaded(values)
+        for slots in self._optimizers.values():
+            slots.loaded(values)
+        for name, other in self._others.items():
+            own = _place(name, self._rank)
+            other.put_together(values[own] if own in values else values[_place(name)])
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """See :meth:`toolkit.strategies.protocol.Strategy.sum`."""
+        return sum_by_name(values, self._device)
+
+    def live(self) -> dict[str, Tensor]:
+        """See :meth:`toolkit.strategies.protocol.Strategy.live`."""
+        found = {f"weights/{name}": local(parameter) for parameter, name in self._parameters().items()}
+        for prefix, module in self._modules.items():
+            where = prefix.removeprefix(f"{MODEL}/")
+            found |= {f"buffers/{where}{name}": local(buffer) for name, buffer in module.named_buffers()}
+        for slots in self._optimizers.values():
+            found |= slots.live()
+        return found
+
+    def rate(self) -> float:
+        """The learning rate of the first optimizer, 0 without one."""
+        return next((float(slots.optimizer.param_groups[0]["lr"]) for slots in self._optimizers.values()), 0.0)
+
+    def _weights(self, *, exchange: bool = True) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for prefix, module in self._modules.items():
+            named = module.state_dict().items()
+            found |= {f"{prefix}{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
+            found |= self._extra[prefix].entries() if exchange else self._extra[prefix].places()
+        return found
+
+    def _are_equal(self, parts: list[tuple[Json, list[Tensor]]]) -> list[bool]:
+        """Whether each part is the same on all ranks."""
+        if not parts:
+            return []
+        digests = [zlib.crc32(b"".join([repr(v).encode(), *(to_bytes("state", t) for t in ts)])) for v, ts in parts]
+        rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
+        return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
+
+
+class Slots:
+    """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
+
+    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+        self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
+        unknown = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+        if unknown:
+            shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
+            raise ConfigError(
+                f"run.resumable: {name} has {len(unknown)} parameters of no model that was handed over (of shape "
+                f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
+            )
+
+    def entries(self) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for name, value in self._slots():
+            found[f"{OPTIMIZER}/{name}"] = entry(value) if isinstance(value, Tensor) else Replicated(value)
+        return found | {self._at: Replicated(self._settings())}
+
+    def places(self, manifest: Manifest) -> dict[str, Entry]:
+        found: dict[str, Entry] = {self._at: Replicated(None)}
+        for parameter, name in self._own():
+            at = f"{OPTIMIZER}/{name}/"
+            for key in [*manifest.tensors, *manifest.values]:
+                slot = key.removeprefix(at)
+                if slot == key or "/" in slot:
+                    continue
+                value = self._place_of(parameter, slot, manifest.tensors[key]) if key in manifest.tensors else None
+                self.optimizer.state[parameter][slot] = value
+                found[key] = Replicated(None) if value is None else entry(value)
+        return found
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """Raises ConfigError where the checkpoint is another optimizer's."""
+        for parameter, name in self._own():
+            slots = self.optimizer.state[parameter]
+            at = f"{OPTIMIZER}/{name}/"
+            slots.update({key.removeprefix(at): value for key, value in values.items() if key.startswith(at)})
+        saved: Any = values[self._at]
+        kind, sizes = type(self.optimizer).__name__, [len(group["params"]) for group in self.optimizer.param_groups]
+        if (saved["class"], [group["parameters"] for group in saved["groups"]]) != (kind, sizes):
+            raise ConfigError(
+                f"run.resumable: the checkpoint holds the state of {saved['class']} with groups of "
+                f"{[group['parameters'] for group in saved['groups']]} parameters, and here is {kind} with {sizes}"
+            )
+        for group, told in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in plain_state.decode(told["settings"], []).items():
+                if isinstance(group.get(key), Tensor):  # a learning rate of a captured graph, read in place
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def live(self) -> dict[str, Tensor]:
+        return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
+
+    def _own(self) -> Iterator[tuple[Tensor, str]]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, self._names[parameter]
+
+    def _slots(self) -> Iterator[tuple[str, Any]]:
+        for parameter, name in self._own():
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    yield f"{name}/{slot}", value
+
+    def _settings(self) -> Json:
+        groups: list[Json] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            tensors: list[Tensor] = []
+            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
+            if tensors:
+                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
+            groups.append({"parameters": len(group["params"]), "settings": settings})
+        return {"class": type(self.optimizer).__name__, "groups": groups}
+
+    def _place_of(self, parameter: Tensor, slot: str, record: TensorRecord) -> Tensor:
+        """A tensor as the optimizer itself would have made it: cut as the parameter is, if it has its shape."""
+        dtype = getattr(torch, record.dtype)
+        if record.shape == tuple(parameter.shape) and record.shape:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))  # torch's own rule
+        return torch.zeros(record.shape, dtype=dtype, device="cpu" if on_host else local(parameter).device)
+
+
+class Other:
+    """Any object whose state is a tree of plain values and tensors."""
+
+    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._name, self._get, self._put = name, get, put
+        self._filled: list[Tensor] = []
+
+    def take_apart(self) -> tuple[Json, list[Tensor]]:
+        tensors: list[Tensor] = []
+        return plain_state.encode(self._get(), self._name, tensors), tensors
+
+    def places(self, records: list[TensorRecord]) -> list[Tensor]:
+        self._filled = [torch.zeros(record.shape, dtype=getattr(torch, record.dtype)) for record in records]
+        return self._filled
+
+    def put_together(self, value: Json) -> None:
+        self._put(plain_state.decode(value, self._filled))
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return the module within DDP, DataParallel and torch.compile, whose names are the model's own."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif is_compiled(module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for what ``torch.compile(module)`` returns. By name, for importing torch's compiler takes a second."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """torchmetrics' are modules whose state is each rank's own, and not in their ``state_dict`` unless asked for."""
+    return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
+
+
+def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer within accelerate's wrapper. Raises ConfigError for torch's that shards over the ranks."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "run.resumable: ZeroRedundancyOptimizer keeps parts of its state on each rank, under numbers that change "
+            "with their count; shard with torch.distributed.fsdp.fully_shard instead"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules by what stands before their names in a checkpoint.
+
+    ``model``, or a single module under any name, is the model; others beside it have their own name, and several
+    without one called ``model`` are the parts of one model, as in a job with a step of its own. Of a moving average
+    (``AveragedModel``) it is the averaged weights that count.
+    """
+    found: dict[str, nn.Module] = {}
+    plain = [name for name, module in modules.items() if not isinstance(module, AveragedModel)]
+    for name, module in modules.items():
+        if isinstance(module, AveragedModel):
+            found[f"{name}/"] = module.module
+        elif name == MODEL or len(plain) == 1:
+            found[f"{MODEL}/"] = module
+        else:
+            found[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
+    return found
+
+
+def _refuse_twice(optimizers: Mapping[str, Optimizer]) -> None:
+    owners: dict[Tensor, str] = {}
+    for name, optimizer in optimizers.items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if owners.setdefault(parameter, name) != name:
+                raise ConfigError(
+                    f"run.resumable: {owners[parameter]} and {name} have a parameter of shape "
+                    f"{tuple(parameter.shape)} in common: a checkpoint has one state for each"
+                )
+
+
+def _place(name: str, rank: int | None = None) -> str:
+    return f"{OTHERS}/{name}" if rank is None else f"{OTHERS}/{name}/rank{rank}"
+
+
+def _refill(live: dict[Any, Any], found: Mapping[Any, Any]) -> None:
+    live.clear()
+    live.update(found)
+
+
+def _count_of(name: str, average: AveragedModel) -> Other:
+    count: Tensor = average.n_averaged
+    return Other(name, lambda: int(count), count.fill_)
+
+
+def _other(name: str, value: Any) -> Other:
+    """Raises ConfigError for what has no state, or a state that cannot be put back."""
+    if _is_metric(value):
+        value.persistent(True)
+    if isinstance(value, Stateful):
+        return Other(name, value.state_dict, value.load_state_dict)
+    if isinstance(value, torch.Generator):
+        return Other(name, value.get_state, value.set_state)
+    if isinstance(value, Tensor):
+        return Other(name, lambda: value, lambda found: value.detach().copy_(found))
+    if isinstance(value, dict):
+        return Other(name, lambda: dict(value), partial(_refill, value))
+    if isinstance(value, list):
+        return Other(name, lambda: list(value), lambda found: value.__setitem__(slice(None), found))
+    if value is None or isinstance(value, (bool, int, float, str, tuple)):
+        raise ConfigError(
+            f"run.resumable: {name} is {value!r}, which cannot be filled in place; put it into a dictionary: "
+            f'run.resumable(progress={{"{name}": {value!r}}})'
+        )
+    raise ConfigError(
+        f"run.resumable: {name} is of type {type(value).__qualname__}, which has no state_dict() and "
+        "load_state_dict(); give it both, or hand over what of it changes in a dictionary"
+    )
