@@ -1,0 +1,363 @@
+"""A loop of one's own (``toolkit.start``) trains as the same loop without us, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, softplus
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from tests.dist.ranks import run_ranks
+from toolkit.checkpoint import manifest, whole
+from toolkit.checkpoint.store import committed, newest_step
+from toolkit.config import JobConfig
+from toolkit.dist.batch import Batch
+from toolkit.dist.session import Session
+from toolkit.train.own_loop import TrainingRun
+from toolkit.train.seeds import prepare, reseed
+
+pytestmark = pytest.mark.dist
+
+SAMPLES, BATCH = 52, 12  # global batches; epochs end within batches
+
+
+def dataset() -> TensorDataset:
+    inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def begun(session: Session, folder: Path, max_steps: int | None = None, every: int = 4) -> TrainingRun:
+    config = JobConfig()
+    config.train.seed, config.train.log_every, config.train.max_steps = 3, 3, max_steps
+    config.checkpoint.every_steps = every
+    prepare(config.train.seed)
+    (folder / "logs").mkdir(exist_ok=True, parents=True)
+    attempt = 1 + (newest_step(folder / "checkpoints") or 0)
+    return TrainingRun(config, replace(session, run_dir=folder, attempt=attempt))
+
+
+def tensors_of(run: TrainingRun) -> dict[str, Tensor]:
+    assert run._state is not None
+    return {name: value.clone() for name, value in run._state.live().items()}
+
+
+Kind = Callable[[TrainingRun], Iterator[None]]
+
+
+def ddp(run: TrainingRun) -> Iterator[None]:
+    """Nested epochs over a DataLoader, with a scheduler by the epoch, an average, and what each rank counts."""
+    model = DistributedDataParallel(net())
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    warm, rest = LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 5)
+    scheduler = SequentialLR(optimizer, [warm, rest], [2])
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    seen = {"samples": 0, "by class": [0, 0]}
+    loader = DataLoader(dataset(), 6, sampler=DistributedSampler(dataset(), run.world_size, run.rank))
+    run.resumable(model=model, optimizer=optimizer, scheduler=scheduler, ema=average, seen=seen)
+    for _ in run.epochs(5):
+        for x, y in run.steps(loader):
+            loss = cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model.module)
+            seen["samples"] += len(x)
+            seen["by class"][1] += int(y.sum())
+            run.log(loss=loss, lr=scheduler.get_last_lr()[0])
+            yield
+        scheduler.step()
+    assert seen["samples"] == sum(len(x) for x, _ in loader) * 5 or run.config.train.max_steps
+
+
+def fsdp(run: TrainingRun) -> Iterator[None]:
+    """Sharded weights, our loader, a total of steps."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    for layer in (model[0], model):
+        fully_shard(layer)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    run.resumable(model=model, optimizer=optimizer)
+    for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=20):
+        loss = cross_entropy(model(batch.inputs), batch.targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+        yield
+
+
+def gan(run: TrainingRun) -> Iterator[None]:
+    """Two networks, two optimizers, noise, in a loop that is left by a break."""
+    generator = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)))
+    judge = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    ours, theirs = SGD(generator.parameters(), 0.01, momentum=0.9), SGD(judge.parameters(), 0.01, momentum=0.9)
+    run.resumable(generator=generator, judge=judge, ours=ours, theirs=theirs)
+    loader = DataLoader(dataset(), 6, shuffle=True, drop_last=True)
+    for x, _ in run.steps(loader, total=1000):
+        made = generator(torch.randn(len(x), 4))
+        theirs.zero_grad()
+        (softplus(-judge(x)) + softplus(judge(made.detach()))).mean().backward()
+        theirs.step()
+        ours.zero_grad()
+        fooled = softplus(-judge(made)).mean()
+        fooled.backward()
+        ours.step()
+        run.log(loss=fooled)
+        yield
+        if run.step == 19:
+            break
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    """A stream whose length nobody knows: 9 batches of one sample and noise, in each epoch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.rand(8) + number for number in range(9))
+
+
+def stream(run: TrainingRun) -> Iterator[None]:
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = SGD(model.parameters(), 0.001, momentum=0.9)
+    run.resumable(net=model, sgd=optimizer)
+    for _ in run.epochs(2):
+        for x in run.steps(DataLoader(Endless(), 2)):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+            yield
+
+
+KINDS: dict[str, tuple[Kind, int]] = {"ddp": (ddp, 25), "fsdp": (fsdp, 20), "gan": (gan, 20), "stream": (stream, 10)}
+
+
+def made(session: Session, kind: str, folder: Path, stops: Iterable[int | None]) -> dict[str, Tensor]:
+    """Train in several attempts: each but the last is given up after so many steps, as a killed one is."""
+    for stop in stops:
+        run = begun(session, folder)
+        for steps, _ in enumerate(KINDS[kind][0](run), 1):
+            if steps == stop:
+                break
+        else:
+            run.finish()
+        tensors = tensors_of(run)
+        step = run.step
+        run.close()
+    assert step == KINDS[kind][1]
+    return tensors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_of_any_kind_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    whole_run = run_ranks(2, made, kind, tmp_path / "whole", [None])
+    again = run_ranks(2, made, kind, tmp_path / "again", [6, 3, 4, None])
+    for mine, other in zip(whole_run, again, strict=True):
+        assert list(mine) == list(other)
+        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+    assert losses(tmp_path / "whole")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "again")
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "tensorboard/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+
+
+def without_us(session: Session) -> dict[str, Tensor]:
+    """What the loop in ``ddp`` is without any of our calls; the dropout masks are set to ours."""
+    prepare(3)
+    model = DistributedDataParallel(net())
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    warm, rest = LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 5)
+    scheduler = SequentialLR(optimizer, [warm, rest], [2])
+    sampler = DistributedSampler(dataset(), session.world_size, session.rank)
+    step = count()
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(dataset(), 6, sampler=sampler):
+            reseed(3, next(step), session.rank)
+            loss = cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+    return {f"weights/{name}": value.detach() for name, value in model.module.named_parameters()}
+
+
+def test_it_trains_as_the_same_loop_without_it(tmp_path: Path) -> None:
+    for ours, plain in zip(run_ranks(2, made, "ddp", tmp_path, [None]), run_ranks(2, without_us), strict=True):
+        assert [name for name in plain if not torch.equal(plain[name], ours[name])] == []
+    path = committed(tmp_path / "checkpoints")[-1]
+    names = manifest.read(path).tensors
+    assert {"model/0.weight", "optim/0.weight/exp_avg", "ema/0.weight", "model/1.running_mean"} <= names.keys()
+    assert whole.model_tensors(names, None)[0] == whole.AVERAGE
+
+
+def go_on(session: Session, folder: Path, steps: int | None) -> tuple[dict[str, Tensor], list[list[float]]]:
+    run = begun(session, folder, steps)
+    seen: list[list[float]] = []
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    loader = run.loader(dataset(), global_batch_size=BATCH)
+    run.resumable(model=model, optimizer=optimizer)
+    for batch in run.steps(loader, total=16):
+        assert isinstance(batch, Batch)
+        seen.append(run.gather(batch.positions[:1].float())[0].tolist())
+        optimizer.zero_grad()
+        (cross_entropy(model(batch.inputs), batch.targets, reduction="sum") * run.world_size / BATCH).backward()
+        optimizer.step()
+        run.log(loss=1.0)
+    run.finish()
+    full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+    run.close()
+    return full, seen
+
+
+def test_sharded_weights_go_on_with_another_number_of_ranks_to_rounding(tmp_path: Path) -> None:
+    ((expected, _), *_) = run_ranks(2, go_on, tmp_path / "two", None)
+    run_ranks(2, go_on, tmp_path / "more", 8)
+    for found, _ in run_ranks(3, go_on, tmp_path / "more", None):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
+
+
+@dataclass
+class Odd:
+    """No state."""
+
+    values: list[int] = field(default_factory=list)
+
+
+def refuse(session: Session, folder: Path) -> list[str]:
+    """What each wrong call says."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def fails(call: Callable[[TrainingRun], Any]) -> str:
+        run = begun(session, folder)
+        try:
+            call(run)
+        except Exception as error:
+            return str(error)
+        finally:
+            run.close()
+        return "nothing"
+
+    def twice(run: TrainingRun) -> None:
+        run.resumable(model=model)
+        run.resumable(model=model)
+
+    def without_total(run: TrainingRun) -> None:
+        run.resumable(model=model)
+        next(run.steps([1]))
+
+    def without_batches(run: TrainingRun) -> None:
+        run.resumable(model=model)
+        next(run.steps([], total=3))
+
+    def without_steps(run: TrainingRun) -> None:
+        run.resumable(model=model)
+        run.finish()
+
+    def log_many(run: TrainingRun) -> None:
+        run.log(loss=torch.ones(2))
+
+    calls: list[Callable[[TrainingRun], Any]] = [
+        lambda run: next(run.steps([1], total=1)),
+        lambda run: run.resumable(),
+        lambda run: run.resumable(model=model, best=0.5),
+        lambda run: run.resumable(model=model, odd=Odd()),
+        lambda run: run.resumable(model=model, optimizer=SGD(other.parameters(), 0.1)),
+        lambda run: run.resumable(a=model, one=SGD(model.parameters(), 0.1), two=SGD(model.parameters(), 0.1)),
+        twice,
+        without_total,
+        without_batches,
+        without_steps,
+        log_many,
+    ]
+    return list(map(fails, calls))
+
+
+def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
+    said = run_ranks(1, refuse, tmp_path)[0]
+    expected = [
+        "run.steps: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before",
+        "run.resumable: nothing was handed over",
+        "run.resumable: best is 0.5, which cannot be filled in place; put it into a dictionary",
+        "run.resumable: odd is of type Odd, which has no state_dict()",
+        "run.resumable: optimizer has 2 parameters of no model that was handed over",
+        "run.resumable: one and two have a parameter of shape (2, 2) in common",
+        "run.resumable: called twice",
+        "run.steps: say how many",
+        "run.steps: the loader has no batch",
+        "toolkit.start: the loop has made no step",
+        "run.log: train/loss has the shape (2,)",
+    ]
+    assert [text for text, start in zip(said, expected, strict=True) if not text.startswith(start)] == []
+
+
+def changed(session: Session, folder: Path, change: str) -> str:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}["sgd" if change == "class" else "adamw"]
+    groups = [{"params": part.parameters()} for part in model] if change == "groups" else model.parameters()
+    run = begun(session, folder)
+    try:
+        made_by = optimizer(groups, lr=0.1)  # type: ignore[operator]
+        run.resumable(model=model, optimizer=made_by)
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=5):
+            model(batch.inputs).sum().backward()
+            made_by.step()
+        run.finish()
+    except Exception as error:
+        return str(error)
+    finally:
+        run.close()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("class", "is only in the checkpoint|holds the state of AdamW"),
+        ("groups", r"groups of \[4\] parameters, and here is AdamW with \[2, 2\]"),
+    ],
+)
+def test_another_optimizer_is_refused(change: str, says: str, tmp_path: Path) -> None:
+    assert run_ranks(1, changed, tmp_path, "nothing") == ["trained"]
+    assert re.search(says, run_ranks(1, changed, tmp_path, change)[0])
+
+
+def first(session: Session, folder: Path) -> tuple[list[str], list[Any]]:
+    run = begun(session, folder)
+    order = []
+    with run.main_first():
+        order = (folder / "order").read_text().split() if (folder / "order").exists() else []
+        (folder / "order").write_text(" ".join([*order, str(run.rank)]))
+    found = [run.gather({"rank": run.rank}), [value.item() for value in run.gather(torch.tensor(run.rank))]]
+    run.close()
+    return order, found
+
+
+def test_rank_0_goes_first_and_gather_brings_what_every_rank_has(tmp_path: Path) -> None:
+    (zero, found), (one, _) = run_ranks(2, first, tmp_path)
+    assert (zero, one) == ([], ["0"])
+    assert found == [[{"rank": 0}, {"rank": 1}], [0, 1]]
