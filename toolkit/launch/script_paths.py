@@ -25,3 +25,10 @@ def refuse_unfit(runs: Path) -> None:
         bad = next((char for char in str(path) if char in reserved or not is_one_line(char)), None)
         if bad is not None:
             raise RequestError(f"{what}: {str(path)!r} cannot be in a job's script, because of {bad!r}; {remedy}")
+    try:
+        there = next(path for path in (runs, *runs.parents) if path.exists())
+        why = None if there.is_dir() else f"{there} is no folder"
+    except OSError as error:  # a name that is too long, say
+        why = f"{str(runs)[:200]}: {error.strerror}"
+    if why is not None:
+        raise RequestError(f"the folder for runs: {why}; choose another: set TOOLKIT_RUNS")

@@ -18,7 +18,10 @@ from toolkit.rundir import RunDir
 ODD = """it's "my" $HOME `touch hit`; ${A=$(touch hit)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""
 
 
-@pytest.mark.parametrize("name", ["100%", "a%j", "a\\b", "a:b", "a\nb", "a\rb", "a\x1bb", "a\u2028b", "a\udcffb"])
+@pytest.mark.parametrize(
+    "name",
+    ["x" * 300, "/dev/null", "100%", "a%j", "a\\b", "a:b", "a\nb", "a\rb", "a\x1bb", "a\u2028b", "a\udcffb"],
+)
 def test_a_folder_for_runs_that_slurm_or_python_would_misread_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
