@@ -28,6 +28,7 @@ from toolkit.checkpoint.store import committed, newest_step
 from toolkit.config import JobConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
+from toolkit.errors import ConfigError
 from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare, reseed
 
@@ -295,6 +296,34 @@ def refuse(session: Session, folder: Path) -> list[str]:
         log_many,
     ]
     return list(map(fails, calls))
+
+
+def diverge(session: Session, folder: Path, on_nan: str) -> tuple[str, int | None]:
+    run = begun(session, folder)
+    run.config.train.on_nan = on_nan
+    model = DistributedDataParallel(nn.Linear(8, 2))
+    optimizer = SGD(model.parameters(), 1.0)
+    run.resumable(model=model, optimizer=optimizer)
+    said = "trained"
+    try:
+        for batch in run.steps(run.loader(dataset(), global_batch_size=BATCH), total=12):
+            optimizer.zero_grad()
+            loss = model(batch.inputs).sum() * (float("inf") if run.step == 5 else 1.0)
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+        run.finish()
+    except ConfigError as error:
+        said = str(error)
+    run.close()
+    return said, newest_step(folder / "checkpoints")
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_end_the_attempt(tmp_path: Path) -> None:
+    ((said, newest), _) = run_ranks(2, diverge, tmp_path / "stop", "stop")
+    assert said.startswith("train.on_nan: the loss is not finite since some steps before step 9; look at")
+    assert newest == 4
+    assert run_ranks(2, diverge, tmp_path / "warn", "warn")[0] == ("trained", 12)
 
 
 def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:

@@ -106,6 +106,11 @@ def _inference_of(run: RunDir, config: JobConfig) -> Any:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
     if run.code.is_dir():
         refuse_code_of_others(run)
+    if config.job.endswith(".py"):
+        raise RequestError(
+            f"run {run.id} is that of a script ({config.job}) with a loop of its own, which does not say how its model "
+            f"is made and judged; `toolkit checkpoint export {run.id} --to PATH` writes its weights"
+        )
     package = config.job.partition(".")[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]  # another copy's

@@ -9,7 +9,7 @@ is given up. Weights that are not finite are not saved: the newest checkpoint st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 import torch
@@ -73,7 +73,7 @@ class NotFinite:
 
     def weights_are_finite(self) -> bool:
         """Whether all weights are, on all ranks; a collective, and a host sync."""
-        return self._strategy.sum({"bad": float(bool(bad_weights(self._strategy)))})["bad"] == 0
+        return self._strategy.sum({"bad": float(bool(bad_weights(self._strategy.live())))})["bad"] == 0
 
     def refuse(self, step: int) -> NoReturn:
         """Raise ConfigError after ``step`` steps; all ranks load a checkpoint for it."""
@@ -96,7 +96,7 @@ class NotFinite:
 
     def _cause(self, step: int) -> str:
         """What is wrong, as the end of a sentence: the layer, where a strategy can tell and there is a checkpoint."""
-        found = bad_weights(self._strategy)
+        found = bad_weights(self._strategy.live())
         now = f"of this rank's weights {len(found)} are not finite: {listing(found, 3)}" if found else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
         if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
@@ -115,11 +115,11 @@ class NotFinite:
         return f"with {weights} the first output for these samples that is not finite is that of {layer}"
 
 
-def bad_weights(strategy: Strategy) -> list[str]:
-    """Return the names of this rank's weights, or parts of weights, that are not finite; a host sync."""
+def bad_weights(found: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the weights, or parts of weights, in ``Strategy.live()`` that are not finite; a host sync."""
     live = {
         name.removeprefix("weights/"): value
-        for name, value in strategy.live().items()
+        for name, value in found.items()
         if name.startswith("weights/") and value.is_floating_point() and value.numel()
     }
     if not live:

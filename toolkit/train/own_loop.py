@@ -15,6 +15,8 @@ is done again where a run goes on from the last step of an epoch.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -39,10 +41,14 @@ from toolkit.launch.rank import joined
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.log_window import LogWindow, gather_json, means_by_tag
+from toolkit.train.not_finite import bad_weights
 from toolkit.train.resumable import Resumables, is_compiled
 from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, conditions
 from toolkit.train.witness import summoned
+
+#: The process that has called :func:`start`.
+STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)
 
@@ -55,7 +61,10 @@ def start() -> Iterator[TrainingRun]:
     for a second one in a process. When all ranks have agreed to stop, the process ends with exit code 75.
     """
     if dist.is_initialized():
-        raise ConfigError("toolkit.start: there is a process group already; it opens one itself, and one only")
+        raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
+    if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
+        raise ConfigError("toolkit.start: called twice in one process: a run has one loop")
+    os.environ[STARTED_VARIABLE] = str(os.getpid())
     config = joined()
     try:
         with open_session(config.dist) as session:
@@ -68,6 +77,9 @@ def start() -> Iterator[TrainingRun]:
         log.info("%s", stopped)
         signals.ignore()
         raise SystemExit(stopped.exit_code) from None
+
+
+_NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
 
 
 class TrainingRun:
@@ -85,6 +97,7 @@ class TrainingRun:
         self._stack = _Opened()
         self._feeds: dict[int, ForeignFeed] = {}
         self._blocks = 0  #: calls of main_first
+        self._not_finite = 0  #: mean losses in a row that were not finite
         self._epoch = self._batch = 0  #: where the data stand: whole epochs, and batches of the one that is begun
         self._epochs: int | None = None  #: that the loop in progress makes
         self._total: int | None = None
@@ -293,16 +306,16 @@ class TrainingRun:
         phase, self._activity.phase = self._activity.phase, activity.LOGGING
         means = self._window.take()
         life.metrics |= means
-        if life.step:
-            life.write({**means, **life.figures()})
+        life.write({**means, **life.figures()})
+        self._refuse_not_finite(means.get("train/loss", 0.0))
         self._activity.phase = phase
 
     def _save_the_end(self) -> None:
         """Nothing comes after this save, so it must be made."""
         life = self._opened("run.steps")
         self._checkpoints.settle(life.step)
-        if self._checkpoints.newest != life.step:
-            life.save(must=True)
+        if self._checkpoints.newest != life.step and not life.save(must=True):
+            raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
 
     def finish(self) -> None:
         """The loop has come to its end: save what is not saved yet, and hand over the run's result."""
@@ -353,7 +366,14 @@ class TrainingRun:
 
     def may_save(self, *, must: bool) -> bool:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
-        return True
+        assert self._state is not None
+        if self.config.train.on_nan == "warn":
+            return True
+        is_bad = bool(bad_weights(self._state.live()))
+        if not self._state.sum({"bad": float(is_bad)})["bad"]:
+            return True
+        log.warning("step %d is not saved: the weights are not finite", self.step)
+        return False
 
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
@@ -372,6 +392,14 @@ class TrainingRun:
                 f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
             )
         return self._life
+
+    def _refuse_not_finite(self, loss: float) -> None:
+        """Raise ConfigError, with ``train.on_nan: stop``, at the second mean loss in a row that is not finite."""
+        self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
+        if self._not_finite:
+            log.warning("step %d: the mean loss since it was written last is %s", self.step, loss)
+        if self._not_finite > 1 and self.config.train.on_nan == "stop":
+            raise ConfigError(f"train.on_nan: the loss is not finite since some steps before step {self.step}; {_NAN}")
 
     def _feed(self, loader: Any) -> Feed:
         if isinstance(loader, Loader):
