@@ -176,10 +176,11 @@ class Trainer:
             self._evaluate(evaluate)
 
     def _train(self, evaluate: Evaluate) -> None:
+        share = self._strategy.share.index  # once: the strategy's is another one for evaluations when a rank has died
         self._life.throughput.reset()
         self._life.boundary()
         while self._step < self._total:
-            self._train_step()
+            self._train_step(share)
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate(evaluate)
@@ -187,10 +188,10 @@ class Trainer:
                 self._life.save(must=self._step == self._total)
             self._life.boundary()
 
-    def _train_step(self) -> None:
+    def _train_step(self, share: int) -> None:
         n = self._step
         self._strategy.own_time.start()
-        reseed(self._config.seed, n, self._strategy.share.index)
+        reseed(self._config.seed, n, share)
         self._activity.phase = activity.WAITING_FOR_DATA
         batch = self._loader.at(n)
         self._bad_samples.note(batch)
