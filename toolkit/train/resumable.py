@@ -7,7 +7,7 @@ and any number of ranks goes on from them. Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -169,23 +169,18 @@ class Slots:
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         found: dict[str, Entry] = {self._at: Replicated(None)}
-        for parameter, name in self._own():
-            at = f"{OPTIMIZER}/{name}/"
-            for key in [*manifest.tensors, *manifest.values]:
-                slot = key.removeprefix(at)
-                if slot == key or "/" in slot:
-                    continue
-                value = self._place_of(parameter, slot, manifest.tensors[key]) if key in manifest.tensors else None
-                self.optimizer.state[parameter][slot] = value
-                found[key] = Replicated(None) if value is None else entry(value)
+        self.optimizer.state.clear()  # what a damaged checkpoint was to be read into
+        for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
+            record = manifest.tensors.get(key)
+            value = None if record is None else _place_of(parameter, slot, record, settings)
+            self.optimizer.state[parameter][slot] = value
+            found[key] = Replicated(None) if value is None else entry(value)
         return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Raises ConfigError where the checkpoint is another optimizer's."""
-        for parameter, name in self._own():
-            slots = self.optimizer.state[parameter]
-            at = f"{OPTIMIZER}/{name}/"
-            slots.update({key.removeprefix(at): value for key, value in values.items() if key.startswith(at)})
+        for parameter, slot, key, _ in self._stored(values):
+            self.optimizer.state[parameter][slot] = values[key]
         saved: Any = values[self._at]
         kind, sizes = type(self.optimizer).__name__, [len(group["params"]) for group in self.optimizer.param_groups]
         if (saved["class"], [group["parameters"] for group in saved["groups"]]) != (kind, sizes):
@@ -203,16 +198,22 @@ class Slots:
     def live(self) -> dict[str, Tensor]:
         return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
 
-    def _own(self) -> Iterator[tuple[Tensor, str]]:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, self._names[parameter]
+    def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
+        """Yield parameter, slot, key and the settings of its group for each of ``keys`` that is a slot of ours."""
+        groups = self.optimizer.param_groups
+        own = {self._names[parameter]: (parameter, group) for group in groups for parameter in group["params"]}
+        for key in keys:
+            name, _, slot = key.removeprefix(f"{OPTIMIZER}/").rpartition("/")
+            if key.startswith(f"{OPTIMIZER}/") and name in own:
+                parameter, group = own[name]
+                yield parameter, slot, key, group
 
     def _slots(self) -> Iterator[tuple[str, Any]]:
-        for parameter, name in self._own():
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    yield f"{name}/{slot}", value
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                for slot, value in self.optimizer.state.get(parameter, {}).items():
+                    if value is not None:
+                        yield f"{self._names[parameter]}/{slot}", value
 
     def _settings(self) -> Json:
         groups: list[Json] = []
@@ -225,14 +226,14 @@ class Slots:
             groups.append({"parameters": len(group["params"]), "settings": settings})
         return {"class": type(self.optimizer).__name__, "groups": groups}
 
-    def _place_of(self, parameter: Tensor, slot: str, record: TensorRecord) -> Tensor:
-        """A tensor as the optimizer itself would have made it: cut as the parameter is, if it has its shape."""
-        dtype = getattr(torch, record.dtype)
-        if record.shape == tuple(parameter.shape) and record.shape:
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-        on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))  # torch's own rule
-        return torch.zeros(record.shape, dtype=dtype, device="cpu" if on_host else local(parameter).device)
+
+def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
+    """Return a tensor as the optimizer itself would have made it: cut as the parameter is, if it has its shape."""
+    dtype = getattr(torch, record.dtype)
+    if record.shape == tuple(parameter.shape) and record.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    on_host = slot == "step" and not (settings.get("capturable") or settings.get("fused"))  # torch's own rule
+    return torch.zeros(record.shape, dtype=dtype, device="cpu" if on_host else local(parameter).device)
 
 
 class Other:
