@@ -82,12 +82,18 @@ class Endless:
             return next(self.batches)
 
 
+def parts_by_hand(session: Session) -> tuple[DataLoader[Any], DistributedDataParallel, SGD]:
+    """The loader, the model and the optimizer of a loop that somebody has written."""
+    data = TensorDataset(*tensors())
+    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, RANKS, session.rank))
+    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    return loader, ddp, SGD(ddp.parameters(), 0.05, momentum=0.9)
+
+
 def by_hand(session: Session) -> Round:
     """What anyone writes first: DDP, DistributedSampler, DataLoader, and the loss printed now and then."""
-    data = TensorDataset(*tensors())
-    loader = Endless(DataLoader(data, BATCH, sampler=DistributedSampler(data, RANKS, session.rank)))
-    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    optimizer = SGD(ddp.parameters(), 0.05, momentum=0.9)
+    batches, ddp, optimizer = parts_by_hand(session)
+    loader = Endless(batches)
 
     def train(steps: int) -> None:
         for step in range(steps):
@@ -147,10 +153,7 @@ def own_loop(session: Session) -> Round:
     reporter = StoreReporter(session.store.clone(), session.rank, session.activity)
     config = JobConfig(train=TrainConfig(log_every=LOG_EVERY), checkpoint=CheckpointConfig(NEVER))
     run = TrainingRun(config, replace(session, reporter=reporter, attempt=3))
-    data = TensorDataset(*tensors())
-    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, RANKS, session.rank))
-    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    optimizer = SGD(ddp.parameters(), 0.05, momentum=0.9)
+    loader, ddp, optimizer = parts_by_hand(session)
     run.resumable(model=ddp, optimizer=optimizer)
     batches = run.steps(loader, total=NEVER)
 

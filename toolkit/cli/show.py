@@ -31,7 +31,7 @@ ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are quiet."""
     rows = [_row(run) for run in runs]
-    asked = [row for row in rows if row["executor"] == "slurm" and (row["quiet"] or row["state"] in WAITING)]
+    asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
     jobs = {row["run"]: [row["job_id"], *filter(None, [row["follow_up"]])] for row in asked if row["job_id"]}
     answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
     for row in asked:
@@ -40,8 +40,15 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
             row.update(slurm=job and job.state, reason=job and job.reason, why=row["why"] or _launch_failure(row, job))
     for row in rows:
         row["state"] = _honest_state(row)
-        del row["quiet"]
     return rows
+
+
+def _is_to_be_asked(row: dict[str, Any]) -> bool:
+    return row["state"] in WAITING or (row["state"] in ACTIVE and _quiet_s(row["updated"]) > QUIET_S)
+
+
+def _quiet_s(updated: float | None) -> float:
+    return time.time() - (updated or 0.0)
 
 
 def as_json(value: Any) -> str:
@@ -55,7 +62,6 @@ def _row(run: RunDir) -> dict[str, Any]:
     jobs, asked = ownership.jobs_of(run, damage), intent.asked(run, damage)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
-    quiet_s = time.time() - status.get("updated", 0.0)
     return {
         "run": run.id,
         "name": run.name,
@@ -77,8 +83,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "pid": status.get("pid"),
         "host": status.get("host"),
         "updated": status.get("updated"),
-        "quiet": state in ACTIVE and quiet_s > QUIET_S,
-        "silent": state in ACTIVE and quiet_s > SILENT_S,
+        "silent": state in ACTIVE and _quiet_s(status.get("updated")) > SILENT_S,
         "slurm": None,
         "reason": None,
         "why": result.get("why"),

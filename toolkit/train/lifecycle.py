@@ -140,11 +140,6 @@ class Lifecycle:
         self.throughput.pause()
         return True
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether a save of this very step was made or begun."""
-        return self.step == self._saved and self._checkpoints.newest is not None
-
     def figures(self) -> dict[str, float]:
         """Return what is logged of every loop: its speed, the attempt's number and where the time went."""
         return {

@@ -73,7 +73,7 @@ class NotFinite:
 
     def weights_are_finite(self) -> bool:
         """Whether all weights are, on all ranks; a collective, and a host sync."""
-        return self._strategy.sum({"bad": float(bool(bad_weights(self._strategy.live())))})["bad"] == 0
+        return weights_are_finite(self._strategy)
 
     def refuse(self, step: int) -> NoReturn:
         """Raise ConfigError after ``step`` steps; all ranks load a checkpoint for it."""
@@ -113,6 +113,19 @@ class NotFinite:
         if layer is None:
             return f"with {weights} all layers give finite values for these samples: the training has diverged since"
         return f"with {weights} the first output for these samples that is not finite is that of {layer}"
+
+
+class Weighed(Protocol):
+    """What has weights on every rank: a strategy, or what a loop of one's own has handed over."""
+
+    def live(self) -> Mapping[str, Tensor]: ...
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]: ...
+
+
+def weights_are_finite(held: Weighed) -> bool:
+    """Return whether all weights are, on all ranks; a collective, and a host sync."""
+    return held.sum({"bad": float(bool(bad_weights(held.live())))})["bad"] == 0
 
 
 def bad_weights(found: Mapping[str, Tensor]) -> list[str]:

@@ -41,7 +41,7 @@ from toolkit.launch.rank import joined
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.log_window import LogWindow, gather_json, means_by_tag
-from toolkit.train.not_finite import bad_weights
+from toolkit.train.not_finite import weights_are_finite
 from toolkit.train.resumable import Resumables, is_compiled
 from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, conditions
@@ -94,7 +94,7 @@ class TrainingRun:
         self._state: OwnState | None = None
         self._life: Lifecycle | None = None
         self._loader: Loader | None = None
-        self._stack = _Opened()
+        self._stack = ExitStack()
         self._feeds: dict[int, ForeignFeed] = {}
         self._blocks = 0  #: calls of main_first
         self._not_finite = 0  #: mean losses in a row that were not finite
@@ -166,7 +166,7 @@ class TrainingRun:
             workers=data.workers if workers is None else workers,
             device=self.device,
         )
-        self._stack.add(loader)
+        self._stack.callback(loader.close)
         self._loader = loader
         return loader
 
@@ -367,10 +367,7 @@ class TrainingRun:
     def may_save(self, *, must: bool) -> bool:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
         assert self._state is not None
-        if self.config.train.on_nan == "warn":
-            return True
-        is_bad = bool(bad_weights(self._state.live()))
-        if not self._state.sum({"bad": float(is_bad)})["bad"]:
+        if self.config.train.on_nan == "warn" or weights_are_finite(self._state):
             return True
         log.warning("step %d is not saved: the weights are not finite", self.step)
         return False
@@ -447,13 +444,6 @@ class OwnState(Resumables):
         super().loaded(values)
         self._window.loaded()
         self._is_loaded = True
-
-
-class _Opened(ExitStack):
-    """What is to be closed, once."""
-
-    def add(self, thing: Any) -> None:
-        self.callback(thing.close)
 
 
 def _watch(module: nn.Module, move: Callable[[], None]) -> None:
