@@ -31,7 +31,7 @@ MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class HasStateDict(Protocol):
     """What torch calls so: schedulers, scalers, metrics, stateful loaders."""
 
     def state_dict(self) -> Any: ...
@@ -53,7 +53,7 @@ class Resumables:
         self._modules = _prefixed(modules)
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: _bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
-        self._optimizers = {name: Slots(name, o, self._parameters()) for name, o in optimizers.items()}
+        self._optimizers = {name: OptimizerSlots(name, o, self._parameters()) for name, o in optimizers.items()}
         _refuse_twice(optimizers)
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
         self._others = {name: _other(name, value) for name, value in others.items()}
@@ -148,7 +148,7 @@ class Resumables:
         return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
 
 
-class Slots:
+class OptimizerSlots:
     """An optimizer's state under parameter names, and the settings of its groups, which schedulers change."""
 
     def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -335,7 +335,7 @@ def _other(name: str, value: Any) -> Other:
     """Raises ConfigError for what has no state, or a state that cannot be put back."""
     if _is_metric(value):
         value.persistent(True)
-    if isinstance(value, Stateful):
+    if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict)
     if isinstance(value, torch.Generator):
         return Other(name, value.get_state, value.set_state)

@@ -94,7 +94,7 @@ class Stateful(Protocol):
     def fingerprint(self) -> str | None: ...
 
 
-class Kept(Protocol):
+class Checkpointed(Protocol):
     """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a loop of one's own."""
 
     def state(self) -> State: ...
@@ -116,7 +116,7 @@ class Checkpoints:
     """The run's checkpoints as the loop sees them: resume once, save when it is time."""
 
     def __init__(
-        self, config: CheckpointConfig, session: Session, strategy: Kept, identity: Mapping[str, Json]
+        self, config: CheckpointConfig, session: Session, strategy: Checkpointed, identity: Mapping[str, Json]
     ) -> None:
         self._every_steps = config.every_steps
         self._every_min = config.every_min
