@@ -3,8 +3,9 @@
 Nothing here imports torch or the job: a config is checked on the login node in well under a second.
 """
 
-from toolkit.config.job_module import is_loop, job_source, torchvision_models
+from toolkit.config.job_module import is_job, is_loop, job_source, torchvision_models
 from toolkit.config.layers import dump_config, load_config
+from toolkit.config.params import filled, leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch, check_pipeline, mesh_of, micro_batches
 from toolkit.config.schema import (
@@ -67,10 +68,13 @@ __all__ = [
     "check_places",
     "check_step",
     "dump_config",
+    "filled",
     "goes_on_with",
+    "is_job",
     "is_loop",
     "is_one_line",
     "job_source",
+    "leaves",
     "load_config",
     "mesh_of",
     "micro_batches",

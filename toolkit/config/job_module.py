@@ -1,63 +1,75 @@
-"""The job's own module, found and read on the login node without importing it: it imports torch."""
+"""The job's own file, found and read on the login node without importing it: it imports torch."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from toolkit.config.schema import JobConfig
+from toolkit.config.source import PythonSource
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError, nearest
 
+#: What a job derives from.
+_BASE = "toolkit.Job"
+
 
 def check_job(config: JobConfig, project: Path | None) -> None:
-    """Raise ConfigError unless the job has a ``main``. It is parsed and not imported, for it imports torch."""
-    source = job_source(config.job, project)
-    tree = _parsed(source)
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-        raise ConfigError(
-            f"job: {config.job} ({source}) has no function main(config), and no loop with toolkit.start(); a script "
-            "that knows nothing of the toolkit runs by `toolkit exec -- python SCRIPT`"
-        )
-    _check_step_owner(config, tree)
-    models = _declared_models(tree)
+    """Raise ConfigError unless the file holds one job. It is parsed and not imported, for it imports torch."""
+    source = PythonSource(job_source(config.job, project))
+    jobs = _job_classes(source)
+    if len(jobs) > 1:
+        lines = " and ".join(f"{node.name} (line {node.lineno})" for node in jobs)
+        raise ConfigError(f"job: {source.path}: {lines} are both jobs; leave one in this file, and move the other out")
+    if not jobs:
+        _check_main(config.job, source)
+    _check_step_owner(config, source.tree)
+    models = _declared_models(source.tree)
     if models is not None:
         one_of("model.name", config.model.name, models)
 
 
+def _check_main(job: str, source: PythonSource) -> None:
+    """Raise ConfigError unless there is a ``main`` that takes the config."""
+    mains = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    if not mains:
+        raise ConfigError(
+            f"job: {job} ({source.path}) has no function main(config), no class derived from toolkit.Job, and no loop "
+            "with toolkit.start(); a script that knows nothing of the toolkit runs by `toolkit exec -- python SCRIPT`"
+        )
+    takes = mains[-1].args
+    most, least = len(takes.posonlyargs + takes.args), len(takes.posonlyargs + takes.args) - len(takes.defaults)
+    if least > 1 or (most == 0 and takes.vararg is None):
+        raise ConfigError(
+            f"job: {source.place(mains[-1])}: main is called with one argument, the config: write def main(config)"
+        )
+
+
+def _job_classes(source: PythonSource) -> list[ast.ClassDef]:
+    """Return the classes of a file that derive from ``toolkit.Job``, but those that others of it derive from."""
+    derived: dict[str, ast.ClassDef] = {}
+    for name, node in source.classes.items():  # a base stands before what derives from it
+        if any(source.full_name(base) in (_BASE, *derived) for base in node.bases):
+            derived[name] = node
+    above = {source.full_name(base) for node in derived.values() for base in node.bases}
+    return [node for name, node in derived.items() if name not in above]
+
+
 def is_loop(job: str, project: Path | None = None) -> bool:
-    """True for a script, named by its path, with a loop of its own: it calls ``toolkit.start()``.
-
-    Raises ConfigError for one that is not there.
-    """
-    if not job.endswith(".py"):
-        return False
-    tree = _parsed(job_source(job, project))
-    names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "toolkit"
-        for alias in node.names
-        if alias.name == "start"
-    }
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return bool(calls & {"toolkit.start", *names})
+    """True for a job with a loop of its own: its file calls ``toolkit.start()``. Raises ConfigError for none there."""
+    source = PythonSource(job_source(job, project))
+    calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    return any(source.full_name(func) == "toolkit.start" for func in calls)
 
 
-def _parsed(source: Path) -> ast.Module:
-    """Return the syntax tree of a Python file, in the encoding that it declares. Raises ConfigError."""
-    try:
-        return ast.parse(source.read_bytes(), filename=str(source))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        why = getattr(error, "msg", None) or str(error) or type(error).__name__
-        raise ConfigError(f"job: {source}{line}: is no Python that can be imported: {why}") from None
+def is_job(job: str, project: Path | None = None) -> bool:
+    """True for a script that is no foreign one: it has a loop of its own or a job class. Raises ConfigError."""
+    return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project))))
 
 
 def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
@@ -79,55 +91,50 @@ def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
         )
 
 
-def job_source(dotted: str, project: Path | None = None) -> Path:
+def job_source(job: str, project: Path | None = None) -> Path:
     """Return the file of a job, by its module or its path, looked for in ``project`` (the current folder) first, as the
-    ranks will. Raises ConfigError."""
+    ranks will. Nothing is imported. Raises ConfigError."""
     project = project or Path.cwd()
-    if dotted.endswith(".py"):
-        path = project / dotted
+    if job.endswith(".py"):
+        path = project / job
         if os.path.isfile(path):  # noqa: PTH113  # Path's own raises for a name that is too long
             return path
         scripts = sorted(str(p.relative_to(project)) for p in (*project.glob("*.py"), *project.glob("jobs/*.py")))
-        raise ConfigError(f"job: there is no file {path}; {nearest(dotted, scripts)}".rstrip("; "))
-    with _as_if_started_in(project, dotted.partition(".")[0]):
-        try:
-            spec = importlib.util.find_spec(dotted)
-        except (ImportError, ValueError):
-            spec = None
-        except Exception as error:  # the packages above the module are imported, and they are the user's
-            raise ConfigError(
-                f"job: {dotted}: the package that it is in cannot be imported: {type(error).__name__}: {error}"
-            ) from None
+        raise ConfigError(f"job: there is no file {path}; {nearest(job, scripts)}".rstrip("; "))
+    spec = _spec(job.split("."), project)
     if spec is None or spec.origin is None or not spec.has_location:
-        file = Path(dotted.replace(".", "/") + ".py")
+        file = Path(job.replace(".", "/") + ".py")
         # A package of the same name elsewhere on the path wins over a folder without __init__.py. Path's own is_file
         # raises for a name that is too long.
         if os.path.isfile(project / file):  # noqa: PTH113
             raise ConfigError(f"job: {file} is there but cannot be imported; add {file.parent / '__init__.py'}")
         found = sorted(f"{p.parent.name}.{p.stem}" for p in project.glob("jobs/*.py") if p.stem != "__init__")
         there = f"there are: {', '.join(found)}" if found else "run from the folder that holds the jobs/ package"
-        raise ConfigError(f"job: no module {dotted!r}; {nearest(dotted, found)}{there}")
+        raise ConfigError(f"job: no module {job!r}; {nearest(job, found)}{there}")
     return Path(spec.origin)
 
 
-@contextmanager
-def _as_if_started_in(folder: Path, package: str) -> Iterator[None]:
-    """``folder`` first on the path, and ``package`` not imported yet: it may be another project's ``jobs``."""
-    here = str(folder)
-    hidden = {name: sys.modules.pop(name) for name in _modules_of(package)}
-    sys.path.insert(0, here)
+def _spec(parts: list[str], project: Path) -> ModuleSpec | None:
+    """Return where a module is: in the project, in its ``src`` folder, or installed.
+
+    The packages above it are not imported, as importlib.util.find_spec does: those of an installed one import torch.
+    """
+    first, *rest = parts
     importlib.invalidate_caches()
     try:
-        yield
-    finally:
-        sys.path.remove(here)
-        for name in _modules_of(package):
-            del sys.modules[name]
-        sys.modules.update(hidden)
-
-
-def _modules_of(package: str) -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] == package]
+        spec = PathFinder.find_spec(first, [str(project), str(project / "src"), *sys.path])
+        if spec is None:  # an editable installation has a finder of its own
+            others = (finder.find_spec(first, None) for finder in sys.meta_path if finder is not PathFinder)
+            spec = next((found for found in others if found is not None), None)
+        for name in rest:
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            if spec.has_location and spec.origin is not None:
+                PythonSource(Path(spec.origin))  # what the ranks cannot import is said here
+            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    except (ImportError, ValueError):  # no name of a module
+        return None
+    return spec
 
 
 def _declared_models(tree: ast.Module) -> list[str] | None:

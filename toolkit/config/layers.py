@@ -12,15 +12,21 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit import fsio
 from toolkit.config import yaml_core
-from toolkit.config.schema import JobConfig, all_keys
+from toolkit.config.declared import dataclass_in, declared, defaults_of
+from toolkit.config.hints import PLAIN, as_kind, container_of, fits, hints_of, item_hints, kinds_of, words_of
+from toolkit.config.job_module import job_source
+from toolkit.config.schema import FOREIGN_JOB, JobConfig, all_keys
+from toolkit.config.source import PythonSource
+from toolkit.config.words import one_of
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
 from toolkit.errors import ConfigError, nearest
 
@@ -33,6 +39,8 @@ _NO_ENVIRONMENT = (
     "is refused: the variable's value would be written into the run's files. Give what is no secret as an argument "
     "that the shell fills in, key=$VARIABLE; a program of notify finds the variable in its own environment"
 )
+#: An alias in YAML may lead back to where it stands.
+_MOST_LEVELS = 20
 #: Here a number is what is written, for sbatch to read: 0755 and 1.10 keep their zeros.
 _AS_WRITTEN = "cluster.extra"
 
@@ -50,24 +58,83 @@ class _Layer:
         return ConfigError(f"{place}: {text}")
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True) -> JobConfig:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True, project: Path | None = None
+) -> JobConfig:
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
     The path of a script (``train.py``) stands for a config without keys whose ``job`` it is. Without a path the layers
     are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values. Keys, types and
     values are checked; whether the config fits a machine is the business of :func:`validate`. Raises ConfigError.
+
+    ``params`` are checked by the class ``Params`` of the job's file, which is looked for in ``project``, the current
+    folder if None. With ``site=False`` and no ``project`` they are taken as they are: those of a run were checked.
     """
+    merged, own = merged_layers(path, overrides, site=site, project=project)
+    references = _References(merged)
+    if own is None:
+        params = _resolved(merged["params"], PLAIN, references, ("params",))
+    else:
+        params = asdict(_build(own, merged["params"], references, ("params",)))
+    config: JobConfig = _build(JobConfig, {**merged, "params": {}}, references)
+    config.params = params
+    return config
+
+
+def merged_layers(
+    path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True, project: Path | None = None
+) -> tuple[dict[str, Any], type | None]:
+    """Return the values of all layers, references unresolved, and the job's ``Params``. See :func:`load_config`."""
     is_script = path is not None and Path(path).suffix == ".py"
     files = [] if path is None or is_script else _file_layers(Path(path), ())
+    layers = [*_site_layers(site), *files, *map(_override_layer, overrides)]
     merged: dict[str, Any] = asdict(JobConfig())
     if path is not None:
         merged["name"] = Path(path).stem
     if is_script:
         merged["job"] = str(path)
-    for layer in (*_site_layers(site), *files, *map(_override_layer, overrides)):
+    given = [(layer, pair[1]) for layer in layers if (pair := _pairs(layer, layer.root).get("params"))]
+    for layer in layers:
         _merge(merged, _section(layer, layer.root, JobConfig))
-    config: JobConfig = _build(JobConfig, merged, _References(merged))
-    return config
+    if not site and project is None:
+        for layer, node in given:
+            _merge(merged["params"], _mapping(layer, node, "params"))
+        return merged, None
+    job = _final(merged["job"], str, _References(merged), ("job",))
+    own = _own_keys(str(job), project, given)
+    if own is not None:
+        merged["params"] = _escaped(defaults_of(own, _MISSING))
+        for layer, node in given:
+            _merge(merged["params"], _section(layer, node, own, "params."))
+    return merged, own
+
+
+def _own_keys(job: str, project: Path | None, given: Sequence[tuple[_Layer, Node]]) -> type | None:
+    """Return the job's ``Params``. A job that cannot be found or read is for :func:`validate` to name."""
+    try:
+        source = None if job == FOREIGN_JOB else PythonSource(job_source(job, project))
+    except (ConfigError, OSError):
+        if given:
+            raise
+        return None
+    own = None if source is None else dataclass_in(source, "Params")
+    for layer, node in given:
+        if own is None and not (isinstance(node, MappingNode) and not node.value):
+            raise layer.error(node, f"params: {_undeclared(source)}")
+    return own
+
+
+def _undeclared(source: PythonSource | None) -> str:
+    """Why a job has no keys of its own, and how to give it some."""
+    if source is None:
+        return "a script that knows nothing of the toolkit has none; give it arguments of its own"
+    how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
+    if "Params" in source.classes:
+        place = source.place(source.classes["Params"])
+        return f"class Params ({place}) is no dataclass; write `@dataclass` from dataclasses before it"
+    if source.imports("Params"):
+        return f"{source.path} imports Params, and its keys must be known without importing it: write {how} there"
+    return f"{source.path} declares no keys of its own; write {how} there, or take them out here"
 
 
 def dump_config(config: JobConfig) -> str:
@@ -161,17 +228,12 @@ def _override_layer(text: str) -> _Layer:
 def _parts_of(key: str) -> list[str]:
     """The parts of a dotted key. What follows the key of a mapping is one part: the name of a layer has dots."""
     for known in all_keys():
-        if key.startswith(f"{known}."):
+        if key.startswith(f"{known}.") and known != "params":
             return [*known.split("."), key.removeprefix(f"{known}.")]
     return key.split(".")
 
 
 # ------------------------------------------------------------------------------------------------ what a key may hold
-
-
-@cache
-def _hints(schema: Any) -> dict[str, Any]:
-    return get_type_hints(schema)
 
 
 def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
@@ -187,11 +249,12 @@ def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[s
         if key not in valid:
             hint = _nearest_key(full, [f"{prefix}{name}" for name in valid])
             raise layer.error(key_node, f"unknown key {full!r}; {hint}valid here: {', '.join(sorted(valid))}")
-        section = valid[key].default_factory
-        if is_dataclass(section):
-            found[key] = _section(layer, value, section, f"{full}.")
-        else:
-            found[key] = _value(layer, value, _hints(schema)[key], full)
+        if full == "params" and schema is JobConfig:  # the job says what is in there
+            continue
+        hint = hints_of(schema)[key]
+        found[key] = (
+            _section(layer, value, hint, f"{full}.") if is_dataclass(hint) else _value(layer, value, hint, full)
+        )
     return found
 
 
@@ -210,24 +273,41 @@ def _pairs(layer: _Layer, node: MappingNode) -> Pairs:
 
 
 def _value(layer: _Layer, node: Node, hint: Any, full: str) -> Any:
-    if get_origin(hint) is list:
-        if not isinstance(node, SequenceNode):
-            raise layer.error(node, f"{full} is a list: [first, second]")
-        return [_scalar(layer, item, (str,), f"{full}[{index}]") for index, item in enumerate(node.value)]
-    if get_origin(hint) is dict:
-        if not isinstance(node, MappingNode):
-            raise layer.error(node, f"{full} is a mapping: {{key: value}}")
-        kinds = _kinds(get_args(hint)[1])
-        return {key: _scalar(layer, value, kinds, f"{full}.{key}") for key, (_, value) in _pairs(layer, node).items()}
-    return _scalar(layer, node, _kinds(hint), full)
+    """The plain value of a node, of the type ``hint``."""
+    listed, mapping = container_of(hint, list, tuple), container_of(hint, dict)
+    if listed is not None and isinstance(node, SequenceNode):
+        try:
+            hints = item_hints(listed, len(node.value))
+        except ValueError as error:
+            raise layer.error(node, f"{full}: {error}") from None
+        items = enumerate(zip(node.value, hints, strict=True))
+        return [_value(layer, item, each, f"{full}[{index}]") for index, (item, each) in items]
+    if mapping is not None and isinstance(node, MappingNode):
+        each = get_args(mapping)[1]
+        return {key: _value(layer, value, each, f"{full}.{key}") for key, (_, value) in _pairs(layer, node).items()}
+    if not kinds_of(hint):
+        how = "a list: [first, second]" if listed is not None else "a mapping: {key: value}"
+        raise layer.error(node, f"{full} is {how}")
+    return _scalar(layer, node, hint, full)
 
 
-def _kinds(hint: Any) -> tuple[type, ...]:
-    """The types of a scalar that an annotation allows."""
-    return (str, int, float, bool) if hint is Any else get_args(hint) or (hint,)
+def _mapping(layer: _Layer, node: Node, full: str) -> dict[str, Any]:
+    """The plain values of a mapping, of any type."""
+    if not isinstance(node, MappingNode):
+        raise layer.error(node, f"{full} is a section: give it keys")
+    return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in _pairs(layer, node).items()}
 
 
-def _scalar(layer: _Layer, node: Node, kinds: tuple[type, ...], full: str) -> Scalar:
+def _plain(layer: _Layer, node: Node, full: str) -> Any:
+    if full.count(".") + full.count("[") > _MOST_LEVELS:
+        raise layer.error(node, f"{full}: nests too deep")
+    if isinstance(node, SequenceNode):
+        return [_plain(layer, item, f"{full}[{index}]") for index, item in enumerate(node.value)]
+    return _mapping(layer, node, full) if isinstance(node, MappingNode) else _scalar(layer, node, PLAIN, full)
+
+
+def _scalar(layer: _Layer, node: Node, hint: Any, full: str) -> Scalar:
+    kinds = kinds_of(hint)
     if not isinstance(node, ScalarNode):
         raise layer.error(node, f"{full} takes {_told(kinds)}, not a list or a mapping")
     try:
@@ -240,21 +320,30 @@ def _scalar(layer: _Layer, node: Node, kinds: tuple[type, ...], full: str) -> Sc
         return value
     if full.startswith(f"{_AS_WRITTEN}.") and not isinstance(value, (str, bool, type(None))):
         return value if yaml_core.dump(value).split("\n")[0] == node.value else str(node.value)
-    if value == _MISSING or _fits(value, kinds):
-        return _as(kinds, value)
-    raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
+    if value == _MISSING:
+        return value
+    if not fits(value, kinds):
+        raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
+    try:
+        _check_word(full, value, hint)
+    except ConfigError as error:
+        raise layer.error(node, str(error)) from None
+    return as_kind(value, kinds)  # type: ignore[no-any-return]
 
 
-def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    return type(value) in kinds or (type(value) is int and float in kinds and abs(value) < 2**63)
+def _check_word(full: str, value: Scalar, hint: Any) -> None:
+    words = words_of(hint)
+    if words and value is not None and value not in words:
+        one_of(full, str(value), map(str, words))
 
 
-def _as(kinds: tuple[type, ...], value: Scalar) -> Scalar:
-    """``value``, which fits: a whole number is a float where only that is asked for."""
-    return float(value) if type(value) is int and int not in kinds else value
-
-
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+_NAMES: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 def _told(kinds: tuple[type, ...]) -> str:
@@ -293,23 +382,39 @@ def _build(schema: Any, values: dict[str, Any], references: _References, path: _
     """An object of the dataclass ``schema``, with what references stand for in their place."""
     made: dict[str, Any] = {}
     for f in fields(schema):
-        value, here = values[f.name], (*path, f.name)
-        if is_dataclass(f.default_factory):
-            made[f.name] = _build(f.default_factory, value, references, here)
-        elif isinstance(value, list):
-            made[f.name] = [_final(item, references, (str,), (*here, index)) for index, item in enumerate(value)]
-        elif isinstance(value, dict):
-            kinds = _kinds(get_args(_hints(schema)[f.name])[1])
-            made[f.name] = {key: _final(item, references, kinds, (*here, key)) for key, item in value.items()}
+        value, hint, here = values[f.name], hints_of(schema)[f.name], (*path, f.name)
+        if value == _MISSING and f.metadata:
+            place, full = declared(f).place, _full(here)
+            raise ConfigError(
+                f"{full}: must be given, for {place} has no default; add it to the config, or {full}=VALUE"
+            )
+        if is_dataclass(hint):
+            made[f.name] = _build(hint, value, references, here)
         else:
-            made[f.name] = _final(value, references, _kinds(_hints(schema)[f.name]), here)
+            made[f.name] = _resolved(value, hint, references, here)
     return schema(**made)
 
 
-def _final(value: Scalar, references: _References, kinds: tuple[type, ...], path: _Path) -> Scalar:
+def _resolved(value: Any, hint: Any, references: _References, path: _Path) -> Any:
+    """``value`` with what references stand for in their place."""
+    if isinstance(value, list):
+        listed = container_of(hint, list, tuple)
+        hints = [hint] * len(value) if listed is None else item_hints(listed, len(value))
+        return [
+            _resolved(item, each, references, (*path, index))
+            for index, (item, each) in enumerate(zip(value, hints, strict=True))
+        ]
+    if isinstance(value, dict):
+        mapping = container_of(hint, dict)
+        each = hint if mapping is None else get_args(mapping)[1]
+        return {key: _resolved(item, each, references, (*path, key)) for key, item in value.items()}
+    return _final(value, hint, references, path)
+
+
+def _final(value: Scalar, hint: Any, references: _References, path: _Path) -> Scalar:
     if not isinstance(value, str):
         return value
-    full = _full(path)
+    full, kinds = _full(path), kinds_of(hint)
     if value == _MISSING:
         raise ConfigError(f"{full}: {_MISSING} stands for a value that is still to be given: {full}=VALUE")
     if not _refers(value):
@@ -318,11 +423,12 @@ def _final(value: Scalar, references: _References, kinds: tuple[type, ...], path
     if isinstance(found, str) and str not in kinds:
         node = yaml_core.compose(found)
         found = scalar_of(node) if isinstance(node, ScalarNode) else node
-    elif type(found) in (int, float) and not _fits(found, kinds):
+    elif type(found) in (int, float) and not fits(found, kinds):
         found = str(found)
-    if _fits(found, kinds):
-        return _as(kinds, found)
-    raise ConfigError(f"{full}: {value} stands for {found!r}, and this key takes {_told(kinds)}")
+    if not fits(found, kinds):
+        raise ConfigError(f"{full}: {value} stands for {found!r}, and this key takes {_told(kinds)}")
+    _check_word(full, found, hint)
+    return as_kind(found, kinds)  # type: ignore[no-any-return]
 
 
 def _refers(text: str) -> bool:

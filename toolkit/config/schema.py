@@ -250,8 +250,9 @@ class CheckpointConfig:
 class JobConfig:
     """A whole job; each component is handed its own section, never this."""
 
-    name: str = "run"
-    job: str = "jobs.classify"
+    name: str = "run"  #: of the run's folder; the config file's own name where it is left out
+    job: str = "jobs.classify"  #: a module (jobs.classify), or the path of a file (train.py)
+    params: dict[str, Any] = field(default_factory=dict)  #: the job's own keys: its class Params, see docs/config.md
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     dist: DistConfig = field(default_factory=DistConfig)

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit import fsio, origin, rundir
 from toolkit.config.job_module import check_job, is_loop
+from toolkit.config.params import leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
 from toolkit.config.request import check_cluster
@@ -188,7 +189,7 @@ def _check_values(config: JobConfig) -> None:
 
 
 #: Lists of words for a shell or a program, which may have these control characters.
-_ALSO = {"cluster.setup": "\t", "notify": "\t\r\n"}
+_ALSO = {"cluster.setup": "\t", "notify": "\t\r\n", "params": "\t\r\n"}
 _PATHS = ("cluster.container_mounts", "data.root", "model.init_from", "checkpoint.copy_to")
 
 
@@ -199,6 +200,8 @@ def _check_texts(config: JobConfig) -> None:
         words = {key: value}
         if isinstance(value, list):
             words = {f"{key}[{index}]": word for index, word in enumerate(value)}
+        elif key == "params":
+            words = {name: word if isinstance(word, str) else repr(word) for name, word in leaves(value)}
         elif isinstance(value, dict):
             words = {f"{key}.{name}": f"{name}{word}" for name, word in value.items()}
         for full, word in words.items():

@@ -19,6 +19,14 @@ def absolute(config: JobConfig) -> JobConfig:
     return config
 
 
+def within(project: Path, source: Path) -> str | None:
+    """Return the name of a file in the copy of ``project``; None for one that is not in it."""
+    for path in (source, source.resolve()):
+        if path.is_relative_to(project) and ".." not in path.parts:
+            return str(path.relative_to(project))
+    return None
+
+
 def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """A new run of ``config`` with a copy of the sources in ``project``; None: a foreign script runs where it lies.
 
@@ -27,6 +35,8 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
     """
     refuse_unfit(rundir.runs_root())
     absolute(config)
+    if project is not None and config.job.endswith(".py"):  # ranks take the copy, and not the file that it was
+        config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
     if config.model.init_from is not None:
         config.model.init_from = str(origin.find(config.model.init_from).path)
     run = rundir.create(config.name)

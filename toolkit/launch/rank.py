@@ -6,14 +6,13 @@ The same few lines serve a rank under the supervisor, under plain ``srun``, ``to
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
 import re
 import runpy
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from toolkit.cluster import placement
 from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, StoppedError, ToolkitError
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, StoppedError, ToolkitError
+from toolkit.launch.job import load
 from toolkit.launch.prepare import new_run
 
 #: The config of a script with a loop of its own, a JSON list: a file, or null, and overrides.
@@ -74,9 +74,9 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
     with chaos.of_environment(place.rank, placement.whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
-            _run_script(config, [config_path, *overrides])
+            _run_loop(config, [config_path, *overrides])
         else:
-            _main_of(config)(config)
+            load(config.job, _project()).main(config)
 
 
 def _note(place: Placement) -> None:
@@ -92,13 +92,17 @@ def _project() -> Path:
     return code if code is not None and code.is_dir() else Path.cwd()
 
 
-def _run_script(config: JobConfig, words: Sequence[str]) -> None:
-    """Run a script with a loop of its own as Python would, with its folder first on the path."""
+def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
+    """Run a loop of one's own as Python would: a script, with its folder first on the path, or a module."""
     path = configs.job_source(config.job, _project())
-    sys.path.insert(0, str(path.parent))
+    is_script = config.job.endswith(".py")
+    sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
     sys.argv = [str(path)]
     os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
-    runpy.run_path(str(path), run_name="__main__")
+    if is_script:
+        runpy.run_path(str(path), run_name="__main__")
+    else:
+        runpy.run_module(config.job, run_name="__main__", alter_sys=True)
 
 
 def joined() -> JobConfig:
@@ -137,16 +141,3 @@ def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
     run = new_run(config, Path.cwd())
     os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
     log.info("run folder: %s", run.path)
-
-
-def _main_of(config: JobConfig) -> Callable[[JobConfig], object]:
-    if not os.environ.get("PYTHONSAFEPATH"):  # under a supervisor the copied sources come first, by PYTHONPATH
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(config.job)
-    except ModuleNotFoundError as error:
-        if error.name is None or not config.job.startswith(error.name):
-            raise
-        raise ConfigError(f"job: no module {config.job!r} from {Path.cwd()}: {error}") from None
-    main: Callable[[JobConfig], object] = module.main
-    return main

@@ -33,7 +33,7 @@ from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import write_ended
 from toolkit.launch.ownership import Owner
-from toolkit.launch.prepare import absolute, new_run
+from toolkit.launch.prepare import absolute, new_run, within
 from toolkit.launch.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
@@ -229,10 +229,10 @@ def submit(
     breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything exists.
     """
     folder = Path(project).resolve()
-    if str(config).endswith(".py") and not configs.is_loop(str(config), folder):
+    if str(config).endswith(".py") and not configs.is_job(str(config), folder):
         return submit_command([sys.executable, str(folder / config)], overrides, executor=executor)
     chosen = choose_executor(executor)
-    loaded = configs.load_config(config, overrides)
+    loaded = configs.load_config(config, overrides, project=folder)
     _validate(loaded, chosen, folder)
     return _send_new(new_run(loaded, folder), loaded, chosen)
 
@@ -272,11 +272,10 @@ def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, 
 
 
 def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str | None) -> JobConfig:
-    config = configs.load_config(None, overrides)
+    config = configs.load_config(None, [*overrides, f"job={configs.FOREIGN_JOB}"])
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     is_named = any(override.startswith("name=") for override in overrides)
     config.name = name or (config.name if is_named else Path(scripts[0] if scripts else command[0]).stem)
-    config.job = configs.FOREIGN_JOB
     configs.validate(config)
     return config
 
@@ -299,7 +298,8 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     if result is None:
         _refuse_unless_over(run, status)
     rundir.refuse_code_of_others(run)
-    config = absolute(configs.load_config(run.config, overrides, site=False))
+    project = run.code.resolve() if overrides and run.code.is_dir() else None
+    config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
     kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
@@ -376,8 +376,7 @@ def _validate(config: JobConfig, executor: str, project: Path, *, goes_on: bool 
     if config.job == configs.FOREIGN_JOB:  # a script that runs where it lies
         return
     source = configs.job_source(config.job, project)  # perhaps by a link, which is copied with the package it leads to
-    is_inside = source.is_relative_to(project) or source.resolve().is_relative_to(project)
-    if not is_inside and "site-packages" not in source.parts:
+    if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
         raise RequestError(
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
             "call this in the folder of the job's project"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, value_of
+from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
 from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
 
@@ -39,9 +39,15 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
         sink.images("samples", sample.inputs[:_IMAGES])
 
 
+def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
+    """Return the job's own keys, lists as text; TensorBoard has no null."""
+    values = ((key, str(value) if isinstance(value, list) else value) for key, value in leaves(config.params))
+    return {key: value for key, value in values if value is not None}
+
+
 def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
     others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
     shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
     keys = [key for key in shown if key not in _LEFT_OUT]
-    values = {key: value_of(config, key) for key in keys}
+    values = {**own_hparams(config), **{key: value_of(config, key) for key in keys}}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}

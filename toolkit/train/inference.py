@@ -6,8 +6,6 @@ returns an :class:`Inference`. The job is imported from the run's own copy of th
 
 from __future__ import annotations
 
-import importlib
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,11 +20,12 @@ from toolkit import logs
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.config import FOREIGN_JOB, JobConfig, load_config
+from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
-from toolkit.errors import CheckpointError, ConfigError, RequestError
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.launch.job import load
 from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
@@ -106,19 +105,13 @@ def _inference_of(run: RunDir, config: JobConfig) -> Any:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
     if run.code.is_dir():
         refuse_code_of_others(run)
-    if config.job.endswith(".py"):
+    sources = run.code if run.code.is_dir() else Path.cwd()
+    if is_loop(config.job, sources):
         raise RequestError(
             f"run {run.id} is that of a script ({config.job}) with a loop of its own, which does not say how its model "
             f"is made and judged; `toolkit checkpoint export {run.id} --to PATH` writes its weights"
         )
-    package = config.job.partition(".")[0]
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        del sys.modules[name]  # another copy's
-    sys.path.insert(0, str(run.code) if run.code.is_dir() else str(Path.cwd()))
-    try:
-        module = importlib.import_module(config.job)
-    except ImportError as error:
-        raise ConfigError(f"job: {config.job!r} cannot be imported from {sys.path[0]}: {error}") from None
+    module = load(config.job, sources)
     if not hasattr(module, "inference"):
         raise RequestError(
             f"job: {config.job} of run {run.id} ({module.__file__}) has no function inference(config, folder) -> "

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from toolkit import activity, logs, signals
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.config import JobConfig
+from toolkit.config import JobConfig, dump_config, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.dist.batch import Share
 from toolkit.dist.collectives import gather_rows
@@ -38,6 +38,7 @@ from toolkit.dist.state import Entry, Json
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.launch.rank import joined
+from toolkit.train.describe import own_hparams
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.log_window import LogWindow, gather_json, means_by_tag
@@ -51,6 +52,8 @@ from toolkit.train.witness import summoned
 STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)
+
+Kind = TypeVar("Kind")
 
 
 @contextmanager
@@ -147,6 +150,10 @@ class TrainingRun:
         """True in every ``steps``-th step: within a step it counts as done."""
         return (self.step + self._in_step) % steps == 0
 
+    def params(self, kind: type[Kind]) -> Kind:
+        """Return the config's ``params`` as an object of ``kind``, the script's dataclass ``Params``."""
+        return filled(kind, self.config.params)
+
     # --------------------------------------------------------------------------------------------------- what is kept
 
     def loader(
@@ -196,6 +203,10 @@ class TrainingRun:
         for module in self._state.modules:
             _watch(module, self._activity.move)
         self._stack.enter_context(self._life.open())
+        if loaded is None:
+            self._life.sink.text("config", dump_config(self.config))
+            if self.config.params:
+                self._life.sink.hparams(own_hparams(self.config))
         self._life.begin()
 
     def save(self) -> None:

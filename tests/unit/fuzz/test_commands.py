@@ -53,7 +53,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(submit.Run, "watch", lambda self: iter(()))
     monkeypatch.setattr(submit.Run, "wait", lambda self, timeout_s=None: {})
     monkeypatch.setattr(door, "enter", lambda make_run: Allocation.slurm(os.environ))
-    monkeypatch.setattr(rank, "_main_of", lambda config: lambda config: None)
+    monkeypatch.setattr(rank, "load", lambda job, folder: SimpleNamespace(main=lambda config: None))
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))
     monkeypatch.setattr(rank, "stacks", SimpleNamespace(answer=lambda rank: None))

@@ -1,0 +1,284 @@
+"""Dataclasses of a file that is not imported: their fields, types, literal defaults and comments.
+
+So the login node knows the keys of a job that imports torch, in milliseconds. What is found is made into a dataclass of
+the same fields, and the rest of this package treats it like those of schema.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import reduce
+from types import MappingProxyType, NoneType
+from typing import Any, Literal
+
+from toolkit.config import hints
+from toolkit.config.source import PythonSource
+from toolkit.errors import ConfigError
+
+_SCALARS = {kind.__name__: kind for kind in hints.SCALARS}
+_LISTS = ("list", "typing.List", "typing.Sequence", "collections.abc.Sequence")
+_TUPLES = ("tuple", "typing.Tuple")
+_MAPPINGS = ("dict", "typing.Dict", "typing.Mapping", "collections.abc.Mapping")
+_ENUMS = ("enum.Enum", "enum.StrEnum", "enum.IntEnum")
+_MARKERS = ("dataclasses.KW_ONLY",)
+_EMPTY: dict[str, Any] = {"list": [], "dict": {}, "tuple": ()}
+_TYPES = (
+    "int, float, bool, str, None, Literal[...], list[...], tuple[...] and dict[str, ...] of these, `X | None`, an Enum "
+    "or a dataclass of this file"
+)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What stands at a field in the source; the ``metadata`` of the made field has it under ``declared``."""
+
+    comment: str
+    place: str  #: file and line
+    default: Any  #: the plain default, MISSING where there is none; of a section what differs from its own defaults
+
+
+def declared(f: Any) -> Declared:
+    """Return what stands at a made field."""
+    found: Declared = f.metadata["declared"]
+    return found
+
+
+def dataclass_in(source: PythonSource, name: str) -> type | None:
+    """Return a dataclass with the fields of the class ``name`` of ``source``; None where there is no such dataclass.
+
+    Raises ConfigError, with the line, for a field whose type or default cannot be known without running the file.
+    """
+    node = source.classes.get(name)
+    return _Reader(source).made(node) if node is not None and is_decorated(source, node) else None
+
+
+def is_decorated(source: PythonSource, node: ast.ClassDef) -> bool:
+    """True if ``@dataclass`` stands before the class."""
+    return _decorator(source, node) is not None
+
+
+def _decorator(source: PythonSource, node: ast.ClassDef) -> ast.expr | None:
+    for decorator in node.decorator_list:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if source.full_name(called) == "dataclasses.dataclass":
+            return decorator
+    return None
+
+
+def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the plain defaults of a made dataclass, ``required`` where there is none.
+
+    ``given`` are values that stand at a field of this type: ``Sub(width=3)``.
+    """
+    found: dict[str, Any] = {}
+    for f in fields(schema):
+        hint, default = hints.hints_of(schema)[f.name], declared(f).default
+        value = given.get(f.name, default)
+        if is_dataclass(hint):
+            found[f.name] = defaults_of(hint, required, {} if value is MISSING else value)
+        else:
+            found[f.name] = required if value is MISSING else deepcopy(value)
+    return found
+
+
+class _Reader:
+    """The dataclasses and enums of one file."""
+
+    def __init__(self, source: PythonSource) -> None:
+        self._source = source
+        self._made: dict[str, type] = {}
+        self._in_work: list[str] = []
+
+    def made(self, node: ast.ClassDef) -> type:
+        """Return the dataclass that stands for the class ``node``."""
+        if node.name in self._made:
+            return self._made[node.name]
+        if node.name in self._in_work:
+            raise self._error(node, f"{node.name} contains itself, and a config has an end: take that field out")
+        self._in_work.append(node.name)
+        bases = tuple(self._base(node, base) for base in node.bases if self._source.full_name(base) != "object")
+        decorator = _decorator(self._source, node)
+        is_keyword = isinstance(decorator, ast.Call) and any(
+            keyword.arg == "kw_only" and ast.unparse(keyword.value) == "True" for keyword in decorator.keywords
+        )
+        made_fields: dict[str, tuple[str, Any, Any]] = {}
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_keyword = is_keyword or self._source.full_name(statement.annotation) in _MARKERS
+                made_field = self._field(statement, statement.target.id, is_keyword)
+                if made_field is not None:
+                    made_fields[statement.target.id] = made_field
+        try:
+            made = make_dataclass(node.name, made_fields.values(), bases=bases)
+        except TypeError as error:
+            raise self._error(node, f"{node.name}: {error}: Python refuses that, too") from None
+        self._in_work.remove(node.name)
+        self._made[node.name] = made
+        return made
+
+    def _base(self, node: ast.ClassDef, base: ast.expr) -> type:
+        above = self._source.classes.get(self._source.full_name(base))
+        if above is None or not is_decorated(self._source, above):
+            raise self._error(
+                node,
+                f"{node.name} has the base {ast.unparse(base)}, which is no dataclass of this file: what fields it "
+                "gives cannot be known without importing it; write them here",
+            )
+        return self.made(above)
+
+    def _field(self, node: ast.AnnAssign, name: str, is_keyword: bool) -> tuple[str, Any, Any] | None:
+        """Return what ``make_dataclass`` takes; None for an annotation that is no key."""
+        origin = self._source.full_name(getattr(node.annotation, "value", node.annotation))
+        if origin in (*_MARKERS, "typing.ClassVar"):
+            return None
+        hint = self._hint(node.annotation)
+        arguments: dict[str | None, ast.expr] = {}
+        value = node.value
+        if isinstance(value, ast.Call) and self._source.full_name(value.func) == "dataclasses.field":
+            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
+            value = arguments.get("default")
+        if "init" in arguments and ast.unparse(arguments["init"]) == "False":
+            return None
+        is_keyword = is_keyword or ("kw_only" in arguments and ast.unparse(arguments["kw_only"]) == "True")
+        default = MISSING
+        if "default_factory" in arguments:
+            default = self._of_factory(arguments["default_factory"], hint)
+        elif value is not None:
+            if isinstance(value, (ast.List, ast.Dict, ast.Set)) or is_dataclass(hint):
+                factory = f"field(default_factory=lambda: {ast.unparse(value)})"
+                raise self._error(value, f"{name}: all objects would share this default; write {factory}")
+            default = self._default(value, hint)
+        stands = Declared(self._source.comment_at(node), self._source.place(node), default)
+        factory_of: dict[str, Any] = {} if default is MISSING else {"default_factory": lambda: default}
+        return name, hint, field(kw_only=is_keyword, metadata={"declared": stands}, **factory_of)
+
+    # ------------------------------------------------------------------------------------------------------- defaults
+
+    def _of_factory(self, node: ast.expr, hint: Any) -> Any:
+        if isinstance(node, ast.Lambda):
+            return self._default(node.body, hint)
+        name = self._source.full_name(node)
+        if name in _EMPTY and not is_dataclass(hint):
+            return self._plain(node, _EMPTY[name], hint)
+        return self._default(ast.copy_location(ast.Call(node, [], []), node), hint)
+
+    def _default(self, node: ast.expr, hint: Any) -> Any:
+        """Return the plain value of an expression; of ``Sub(width=3)`` its arguments by name."""
+        if is_dataclass(hint):
+            return self._section(node, hint)
+        if isinstance(node, ast.Attribute) and self._words(self._source.full_name(node.value)):
+            return self._plain(node, node.attr, hint)
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            raise self._error(
+                node,
+                f"the default {ast.unparse(node)} is no literal, and this file is read without being run: write the "
+                "value itself, or null (X | None = None) and compute it in the job",
+            ) from None
+        return self._plain(node, value, hint)
+
+    def _section(self, node: ast.expr, kind: Any) -> dict[str, Any]:
+        called = self._source.full_name(node.func) if isinstance(node, ast.Call) else ""
+        if not isinstance(node, ast.Call) or called != kind.__name__ or None in [key.arg for key in node.keywords]:
+            raise self._error(node, f"the default {ast.unparse(node)} is no {kind.__name__}(...) with its keys")
+        by_name = {f.name: hints.hints_of(kind)[f.name] for f in fields(kind)}
+        given = dict(zip(by_name, node.args, strict=False)) | {str(key.arg): key.value for key in node.keywords}
+        if len(node.args) > len(by_name) or not given.keys() <= by_name.keys():
+            raise self._error(node, f"{ast.unparse(node)}: {kind.__name__} has the keys {', '.join(by_name)}")
+        return {key: self._default(value, by_name[key]) for key, value in given.items()}
+
+    def _plain(self, node: ast.expr, value: Any, hint: Any) -> Any:
+        try:
+            return hints.plain(value, hint)
+        except ValueError as error:
+            why = f": it {error}" if str(error) else ""
+            raise self._error(
+                node, f"the default {ast.unparse(node)} does not fit its type {hints.text_of(hint)}{why}"
+            ) from None
+
+    # ---------------------------------------------------------------------------------------------------------- types
+
+    def _hint(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and node.value is None:
+            return NoneType
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return self._quoted(node, node.value)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self._union(node, [node.left, node.right])
+        name = self._source.full_name(node)
+        if name in _SCALARS:
+            return _SCALARS[name]
+        if name == "typing.Any":
+            return Any
+        if words := self._words(name):
+            return Literal[words]
+        if name in self._source.classes and is_decorated(self._source, self._source.classes[name]):
+            return self.made(self._source.classes[name])
+        if isinstance(node, ast.Subscript):
+            return self._generic(node)
+        raise self._unknown(node)
+
+    def _quoted(self, node: ast.expr, text: str) -> Any:
+        try:
+            tree = ast.parse(text, mode="eval")
+        except (SyntaxError, ValueError):
+            raise self._unknown(node) from None
+        for inner in ast.walk(tree):
+            ast.copy_location(inner, node)
+        return self._hint(tree.body)
+
+    def _generic(self, node: ast.Subscript) -> Any:
+        name = self._source.full_name(node.value)
+        args = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if name == "typing.Literal":
+            try:
+                words = tuple(ast.literal_eval(arg) for arg in args)
+            except ValueError:
+                raise self._unknown(node) from None
+            return Literal[words]
+        if name == "typing.Optional":
+            return self._union(node, [*args, ast.copy_location(ast.Constant(None), node)])
+        if name == "typing.Union":
+            return self._union(node, args)
+        if name in _LISTS and len(args) == 1:
+            return list[self._item(args[0])]  # type: ignore[misc]
+        if name in _MAPPINGS and len(args) == 2 and self._source.full_name(args[0]) == "str":
+            return dict[str, self._item(args[1])]  # type: ignore[misc]
+        if name in _TUPLES:
+            is_open = len(args) == 2 and isinstance(args[1], ast.Constant) and args[1].value is ...
+            items = [self._item(arg) for arg in (args[:1] if is_open else args)]
+            return tuple[(*items, ...)] if is_open else tuple[tuple(items)]  # type: ignore[misc, valid-type]
+        raise self._unknown(node)
+
+    def _item(self, node: ast.expr) -> Any:
+        """Return the type of what is in a list, a tuple, a mapping or a union."""
+        hint = self._hint(node)
+        if is_dataclass(hint):
+            raise self._error(
+                node, f"{ast.unparse(node)}: a dataclass is a section of its own, not in a list or with |"
+            )
+        return hint
+
+    def _union(self, node: ast.expr, parts: list[ast.expr]) -> Any:
+        return reduce(operator.or_, map(self._item, parts))
+
+    def _words(self, name: str) -> tuple[str, ...]:
+        """Return the names of an enum of this file; empty for anything else."""
+        node = self._source.classes.get(name)
+        if node is None or not any(self._source.full_name(base) in _ENUMS for base in node.bases):
+            return ()
+        targets = [
+            target for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets
+        ]
+        return tuple(t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))
+
+    def _unknown(self, node: ast.expr) -> ConfigError:
+        return self._error(node, f"the type {ast.unparse(node)} is none that a config can hold; there are {_TYPES}")
+
+    def _error(self, node: ast.AST, text: str) -> ConfigError:
+        return ConfigError(f"params: {self._source.place(node)}: {text}")

@@ -1,0 +1,101 @@
+"""Which plain values (texts, numbers, true and false, null, lists and mappings of them) an annotation allows."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+#: What ``Any`` stands for: anything that is no list or mapping.
+SCALARS = (str, int, float, bool)
+#: Any scalar.
+PLAIN: Any = str | int | float | bool | None
+
+
+@cache
+def hints_of(schema: Any) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
+    return get_type_hints(schema)
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of which a value may have any."""
+    if hint is Any:
+        return SCALARS
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def kinds_of(hint: Any) -> tuple[type, ...]:
+    """Return the types of the scalars that ``hint`` allows."""
+    found: list[type] = []
+    for member in members(hint):
+        if get_origin(member) is Literal:
+            found += [type(word) for word in get_args(member)]
+        elif get_origin(member) is None:
+            found.append(member)
+    return tuple(dict.fromkeys(found))
+
+
+def words_of(hint: Any) -> tuple[Any, ...]:
+    """Return the only scalars that ``hint`` allows besides null; empty where it allows others, too."""
+    scalars = [member for member in members(hint) if get_origin(member) in (None, Literal) and member is not NoneType]
+    literals = [word for member in scalars if get_origin(member) is Literal for word in get_args(member)]
+    return tuple(literals) if all(get_origin(member) is Literal for member in scalars) else ()
+
+
+def container_of(hint: Any, *kinds: type) -> Any:
+    """Return the first member of ``hint`` that is one of ``kinds``: ``list[int]`` of ``int | list[int]``, or None."""
+    return next((member for member in members(hint) if get_origin(member) in kinds), None)
+
+
+def item_hints(hint: Any, count: int) -> list[Any]:
+    """Return the types of ``count`` items of a list or tuple. Raises ValueError if it has another number of them."""
+    args = get_args(hint)
+    if get_origin(hint) is not tuple or args[1:] == (...,):
+        return [args[0]] * count
+    if len(args) != count:
+        raise ValueError(f"takes {len(args)} items, not {count}")
+    return list(args)
+
+
+def fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    """True if a scalar is of one of ``kinds``. A whole number is also a float."""
+    return type(value) in kinds or (type(value) is int and float in kinds and abs(value) < 2**63)
+
+
+def as_kind(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return ``value``, which fits: a whole number is a float where only that is asked for."""
+    return float(value) if type(value) is int and int not in kinds else value
+
+
+def plain(value: Any, hint: Any) -> Any:
+    """Return a Python literal as the plain value of a config. Raises ValueError where ``hint`` does not allow it."""
+    if isinstance(value, (list, tuple)):
+        container = container_of(hint, type(value))
+        if container is None:
+            raise ValueError
+        return [plain(item, each) for item, each in zip(value, item_hints(container, len(value)), strict=True)]
+    if isinstance(value, dict):
+        container = container_of(hint, dict)
+        if container is None or not all(isinstance(key, str) for key in value):
+            raise ValueError
+        return {key: plain(item, get_args(container)[1]) for key, item in value.items()}
+    kinds, words = kinds_of(hint), words_of(hint)
+    if not fits(value, kinds) or (words and value is not None and value not in words):
+        raise ValueError
+    return as_kind(value, kinds)
+
+
+def text_of(hint: Any) -> str:
+    """Return the type as Python writes it: ``int | None``, ``list[float]``, ``'a' | 'b'``."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is NoneType:
+        return "None"
+    if hint is ...:
+        return "..."
+    if origin in (Union, UnionType):
+        return " | ".join(map(text_of, args))
+    if origin is Literal:
+        return " | ".join(map(repr, args))
+    name = getattr(origin or hint, "__name__", str(hint))
+    return f"{name}[{', '.join(map(text_of, args))}]" if args else name

@@ -1,0 +1,88 @@
+"""A Python file of the user's, read by its syntax tree. It is not imported: that may take torch, and seconds."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from functools import cached_property
+from pathlib import Path
+
+from toolkit.errors import ConfigError
+
+#: What a comment says to tools.
+_FOR_TOOLS = re.compile(r"#\s*(?:noqa|type: *ignore|pragma|fmt:|pylint:|pyright:).*")
+
+
+class PythonSource:
+    """The syntax tree of a file, with the names that it imports and its comments. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._content = path.read_bytes()
+            self.tree = ast.parse(self._content, filename=str(path))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            why = getattr(error, "msg", None) or str(error) or type(error).__name__
+            raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
+        #: The classes at the top level, by name.
+        self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+
+    def place(self, node: ast.AST) -> str:
+        """Return the file and the line of ``node``."""
+        return f"{self.path}, line {getattr(node, 'lineno', 1)}"
+
+    def full_name(self, node: ast.expr) -> str:
+        """Return a dotted name with what its first part is imported from: ``dataclasses.field`` of ``field``.
+
+        Empty for an expression that is no name.
+        """
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self._imported.get(node.id, node.id), *reversed(parts)])
+
+    @cached_property
+    def _imported(self) -> dict[str, str]:
+        """Local names, with the full name of what they stand for."""
+        names: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                origin = f"{'.' * node.level}{node.module or ''}"
+                names |= {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
+        return names
+
+    def imports(self, name: str) -> bool:
+        """True if ``name`` is imported from another file."""
+        return name in self._imported
+
+    def comment_at(self, node: ast.stmt) -> str:
+        """Return the comment of a statement: behind it, or in the lines before it that begin with ``#:``."""
+        last = node.end_lineno or node.lineno
+        trailing = next((self._comments[line][1] for line in (last, node.lineno) if line in self._comments), "")
+        if trailing:
+            return trailing
+        above: list[str] = []
+        line = node.lineno - 1
+        while self._comments.get(line, ("", ""))[0] == "#:":
+            above.insert(0, self._comments[line][1])
+            line -= 1
+        return " ".join(above)
+
+    @cached_property
+    def _comments(self) -> dict[int, tuple[str, str]]:
+        """By line: how the comment begins (``#:``, or ``#``; behind code nothing), and its text."""
+        found = {}
+        for token in tokenize.tokenize(io.BytesIO(self._content).readline):
+            if token.type == tokenize.COMMENT:
+                mark = "" if token.line[: token.start[1]].strip() else token.string[:2]
+                text = _FOR_TOOLS.sub("", token.string).lstrip("#:").strip()
+                found[token.start[0]] = mark, text
+        return found

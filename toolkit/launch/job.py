@@ -1,0 +1,92 @@
+"""The job's module, imported in the same way by its ranks and by `toolkit evaluate` and `toolkit export`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from toolkit import config as configs
+from toolkit.errors import ConfigError
+
+#: What an import raises where the code is wrong, and would raise again. What a disk or a GPU raises is left as it is.
+_FAULTS = (
+    *(ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError),
+    AssertionError,
+)
+
+
+def load(job: str, folder: Path) -> ModuleType:
+    """Import a job, by its module or its path, from the sources in ``folder``.
+
+    The folder of a file is the first on the path, so that it imports the files beside it. A file in a package is
+    imported as a module of that package. Raises ConfigError that names the line where the code is wrong.
+    """
+    source = configs.job_source(job, folder)
+    name, root = _name_and_root(job, source, folder)
+    for first in (folder / "src", folder, root, *([source.parent] if job.endswith(".py") else [])):
+        if first.is_dir():
+            sys.path[:] = [str(first), *(other for other in sys.path if other != str(first))]
+    importlib.invalidate_caches()
+    try:
+        if job.endswith(".py") and root == source.parent:
+            return _of_file(name, source)
+        _forget_other_copy(name.partition(".")[0], root)
+        return importlib.import_module(name)
+    except _FAULTS as error:
+        if isinstance(error, ImportError) and (error.path or "").endswith(".so"):  # a library that this node lacks
+            raise
+        why = error.msg if isinstance(error, SyntaxError) else error
+        place = _place_of(error, source, (root / name.partition(".")[0], source.parent, folder))
+        raise ConfigError(
+            f"job: {place}: {type(error).__name__}: {why} (when {job} is imported); mend that line, then submit again"
+        ) from error
+
+
+def _name_and_root(job: str, source: Path, folder: Path) -> tuple[str, Path]:
+    """Return the full name of the job's module, and the folder that holds its top package."""
+    if not job.endswith(".py"):
+        return job, source.parents[job.count(".") + (source.name == "__init__.py")]
+    name, root = source.stem, source.parent
+    while root != folder and (root / "__init__.py").is_file():
+        name, root = f"{root.name}.{name}", root.parent
+    return name, root
+
+
+def _forget_other_copy(package: str, root: Path) -> None:
+    """Forget the modules of ``package`` that are not from ``root``: they are of another run's copy of the sources."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] == package and not (file and Path(file).is_relative_to(root)):
+            del sys.modules[name]
+
+
+def _of_file(name: str, source: Path) -> ModuleType:
+    """Import a file under its own name, by which spawned data workers find its classes, or one that is free."""
+    if name in sys.modules or name in sys.stdlib_module_names or "." in name:
+        name = f"job_{name}".replace(".", "_")
+    spec = spec_from_file_location(name, source)
+    assert spec is not None
+    assert spec.loader is not None, "the name of a job's file ends in .py"
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _place_of(error: BaseException, source: Path, folders: tuple[Path, ...]) -> str:
+    """Return file and line of the fault: the innermost that is the user's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for folder in folders:
+            path = Path(frame.filename)
+            if path.is_relative_to(folder) and "site-packages" not in path.relative_to(folder).parts:
+                return f"{path}, line {frame.lineno}"
+    return str(source)
