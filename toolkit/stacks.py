@@ -13,12 +13,14 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from traceback import FrameSummary
+from typing import Any, TypeAlias
 
 from toolkit import fsio, rundir
 
@@ -34,6 +36,20 @@ def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -
 def flight_path(folder: Path, rank: int | str) -> Path:
     """The flight recorder's dump; ``torchfrtrace --prefix flight- FOLDER`` is torch's own analyser of all of them."""
     return folder / f"flight-{rank}"
+
+
+Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def main_stack(text: str) -> Stack:
+    """The main thread's stack in what faulthandler has written: the last one that ``threading`` has not started."""
+    parts = _THREAD.split(text)[1:]
+    found = [[FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(part)] for part in parts]
+    mains = [frames for frames in found if frames and frames[-1].name != "_bootstrap"]
+    return mains[-1] if mains else []
 
 
 def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:

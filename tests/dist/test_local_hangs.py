@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 from tests import hangs
 from tests.dist.test_local_runs import END_S, TOOLKIT, nobody_left, ranks, reached, the_run
 from tests.waiting import PATIENCE, processes_with, wait_for
+from toolkit.launch import node_watch
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.silence import SilenceWatch, start_watch
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -97,6 +101,100 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     if kind != "none":
         assert (run.result() or {})["metrics"] == undisturbed["metrics"]
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+#: Knows nothing of the toolkit. Rank 1 hangs in the first attempt, and rank 0 waits for it in a barrier of gloo.
+SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+import torch.distributed as dist
+
+def hang_for_ever():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    hang_for_ever()
+dist.barrier()
+dist.destroy_process_group()
+"""
+#: Half of it is the bound. Ranks are silent while they wait for their store, which imports torch at the same time.
+SILENCE_S = 14
+
+
+def test_a_script_that_knows_nothing_of_us_and_is_silent_is_started_again(env: dict[str, str], tmp_path: Path) -> None:
+    """Under a shell, which would go on to its next line once the script has ended."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    shell = f'{sys.executable} train.py; code=$?; touch "ended-$TOOLKIT_ATTEMPT"; exit $code'
+    options = [
+        "--executor",
+        "local",
+        "--wait",
+        "cluster.tasks_per_node=2",
+        f"dist.timeout_s={SILENCE_S}",
+        "name=script",
+    ]
+    argv = [*TOOLKIT, "exec", *options, "--", "sh", "-c", shell]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE * END_S)
+    assert done.returncode == 0, done.stderr
+    run = the_run(env)
+    hung, after = run.attempts()
+    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
+    named = hung["first_failure"]
+    assert (named["rank"], named["host"]) == (1, hung["nodes"][0])
+    assert re.fullmatch(r"silent, \d+ s; 1 other in barrier", named["how"]), named
+    page = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
+    assert f"rank 1 on {named['host']}, attempt 1: {named['how']}" in page
+    assert "in hang_for_ever" in page
+    assert [path.name for path in tmp_path.glob("ended-*")] == ["ended-2"]
+    wait_for(lambda: nobody_left(env), 10, "no process of the run")
+
+
+#: Scripts that are alive and show it in one way each, and one that does not.
+ALIVE = {
+    "computes": "while True: sum(range(100000))",
+    "sleeps and prints": "while True: time.sleep(1); print('.', flush=True)",
+    "sleeps and writes": "while True: time.sleep(1); Path(sys.argv[1], 'file').write_text('x')",
+    "waits for a child": "subprocess.run([sys.executable, '-c', 'while True: sum(range(100000))'])",
+    "starts programs": "while True: time.sleep(1); subprocess.run(['true'])",
+    "is silent": "time.sleep(600)",
+}
+
+
+def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path) -> None:
+    """Each is watched as a run of its own, so that none hides another; until that which is silent was found."""
+    watches: dict[str, SilenceWatch] = {}
+    processes = []
+    try:
+        for number, (name, code) in enumerate(ALIVE.items()):
+            run = RunDir(tmp_path / str(number))
+            run.path.mkdir()
+            marked = {**os.environ, node_watch.MARK_VARIABLE: node_watch.mark(run, 1, 0)}
+            argv = [
+                sys.executable,
+                "-S",
+                "-c",
+                f"import subprocess, sys, time\nfrom pathlib import Path\n{code}",
+                run.path,
+            ]
+            processes.append(subprocess.Popen(argv, env=marked, stdout=subprocess.DEVNULL, start_new_session=True))
+            watches[name] = start_watch(run, 1, Allocation(("here",), (1,), 1), os.environ, bound_s=5.0)
+        hung: set[str] = set()
+
+        def silent_is_found() -> bool:
+            hung.update(name for name, watch in watches.items() if watch.is_stuck())
+            return "is silent" in hung
+
+        wait_for(silent_is_found, PATIENCE * END_S, "the silent one")
+        assert hung == {"is silent"}
+    finally:
+        for watch in watches.values():
+            watch.close()
+        for process in processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def recorded(run: RunDir, rank: int) -> dict[str, Any]:

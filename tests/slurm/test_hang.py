@@ -77,3 +77,39 @@ def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(si
     between_s = (datetime.fromisoformat(after["started"]) - datetime.fromisoformat(hung["ended"])).total_seconds()
     print(f"{story}: {named['how']}; next attempt after {between_s:.2f} s")
     assert site.box.job(site.job_of(run))["Restarts"] == "0"
+
+
+#: Knows nothing of the toolkit. In the first attempt all ranks but rank 1 wait for a program that will not end.
+SCRIPT = """
+import os, subprocess, threading
+
+def hang_for_ever():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    hang_for_ever() if os.environ["RANK"] == "1" else subprocess.run(["sleep", "1000"])
+print("done")
+"""
+SILENCE_S = 16  #: half of it is the bound
+
+
+def test_silent_ranks_of_a_script_on_several_nodes_are_named_and_started_again(site: Site) -> None:
+    """Each node watches its own: those of this cluster see all processes of the machine. No rank imports torch."""
+    project = site.project()
+    (project / "script.py").write_text(SCRIPT)
+    size = [f"cluster.nodes={len(NODES)}", "cluster.tasks_per_node=1", f"dist.timeout_s={SILENCE_S}"]
+    site.run("toolkit", "submit", "script.py", *size, cwd=project)
+    run = site.only_run()
+    assert wait_for(run.result, END_S, "a result")["state"] == "completed"
+    hung, after = run.attempts()
+    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
+    named = hung["first_failure"]
+    assert (named["rank"], named["host"]) == (0, NODES[0])
+    assert re.fullmatch(r"silent, \d+ s \(ranks 1-2 as well\)", named["how"]), named
+    texts = [stacks.stack_path(run.attempt_logs(1), rank).read_text() for rank in range(3)]
+    assert ["in hang_for_ever" in text for text in texts] == [False, True, False]
+    assert ["sleep, S (sleeping)" in text for text in texts] == [True, False, True]
+    assert [text.count("# process") for text in texts] == [3, 2, 3]  # its processes, and whose stack it is
+    assert site.box.job(site.job_of(run))["Restarts"] == "0"

@@ -17,6 +17,7 @@ from toolkit import fsio, records
 from toolkit.cluster import placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.errors import RequestError
+from toolkit.launch import node_watch
 from toolkit.records import TEXT, ListOf
 from toolkit.rundir import RunDir
 
@@ -43,6 +44,8 @@ def main(run: RunDir) -> None:
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id
     environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see rank.py
+    environ[node_watch.MARK_VARIABLE] = node_watch.mark(run, attempt, place.rank)
+    environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
     command = read_command(run)
     try:
         os.execvpe(command[0], command, without_snapshot(environ, run.code))

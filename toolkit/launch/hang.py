@@ -7,22 +7,20 @@ came as far as the process group, and on all but those that are stopped or whose
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import FrameSummary, StackSummary
-from typing import TypeAlias
+from traceback import StackSummary
 
 from toolkit import activity, fsio, logs, stacks
 from toolkit.cluster import hostlist
 from toolkit.launch.ending import RankFailure
-from toolkit.launch.steps import Step
 from toolkit.launch.watchdog import Standing
 from toolkit.rundir import RunDir
+from toolkit.stacks import Stack, main_stack
 
 #: So long the ranks have to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
@@ -49,11 +47,14 @@ def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
 
 
 def investigate(
-    step: Step, standings: Sequence[Standing], hosts: Sequence[str], run: RunDir, attempt: int
+    ask: Callable[[], None], standings: Sequence[Standing], hosts: Sequence[str], run: RunDir, attempt: int
 ) -> RankFailure:
-    """Find out which rank is behind, ``hosts`` by rank, and note it for `toolkit why`. Takes ``ANSWER_S`` at most."""
+    """Find out which rank is behind, ``hosts`` by rank, and note it for `toolkit why`.
+
+    ``ask`` has the ranks' stacks written. Takes ``ANSWER_S`` at most once it has returned.
+    """
     folder = run.attempt_logs(attempt)
-    step.kill(stacks.ASK)
+    ask()
     told = collect(folder, standings)
     seen = [Seen(s, told.get(s.rank), is_read=s.rank in told) for s in standings]
     culprits, how = blame(seen)
@@ -79,8 +80,6 @@ def remove_unused(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the stacks
-
-Stack: TypeAlias = Sequence[FrameSummary]  #: innermost frame first
 
 
 def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | None]:
@@ -151,27 +150,16 @@ def stack_text(path: Path) -> str | None:
         return None
 
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-
-
-def main_stack(text: str) -> Stack:
-    """The main thread's stack in what faulthandler has written: the last one that ``threading`` has not started."""
-    parts = _THREAD.split(text)[1:]
-    found = [[FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(part)] for part in parts]
-    mains = [frames for frames in found if frames and frames[-1].name != "_bootstrap"]
-    return mains[-1] if mains else []
-
-
 def _quote(folder: Path, rank: int, stack: Stack | None) -> str:
-    """The innermost frames of the rank, and of its data workers, in Python's own format; empty without an answer."""
+    """The innermost frames of the rank, and of its other processes, in Python's own format; empty without an answer."""
     if not stack:
         return ""
     text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"
-    for path in sorted(folder.glob(stacks.stack_path(Path(), rank, "*").name)):
+    for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
         with contextlib.suppress(OSError):
-            of_worker = main_stack(path.read_text(errors="replace"))
-            text += f"the stack of its data worker {path.stem.rpartition('-')[2]}\n{_format(of_worker)}"
+            kind, number = path.stem.split("-")[2:]
+            of_process = main_stack(path.read_text(errors="replace"))
+            text += f"the stack of its {'data worker' if kind == 'worker' else kind} {number}\n{_format(of_process)}"
     return text
 
 

@@ -10,28 +10,34 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from toolkit import fsio
 from toolkit.cluster import hostlist
 from toolkit.cluster.checks import LAUNCHER, TOKEN_VARIABLE, Finding, Request, pairs, storage
 from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
-from toolkit.cluster.commands import Step, srun_argv, srun_nodes_argv, step_environment
+from toolkit.cluster.commands import srun_nodes_argv
 from toolkit.errors import RequestError
-from toolkit.launch.steps import LaunchFailed, RankEnded, parse_srun_line, tethered
+from toolkit.launch.steps import LaunchFailed, RankEnded, parse_srun_line
+from toolkit.launch.talk import (
+    Complaint,
+    Ended,
+    Said,
+    SubprocessTalk,
+    Talk,
+    bare_python,
+    talk_with_nodes,
+    without_label,
+)
 
 #: The whole of it, whatever hangs.
 LIMIT_S = 30.0
@@ -41,49 +47,10 @@ GATHER_S = 6.0
 MOST_IN_PAIRS = 512
 #: What the caller does on the shared folder itself.
 FOLDER_LIMIT_S = 4.0
-#: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
-BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
 T = TypeVar("T")
 
 
 # --------------------------------------------------------------------------------------------- talking with the nodes
-
-
-@dataclass(frozen=True)
-class Said:
-    """One line of one node, by its place in the list of hosts; ``received`` is our clock."""
-
-    task: int
-    text: str
-    received: float
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """One line of srun's own errors."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Nobody will say any more."""
-
-
-Events = SimpleQueue[Said | Complaint | Ended]
-
-
-class Talk(Protocol):
-    """The checks that run on the nodes."""
-
-    events: Events
-    began: float  #: on our clock
-
-    def send(self, line: str) -> None:
-        """To every node."""
-
-    def end(self) -> None:
-        """Dismiss the nodes, and do not wait for any."""
 
 
 Start = Callable[[Request, Sequence[str]], Talk]
@@ -93,15 +60,7 @@ def srun_step(environ: Mapping[str, str]) -> Start:
     """Starts the checks on these hosts of our allocation, beside whatever runs there."""
 
     def start(request: Request, hosts: Sequence[str]) -> Talk:
-        host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what we want to know
-        try:
-            os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
-            hosts_path = f"/proc/self/fd/{host_file}"
-            variables = {**_with_token(step_environment(environ), request), "SLURM_HOSTFILE": hosts_path}
-            step = Step(_command(request), hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
-            return SubprocessTalk(srun_argv(step), variables, [host_file])
-        finally:
-            os.close(host_file)
+        return talk_with_nodes(_command(request), hosts, _with_token(environ, request))
 
     return start
 
@@ -127,80 +86,8 @@ def _with_token(environ: Mapping[str, str], request: Request) -> dict[str, str]:
 
 
 def _command(request: Request) -> list[str]:
-    """``-S``: what is in site-packages takes longer to find than all checks together."""
     asked = {name: value for name, value in asdict(request).items() if name != "token"}
-    here = str(Path(__file__).parents[2])
-    code = f"import sys; sys.path.insert(0, {here!r}); from toolkit.cluster.checks.__main__ import main; main()"
-    return [sys.executable, "-I", "-S", "-c", code, json.dumps(asked)]
-
-
-class SubprocessTalk:
-    """A talk with one process: srun, or the checks themselves."""
-
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
-        self.events: Events = SimpleQueue()
-        self.began = time.time()
-        self._has_spoken = threading.Event()
-        self._process = subprocess.Popen(
-            tethered(argv, signal.SIGTERM),
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-        self._stderr = threading.Thread(target=self._read_errors, daemon=True)
-        self._stderr.start()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            task, text = _without_label(line)
-            self._has_spoken.set()
-            self.events.put(Said(task or 0, text, time.time()))
-        self._process.wait()
-        self._stderr.join(timeout=1.0)
-        self.events.put(Ended())
-        self._has_spoken.set()
-
-    def wait_for_a_word(self) -> None:
-        """Until a node says something, or none will."""
-        self._has_spoken.wait()
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self.events.put(Complaint(line.strip()))
-
-    def send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which the queue tells
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        threading.Thread(target=self._end_late, daemon=True).start()
-
-    def _end_late(self, patience_s: float = 2.0) -> None:
-        """srun ends when its tasks have; with one that hangs it has to be told so, and then to be killed."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=patience_s)
-                return
-            self._process.send_signal(number)
-
-
-def _without_label(line: str) -> tuple[int | None, str]:
-    """The task that ``srun --label`` puts before a line, and the line; without srun there is none."""
-    label, colon, text = line.partition(": ")
-    return (int(label), text.strip()) if colon and label.strip().isdigit() else (None, line.strip())
+    return bare_python("toolkit.cluster.checks.__main__", json.dumps(asked))
 
 
 # ----------------------------------------------------------------------------------------------------- the conversation
@@ -263,7 +150,7 @@ class Conversation:
 
     def _take_complaint(self, text: str) -> None:
         """A node's own, which is labelled, or srun's. Tasks of which it says that they failed are not waited for."""
-        task, words = _without_label(text)
+        task, words = without_label(text)
         if task is not None and task < len(self._nodes):
             self._nodes[task].noise = words
             return

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir
+from toolkit import fsio, logs, rundir, stacks
 from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
 from toolkit.cluster.container import Container, outermost
 from toolkit.cluster.container import parse as parse_image
@@ -38,7 +38,7 @@ from toolkit.errors import (
     EXIT_STOPPED,
     ToolkitError,
 )
-from toolkit.launch import ending, hang, intent, ownership, patience, pmi
+from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, how_it_stands, take_back
@@ -53,6 +53,7 @@ from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
+from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.steps import (
     Events,
     Launcher,
@@ -65,7 +66,7 @@ from toolkit.launch.steps import (
     StepEnded,
 )
 from toolkit.launch.store import Report, StoreHost, StoreHostEnded, refuse_too_many_ranks
-from toolkit.launch.watchdog import Watchdog
+from toolkit.launch.watchdog import STUCK_SHARE, Watchdog
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
@@ -309,6 +310,8 @@ class Supervisor:
             step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
             self._watch(attempt, step, store)
         finally:
+            if attempt.silence is not None:
+                attempt.silence.close()
             well = attempt.exit_code == 0 and not attempt.failures and attempt.stop is None
             store.close(RESULT_PATIENCE_S if well else REPORTS_PATIENCE_S)
         self._drain(attempt, step, store)
@@ -431,8 +434,9 @@ class Supervisor:
             attempt.result = content["result"]
         for rank, report in content.get("reports", {}).items():
             attempt.hear(int(rank), report)
-            if attempt.watchdog is not None:
-                attempt.watchdog.hear(int(rank), report)
+            if attempt.watchdog is None:  # a script under `toolkit exec` that has called toolkit.start()
+                attempt.watchdog = Watchdog(attempt.plan.world_size, self._config.dist.timeout_s)
+            attempt.watchdog.hear(int(rank), report)
 
     def _take_rank_ended(self, attempt: Attempt, ended: RankEnded) -> None:
         attempt.note_gone(ended.ranks)
@@ -493,8 +497,10 @@ class Supervisor:
 
     def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
-        dog = attempt.watchdog
-        if dog is None or attempt.stop is not None or attempt.kill_at is not None or not dog.is_stuck():
+        if attempt.stop is not None or attempt.kill_at is not None:
+            return
+        dog = attempt.watchdog or self._watch_from_outside(attempt)
+        if dog is None or not dog.is_stuck():
             return
         log.error(
             "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks",
@@ -503,8 +509,18 @@ class Supervisor:
         )
         hosts = attempt.rank_hosts
         standings = [standing for standing in dog.standings() if standing.rank not in attempt.lost_ranks]
-        attempt.hang = hang.investigate(step, standings, hosts, self._run, attempt.number)
+        ask = dog.ask_for_stacks if isinstance(dog, SilenceWatch) else partial(step.kill, stacks.ASK)
+        attempt.hang = hang.investigate(ask, standings, hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
+
+    def _watch_from_outside(self, attempt: Attempt) -> SilenceWatch | None:
+        """The watch of a script that has not reported anything; None until it has had time to."""
+        bound_s = STUCK_SHARE * self._config.dist.timeout_s
+        late = time.time() - attempt.started > silence.START_AFTER_SHARE * bound_s
+        if attempt.silence is None and late:
+            environ = self._rank_environ(attempt)
+            attempt.silence = silence.start_watch(self._run, attempt.number, attempt.plan, environ, bound_s)
+        return attempt.silence
 
     # ----------------------------------------------------------------------------------------------- the stop path
 

@@ -16,8 +16,9 @@ import pytest
 from tests.waiting import wait_for
 from toolkit import fsio, rundir, stacks
 from toolkit.launch import hang
-from toolkit.launch.hang import Seen, awaits, blame, collect, debug_environment, main_stack
+from toolkit.launch.hang import Seen, awaits, blame, collect, debug_environment
 from toolkit.launch.watchdog import Standing
+from toolkit.stacks import main_stack
 
 TIMEOUT_S = 20
 

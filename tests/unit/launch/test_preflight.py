@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.cluster.checks import TOKEN_VARIABLE, Request, pairs
 from toolkit.cluster.checks.verdict import Heard, Outcome, judge
-from toolkit.launch import preflight
+from toolkit.launch import preflight, talk
 from toolkit.launch.preflight import Complaint, Ended, Report, Said, check_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]
@@ -268,7 +268,8 @@ def test_the_token_of_a_check_is_in_no_command_line(kind: str, monkeypatch: pyte
 
         def wait_for_a_word(self) -> None: ...
 
-    monkeypatch.setattr(preflight, "SubprocessTalk", Talk)
+    for module in (preflight, talk):
+        monkeypatch.setattr(module, "SubprocessTalk", Talk)
     environ = {"PATH": os.environ["PATH"]}
     starts = {
         "step": preflight.srun_step(environ),

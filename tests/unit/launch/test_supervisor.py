@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import fsio, open_files, rundir
+from toolkit import fsio, open_files, rundir, stacks
 from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
-from toolkit.launch import hang, intent, patience, submit, supervisor
+from toolkit.launch import hang, intent, patience, silence, submit, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
+from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.steps import Events, RankEnded, StepEnded
 from toolkit.launch.store import Report
 from toolkit.launch.supervisor import Supervisor, _Signalled
+from toolkit.launch.watchdog import Standing
 from toolkit.rundir import RunDir
 
 
@@ -481,14 +483,90 @@ def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
     assert ranks.signals == [signal.SIGKILL]
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_foreign_script_reports_nothing_and_is_not_watched(run: RunDir) -> None:
-    def says_nothing(ranks: Ranks) -> None:
-        threading.Timer(2.0, ranks.events.put, (StepEnded(0),)).start()
+class OutsideWatch(SilenceWatch):
+    """Says at once that the ranks in ``silent`` are, and what their stacks are."""
 
-    ranks = Ranks(says_nothing)
+    silent: Sequence[int] = ()
+    stacks: Mapping[int, str] = {}
+    started, closed = 0, 0
+
+    def __init__(self, run: RunDir, attempt: int, plan: Allocation, environ: object, bound_s: float) -> None:
+        self._folder = run.attempt_logs(attempt)
+        self._is_first = attempt == 1
+        OutsideWatch.started += 1
+        assert bound_s == 0.5
+
+    def is_stuck(self) -> bool:
+        return self._is_first and len(self.silent) == 2
+
+    def standings(self) -> list[Standing]:
+        return [Standing(rank, "silent", None, 0.6, False) for rank in self.silent]
+
+    def ask_for_stacks(self) -> None:
+        for rank, text in self.stacks.items():
+            fsio.write_atomic(stacks.stack_path(self._folder, rank), text + stacks.ANSWERED)
+
+    def close(self) -> None:
+        OutsideWatch.closed += 1
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> type[OutsideWatch]:
+    monkeypatch.setattr(silence, "start_watch", OutsideWatch)
+    monkeypatch.setattr(OutsideWatch, "started", 0)
+    monkeypatch.setattr(OutsideWatch, "closed", 0)
+    return OutsideWatch
+
+
+def ends_later(ranks: Ranks) -> None:
+    threading.Timer(0.6, ranks.events.put, (StepEnded(0),)).start()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_reports_nothing_is_watched_from_outside(
+    run: RunDir, outside: type[OutsideWatch]
+) -> None:
+    ranks = Ranks(ends_later)
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == []
+    assert (outside.started, outside.closed) == (1, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsio.make_dir(run.attempt_logs(1))
+    barrier = (
+        'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 1 in barrier\n'
+    )
+    lock = 'Thread 0x1 (most recent call first):\n  File "/x/train.py", line 8 in hang_for_ever\n'
+    monkeypatch.setattr(outside, "silent", [0, 1])
+    monkeypatch.setattr(outside, "stacks", {0: barrier, 1: lock})
+
+    def says_nothing(ranks: Ranks) -> None:
+        monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)
+
+    ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(StepEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == [signal.SIGKILL]
+    line, after = run.attempts()
+    assert (line["cause"], line["decision"], after["cause"]) == ("hang", "restart", "completed")
+    assert line["first_failure"] == {"rank": 1, "host": "node2", "how": "silent, 1 s; 1 other in barrier"}
+    assert "in hang_for_ever" in why.page(why.facts(run))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "START_AFTER_SHARE", 10.0)
+    fsio.make_dir(run.attempt_logs(1))
+    ranks = Ranks(hangs, lambda ranks: ranks.events.put(StepEnded(0)))
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
+    assert outside.started == 0
+    assert [line["cause"] for line in run.attempts()] == ["hang", "completed"]
 
 
 def test_a_run_that_needs_more_open_files_than_the_hard_limit_is_refused_before_its_ranks_start(

@@ -1,0 +1,154 @@
+"""A conversation with processes on the nodes, through srun's own channels.
+
+What the nodes say is srun's labelled stdout, and what they are told is its stdin, which srun hands to all. So nothing
+has to be reachable that srun does not reach anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
+
+from toolkit.cluster.commands import Step, srun_argv, step_environment
+from toolkit.launch.steps import tethered
+
+#: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
+BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line of one node, by its place in the list of hosts; ``received`` is our clock."""
+
+    task: int
+    text: str
+    received: float
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One line of srun's own errors."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nobody will say any more."""
+
+
+Events = SimpleQueue[Said | Complaint | Ended]
+
+
+class Talk(Protocol):
+    """What runs on the nodes."""
+
+    events: Events
+    began: float  #: on our clock
+
+    def send(self, line: str) -> None:
+        """To every node."""
+
+    def end(self) -> None:
+        """Dismiss the nodes, and do not wait for any."""
+
+
+class SubprocessTalk:
+    """A talk with one process: srun, or the checks themselves."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
+        self.events: Events = SimpleQueue()
+        self.began = time.time()
+        self._has_spoken = threading.Event()
+        self._process = subprocess.Popen(
+            tethered(argv, signal.SIGTERM),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        self._stderr = threading.Thread(target=self._read_errors, daemon=True)
+        self._stderr.start()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            task, text = without_label(line)
+            self._has_spoken.set()
+            self.events.put(Said(task or 0, text, time.time()))
+        self._process.wait()
+        self._stderr.join(timeout=1.0)
+        self.events.put(Ended())
+        self._has_spoken.set()
+
+    def wait_for_a_word(self) -> None:
+        """Until a node says something, or none will."""
+        self._has_spoken.wait()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.events.put(Complaint(line.strip()))
+
+    def send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which the queue tells
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        threading.Thread(target=self._end_late, daemon=True).start()
+
+    def _end_late(self, patience_s: float = 2.0) -> None:
+        """srun ends when its tasks have; with one that hangs it has to be told so, and then to be killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=patience_s)
+                return
+            self._process.send_signal(number)
+
+
+def without_label(line: str) -> tuple[int | None, str]:
+    """The task that ``srun --label`` puts before a line, and the line; without srun there is none."""
+    label, colon, text = line.partition(": ")
+    return (int(label), text.strip()) if colon and label.strip().isdigit() else (None, line.strip())
+
+
+def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> SubprocessTalk:
+    """Start ``command`` once on each of these hosts of our allocation, beside whatever runs there."""
+    host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what preflight wants to know
+    try:
+        os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
+        variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+        step = Step(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
+        return SubprocessTalk(srun_argv(step), variables, [host_file])
+    finally:
+        os.close(host_file)
+
+
+def bare_python(module: str, argument: str) -> list[str]:
+    """Return the command that calls ``main()`` of ``module``, which needs nothing but Python's own library.
+
+    ``-S``: what is in site-packages takes longer to find than all checks of a node together.
+    """
+    here = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {here!r}); from {module} import main; main()"
+    return [sys.executable, "-I", "-S", "-c", code, argument]
