@@ -40,6 +40,7 @@ pytestmark = pytest.mark.dist
 
 SAMPLES, BATCH, EVAL_SAMPLES = 50, 20, 37
 EVERY_4 = CheckpointConfig(4)
+ADAMW = OptimConfig("adamw", lr=0.01)
 CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 steps, an epoch ends in step 3, 5, 8, 10
 
 
@@ -72,13 +73,13 @@ def train(
     job: JobConfig | None = None,
     judge: Any = judge,
     name: str | StrategyConfig = "ddp",
+    optim: OptimConfig = ADAMW,
 ) -> tuple[Result, dict[str, Tensor]]:
     session = replace(session, run_dir=run_dir)
     prepare(config.seed)
     section = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(section, session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
-    optim = OptimConfig("adamw", lr=0.01)
     strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
     checkpoints = Checkpoints(checkpoint, session, strategy, identity(job or JobConfig()))
     schedule = partial(build_schedule, optim)
@@ -127,6 +128,7 @@ def die_after(
     steps: int,
     checkpoint: CheckpointConfig = EVERY_4,
     name: str | StrategyConfig = "ddp",
+    **options: Any,
 ) -> None:
     """A crash of one rank's loader: nothing is saved on the way out."""
     plain_at = Loader.at
@@ -138,7 +140,7 @@ def die_after(
 
     Loader.at = at  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
-        train(session, run_dir, checkpoint=checkpoint, name=name)
+        train(session, run_dir, checkpoint=checkpoint, name=name, **options)
 
 
 def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(

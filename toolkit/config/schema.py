@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic", "text")
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
@@ -17,8 +17,9 @@ PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 OUTER_STEPS = ("average", "diloco")
 #: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/layouts/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "linear", "cosine")
+#: ``optim.name`` may also be the path of a class.
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
 INIT_WEIGHTS = ("average", "raw")
 ON_NAN = ("stop", "warn")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -186,16 +187,28 @@ class ModelConfig:
     init_weights: str | None = None  #: average or raw; null: the average of the weights where there is one
 
 
+#: What an optimizer may be given by name.
+Setting: TypeAlias = str | int | float | bool | list[float]
+
+
 @dataclass
 class OptimConfig:
-    """The optimizer and its learning rate as a function of the step."""
+    """The optimizer and its learning rate as a function of the step, see docs/optimizers.md."""
 
-    name: str = "sgd"
+    name: str = "sgd"  #: sgd, adam, adamw, muon, or a class by its path: mypackage.MyOptimizer
+    arguments: dict[str, Setting] = field(default_factory=dict)  #: of a class by its path, and of torch's Muon
     lr: float = 0.05
-    momentum: float = 0.9
+    momentum: float | None = None  #: of sgd and muon; null: 0.9, with muon 0.95
+    nesterov: bool | None = None  #: of sgd and muon; null: false, with muon true
+    betas: list[float] = field(default_factory=list)  #: of adam, adamw and muon's AdamW; empty: torch's
+    eps: float | None = None  #: of the same; null: torch's
     weight_decay: float = 0.0
+    decay_norms_and_biases: bool = True  #: false: weight_decay is for weights of two dimensions or more
+    groups: dict[str, dict[str, Setting]] = field(default_factory=dict)  #: pattern of parameters: their own settings
     schedule: str = "constant"
+    min_lr: float = 0.0  #: to which a schedule falls
     warmup_steps: int = 0
+    decay_steps: int | None = None  #: with wsd: the last steps, in which it falls; null: a fifth of all
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit import fsio, origin, rundir
 from toolkit.config.job_module import check_job, is_loop
+from toolkit.config.optim_checks import check_optim
 from toolkit.config.params import leaves
 from toolkit.config.places import check_places
 from toolkit.config.ranks import check_batch
@@ -23,15 +24,12 @@ from toolkit.config.schema import (
     FOREIGN_JOB,
     INIT_WEIGHTS,
     ON_NAN,
-    OPTIMIZERS,
     OUTER_STEPS,
     OWN_TIME,
     PIPELINE_SCHEDULES,
     PRECISIONS,
     SAME_STATE,
-    SCHEDULES,
     SERVER_MODES,
-    SHARDED,
     SHARES,
     SPLITS,
     STATELESS,
@@ -177,11 +175,7 @@ def _check_values(config: JobConfig) -> None:
         )
     _check_parts(config)
     check_step(config.train, config.strategy)
-    if config.train.skip_bad_steps and config.optim.name == "sgd" and config.strategy.name in SHARDED:
-        raise ConfigError(
-            f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {config.strategy.name} cuts; "
-            "use optim.name adam or adamw, or strategy.name ddp"
-        )
+    check_optim(config)
     _check_every("train.eval_every", config.train.eval_every, "epoch")
     if config.checkpoint.every_steps is not None:
         _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
@@ -272,8 +266,6 @@ _WORDS: Mapping[str, Collection[str]] = {
     "data.split": SPLITS,
     "model.init_weights": INIT_WEIGHTS,
     "train.on_nan": ON_NAN,
-    "optim.name": OPTIMIZERS,
-    "optim.schedule": SCHEDULES,
     "train.precision": PRECISIONS,
     "strategy.pipeline.schedule": PIPELINE_SCHEDULES,
     "strategy.local_sgd.outer": OUTER_STEPS,
@@ -313,9 +305,12 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "data.image_size": (1, 65_536),
     "data.max_bad_samples": (0, _STEPS),
     "optim.lr": (0, 10_000),
+    "optim.min_lr": (0, 10_000),
     "optim.momentum": (0, 1),
+    "optim.eps": (1e-30, 1),
     "optim.weight_decay": (0, 10_000),
     "optim.warmup_steps": (0, _STEPS),
+    "optim.decay_steps": (1, _STEPS),
     "train.epochs": (1, _MANY),
     "train.max_steps": (1, _STEPS),
     "train.seed": (0, 2**63 - 1),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from toolkit.config import OptimConfig
-from toolkit.errors import ConfigError, nearest
+from toolkit.config.optim_checks import is_path
+from toolkit.config.schema import OPTIMIZERS, SCHEDULES
+from toolkit.config.words import one_of
+from toolkit.errors import ConfigError, listing, nearest
+from toolkit.train.muon import MuonAndAdamW
+from toolkit.train.parameter_groups import parameter_groups
 
 Schedule: TypeAlias = Callable[[int], float]
 #: Devices for which torch has fused optimizers.
@@ -20,46 +27,98 @@ _FUSED = ("cpu", "cuda")
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """The optimizer that ``config.name`` stands for, over the parameters of ``model`` that are not frozen.
+    """Make the optimizer ``config.name`` over the parameters of ``model`` that are not frozen, in groups.
 
     Fused, that is with one kernel for all parameters, where torch has it: faster, and able to leave out a step without
-    the host knowing. For sharded weights it has no fused SGD.
+    the host knowing. For sharded weights it has no fused SGD. With ``config.groups`` or muon this is a collective: a
+    rank may have a part of the layers only. Raises ConfigError.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = parameter_groups(config, model)
+    if is_path(config.name):
+        return _own_optimizer(config, groups)
+    one_of("optim.name", config.name, OPTIMIZERS)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters)
     if config.name == "sgd":
         fused = fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
-        return SGD(parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
-    if config.name == "adam":
-        return Adam(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
-    if config.name == "adamw":
-        return AdamW(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
-    raise _unknown("optim.name", config.name, ("sgd", "adam", "adamw"))
+        momentum, nesterov = 0.9 if config.momentum is None else config.momentum, bool(config.nesterov)
+        return SGD(groups, config.lr, momentum, weight_decay=config.weight_decay, nesterov=nesterov, fused=fused)
+    given: dict[str, Any] = {"betas": tuple(config.betas) or None, "eps": config.eps}
+    options = {name: value for name, value in given.items() if value is not None}
+    options |= {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
+    if config.name == "muon":
+        return MuonAndAdamW(groups, config, **options)
+    return Adam(groups, **options) if config.name == "adam" else AdamW(groups, **options)
+
+
+def _own_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """Make an optimizer of the class that ``config.name`` is the path of. Raises ConfigError."""
+    kind = _imported(config.name)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"optim.name: {config.name} computes the loss again in its step, which no strategy can do")
+    options: dict[str, Any] = {"lr": config.lr, **config.arguments}
+    if config.weight_decay or "weight_decay" in inspect.signature(kind).parameters:
+        options["weight_decay"] = config.weight_decay
+    try:
+        made = kind(groups, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ConfigError(f"optim.arguments: {config.name} does not take {given}: {error}") from error
+    for name in {name for group in groups for name in group} - {"params", *made.defaults}:
+        valid = list(made.defaults)
+        raise ConfigError(
+            f"optim.groups: {config.name} has no setting {name!r} for a group; {nearest(name, valid)}"
+            f"it has: {listing(valid)}"
+        )
+    return made
+
+
+def _imported(path: str) -> type[Optimizer]:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module's code raises
+        raise ConfigError(
+            f"optim.name: {path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}; "
+            "correct the path, or install the package where the ranks run"
+        ) from error
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        there = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Optimizer)]
+        what = "has no such class" if found is None else f"has {name}, and it is no torch.optim.Optimizer"
+        raise ConfigError(
+            f"optim.name: {path}: the module {module_name} {what}; {nearest(name, there)}"
+            f"there are: {listing(there) or 'none'}"
+        )
+    return found
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     """``lr(step)`` for steps 0 to ``total_steps`` - 1: a linear warm-up to ``config.lr``, then the schedule's shape.
 
     Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate. After
-    it ``linear`` and ``cosine`` fall from lr towards 0, which they would reach at step ``total_steps``.
+    it ``linear`` and ``cosine`` fall from lr towards ``min_lr``, which they would reach at step ``total_steps``.
+    ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) does so in the last ``decay_steps`` only.
     """
-    if config.schedule not in _SHAPES:
-        raise _unknown("optim.schedule", config.schedule, tuple(_SHAPES))
-    return partial(_rate, _SHAPES[config.schedule], config.lr, config.warmup_steps, total_steps)
+    one_of("optim.schedule", config.schedule, SCHEDULES)
+    falls_from = config.warmup_steps
+    if config.schedule == "wsd":
+        decay_steps = total_steps // 5 if config.decay_steps is None else config.decay_steps
+        falls_from = max(falls_from, total_steps - decay_steps)
+    return partial(_rate, config, _SHAPES[config.schedule], falls_from, total_steps)
 
 
-def _rate(shape: Callable[[float], float], peak: float, warmup: int, total: int, step: int) -> float:
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * shape(min(1.0, (step - warmup) / max(1, total - warmup)))
+def _rate(config: OptimConfig, shape: Callable[[float], float], falls_from: int, total: int, step: int) -> float:
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    fallen = min(1.0, max(0, step - falls_from) / max(1, total - falls_from))
+    return config.min_lr + (config.lr - config.min_lr) * shape(fallen)
 
 
-_SHAPES: dict[str, Callable[[float], float]] = {  # of the part done after the warm-up, 0 to 1
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+_SHAPES: Mapping[str, Callable[[float], float]] = {  # of the part of the fall that is done, 0 to 1
+    "constant": lambda fallen: 1.0,
+    "linear": lambda fallen: 1.0 - fallen,
+    "cosine": lambda fallen: 0.5 * (1.0 + math.cos(math.pi * fallen)),
+    "wsd": lambda fallen: 1.0 - fallen,
 }
-
-
-def _unknown(key: str, name: str, valid: tuple[str, ...]) -> ConfigError:
-    return ConfigError(f"{key}: there is no {name!r}; {nearest(name, valid)}valid: {', '.join(valid)}")

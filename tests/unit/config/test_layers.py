@@ -336,3 +336,26 @@ def test_a_mesh_or_a_plan_that_cannot_be_is_refused_before_anything_is_queued(ov
     with pytest.raises(ConfigError) as caught:
         validate(config, ranks=8)
     assert says in str(caught.value)
+
+
+def test_groups_of_layers_merge_by_pattern_and_keep_their_types(tmp_path: Path) -> None:
+    top = write(tmp_path, "top.yaml", "optim: {betas: [0.9, 1e-1], groups: {'*.bias': {weight_decay: 0}}}\n")
+    overrides = ["optim.groups.*.bias={lr_scale: 2}", "optim.groups.head.*={lr_scale: '${optim.lr}'}"]
+    config = load_config(top, overrides).optim
+    assert (config.betas, list(config.groups)) == ([0.9, 0.1], ["*.bias", "head.*"])
+    assert config.groups == {"*.bias": {"weight_decay": 0, "lr_scale": 2}, "head.*": {"lr_scale": 0.05}}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.groups.head.*.lr_scale=2", "optim.groups.head.*.lr_scale is a mapping"),
+        ("optim.groups={a: {b: {c: 1}}}", "optim.groups.a.b takes text or a whole number"),
+        ("optim.betas=[a, b]", "optim.betas[0]: 'a' is text, and this key takes a number"),
+        ("optim.arguments={a: [b]}", "optim.arguments.a[0]: 'b' is text"),
+    ],
+)
+def test_what_a_list_or_mapping_holds_has_its_type_too(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert says in str(caught.value)

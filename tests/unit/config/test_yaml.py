@@ -156,8 +156,9 @@ def test_merged_mappings_and_anchors_are_read_in_no_time(tmp_path: Path) -> None
 
 
 def test_a_reference_stands_for_another_value() -> None:
-    config = load_config(None, ["optim.lr=${optim.momentum}", "cluster.account=p${train.seed}", "cluster.qos=${name}"])
-    assert (config.optim.lr, config.cluster.account, config.cluster.qos) == (0.9, "p0", "run")
+    momentum = "optim.momentum=${strategy.local_sgd.outer_momentum}"
+    config = load_config(None, [momentum, "cluster.account=p${train.seed}", "cluster.qos=${name}"])
+    assert (config.optim.momentum, config.cluster.account, config.cluster.qos) == (0.9, "p0", "run")
 
 
 def test_a_backslash_makes_a_reference_text() -> None:
@@ -213,10 +214,11 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is list:
-        return st.lists(TEXTS, max_size=3)
+        return st.lists(values_of(get_args(hint)[0]), max_size=3)
     if get_origin(hint) is dict:
-        return st.dictionaries(st.text(max_size=8), SCALARS[get_args(hint)[1]], max_size=3)
-    return st.one_of(*(SCALARS[kind] for kind in get_args(hint) or [hint]))
+        return st.dictionaries(st.text(max_size=8), values_of(get_args(hint)[1]), max_size=3)
+    kinds = [] if hint is Any else get_args(hint)
+    return st.one_of(*map(values_of, kinds)) if kinds else SCALARS[hint]
 
 
 def section_of(config: JobConfig, key: str) -> Any:
@@ -262,7 +264,13 @@ def test_every_key_reads_back_equal(tmp_path: Path) -> None:
         section, leaf = section_of(config, key), key.rpartition(".")[2]
         hint = get_type_hints(type(section))[leaf]
         if get_origin(hint) in (list, dict):
-            setattr(section, leaf, [text, "0755"] if get_origin(hint) is list else {"${a}.0755": text, "b": "no"})
+            values = {"${a}.0755": text, "b": "no"} if get_origin(hint) is dict else [text, "0755"]
+            held = get_args(hint)[-1]
+            if held is float:
+                values = [0.5, -0.0]
+            elif get_origin(held) is dict:
+                values = {"${a}.0755": values, "b": {}}
+            setattr(section, leaf, values)
         elif str in (get_args(hint) or [hint]):
             setattr(section, leaf, text)
     path = tmp_path / "c.yaml"

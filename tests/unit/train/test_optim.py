@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from toolkit.config import OptimConfig
@@ -46,6 +50,23 @@ def test_warm_up_rises_to_the_full_rate_and_the_rest_of_the_run_follows_the_sche
     assert warmed[4:] == pytest.approx(rates(20, 20, schedule="cosine"))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_falls_to_the_minimum_as_torchs_does(schedule: str) -> None:
+    options: dict[str, Any] = {"T_max": 20, "eta_min": 0.1}
+    if schedule == "linear":
+        options = {"start_factor": 1.0, "end_factor": 0.25, "total_iters": 20}
+    expected = torch_rates(CosineAnnealingLR if schedule == "cosine" else LinearLR, 23, **options)
+    assert rates(20, 20, schedule=schedule, min_lr=0.1) == pytest.approx(expected[:20])
+    assert rates(23, 20, schedule=schedule, min_lr=0.1)[20:] == pytest.approx([0.1] * 3)
+
+
+def test_wsd_is_stable_and_falls_in_its_last_steps_only() -> None:
+    expected = [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.3, 0.2, 0.1]
+    assert rates(10, 10, schedule="wsd", warmup_steps=2, decay_steps=4, min_lr=0.0) == pytest.approx(expected)
+    assert rates(10, 10, schedule="wsd", warmup_steps=2, min_lr=0.2)[7:] == pytest.approx([0.4, 0.4, 0.3])
+    assert rates(6, 6, schedule="wsd", warmup_steps=4, decay_steps=9)[3:] == pytest.approx([0.4, 0.4, 0.2])
+
+
 def test_a_rate_is_never_negative_when_a_step_lies_behind_the_end() -> None:
     assert rates(12, 10, schedule="linear")[-2:] == [0.0, 0.0]
 
@@ -69,3 +90,220 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         build_optimizer(OptimConfig("adamv"), nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"optim\.schedule: there is no 'cosin'; did you mean 'cosine'"):
         build_schedule(OptimConfig(schedule="cosin"), 10)
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+class Language(nn.Module):
+    """Everything that Muon and weight decay tell apart; the head is tied to the embedding, or not."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm((2, 4)), nn.Linear(8, 6)) for _ in "ab")
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(6, 5)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            into, norm, out = block
+            hidden = hidden + out(norm(into(hidden).unflatten(-1, (2, 4))).flatten(-2).tanh())
+        return self.head(hidden * self.scale)  # type: ignore[no-any-return]
+
+
+def settings_of(optimizer: Optimizer, model: nn.Module, setting: str) -> dict[str, Any]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: group[setting] for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_a_parameter_has_each_setting_from_the_last_pattern_that_gives_it() -> None:
+    model = Language()
+    groups = {"*.bias": {"weight_decay": 0, "lr_scale": 2}, "head.*": {"lr_scale": 10}, "blocks.0.*": {}}
+    optimizer = build_optimizer(OptimConfig("adamw", lr=0.5, weight_decay=0.25, groups=groups), model)
+    rates, decays = settings_of(optimizer, model, "lr"), settings_of(optimizer, model, "weight_decay")
+    assert len(optimizer.param_groups) == 4
+    assert [*rates] != [*dict(model.named_parameters())], "groups, in the order of their first parameters"
+    assert {rates[f"blocks.{n}.{m}.weight"] for n in "01" for m in "02"} == {0.5}
+    assert (rates["head.bias"], rates["head.weight"], rates["blocks.0.0.bias"]) == (5.0, 5.0, 1.0)
+    assert (decays["head.bias"], decays["head.weight"], decays["blocks.1.2.bias"]) == (0, 0.25, 0)
+    assert set(rates) == set(dict(model.named_parameters()))
+
+
+def test_norms_biases_and_scalars_are_left_out_of_weight_decay_by_one_key() -> None:
+    model = Language()
+    config = OptimConfig(weight_decay=0.25, decay_norms_and_biases=False, groups={"scale": {"weight_decay": 0.5}})
+    decays = settings_of(build_optimizer(config, model), model, "weight_decay")
+    assert {name for name, decay in decays.items() if decay == 0.25} == {
+        "embed.weight", "head.weight", *(f"blocks.{n}.{m}.weight" for n in "01" for m in "02"),
+    }  # fmt: skip
+    assert decays["scale"] == 0.5, "a pattern says more than the key"
+    assert decays["blocks.0.1.weight"] == 0, "a norm's weight of two dimensions"
+
+
+def test_without_groups_there_is_one_in_the_order_of_the_model() -> None:
+    model = Language(tied=True)
+    (group,) = build_optimizer(OptimConfig(), model).param_groups
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_a_tied_parameter_answers_to_each_of_its_names_and_a_frozen_one_is_left_out() -> None:
+    model = Language(tied=True)
+    model.blocks.requires_grad_(False)
+    groups: Any = {"head.weight": {"lr_scale": 3}, "blocks.*": {"lr_scale": 7}}
+    optimizer = build_optimizer(OptimConfig(lr=0.5, groups=groups), model)
+    assert settings_of(optimizer, model, "lr") == {"embed.weight": 1.5, "head.bias": 0.5, "scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [("haed.*", "did you mean 'head.*'? there are: scale, embed.weight"), ("Head.bias", "did you mean 'head.bias'?")],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest(pattern: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(OptimConfig(groups={pattern: {"lr_scale": 2}}), Language())
+    assert f"optim.groups: {pattern!r} matches no parameter of this model; " in str(caught.value)
+    assert says in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------------------- muon
+
+
+def of_muon(model: nn.Module, **options: Any) -> set[str]:
+    chosen = settings_of(build_optimizer(OptimConfig("muon", **options), model), model, "muon")
+    return {name for name, is_muons in chosen.items() if is_muons}
+
+
+HIDDEN = {f"blocks.{n}.{m}.weight" for n in "01" for m in "02"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_hidden_matrices_and_leaves_embeddings_head_norms_and_biases(tied: bool) -> None:
+    assert of_muon(Language(tied=tied)) == HIDDEN
+
+
+def test_a_pattern_says_which_of_the_two_a_parameter_is_for() -> None:
+    groups: Any = {"blocks.*": {"optimizer": "adamw"}, "blocks.1.2.weight": {"optimizer": "muon"}}
+    groups["head.weight"] = {"optimizer": "muon"}
+    assert of_muon(Language(), groups=groups) == {"blocks.1.2.weight", "head.weight"}
+    with pytest.raises(ConfigError, match=r"optim\.groups: head\.bias has the shape \(5,\), and muon takes matrices"):
+        of_muon(Language(), groups={"head.*": {"optimizer": "muon"}})
+    with pytest.raises(ConfigError, match=r"optim\.name: muon is for weights of two dimensions.*use adamw"):
+        of_muon(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"optim\.arguments: torch's Muon does not take"):
+        of_muon(Language(), arguments={"ns_coefficient": 1})
+
+
+def steps_of(model: nn.Module, step: Callable[[int], None], count: int = 4) -> dict[str, Tensor]:
+    for n in range(count):
+        tokens = torch.randint(5, (7, 3), generator=torch.Generator().manual_seed(n))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        step(n)
+    return dict(model.named_parameters())
+
+
+def test_muon_makes_the_steps_of_torchs_muon_and_adamw_bit_for_bit() -> None:
+    arguments: Any = {"adjust_lr_fn": "original", "ns_steps": 3}
+    config = OptimConfig("muon", arguments, lr=0.02, weight_decay=0.1, momentum=0.8, nesterov=False, betas=[0.8, 0.9])
+    ours, model = Language(), Language()
+    optimizer = build_optimizer(config, ours)
+    made = steps_of(ours, lambda _: optimizer.step())
+    hidden = [parameter for name, parameter in model.named_parameters() if name in HIDDEN]
+    others = [parameter for name, parameter in model.named_parameters() if name not in HIDDEN]
+    pair: list[Any] = [
+        Muon(hidden, 0.02, weight_decay=0.1, momentum=0.8, nesterov=False, **arguments),
+        AdamW(others, 0.02, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+    ]
+    expected = steps_of(model, lambda _: [each.step() for each in pair] and None)
+    assert [name for name in made if not torch.equal(made[name], expected[name])] == []
+
+
+def test_muon_leaves_out_a_step_on_the_device_as_torchs_fused_adamw_does() -> None:
+    optimizers: list[Any] = []
+
+    def run(steps: list[int]) -> dict[str, Tensor]:
+        model = Language()
+        optimizers.append(build_optimizer(OptimConfig("muon", lr=0.02), model))
+
+        def step(n: int) -> None:
+            if n not in steps:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+            optimizers[-1].found_inf = torch.tensor(float(n not in steps))
+            optimizers[-1].step()
+
+        return steps_of(model, step) if steps else {}
+
+    left_out = run([1, 3])
+    model = Language()
+    optimizer = build_optimizer(OptimConfig("muon", lr=0.02), model)
+    expected = steps_of(model, lambda n: optimizer.step() if n in (1, 3) else None)
+    assert [name for name in left_out if not torch.allclose(left_out[name], expected[name], atol=0, rtol=0)] == []
+
+
+# ----------------------------------------------------------------------------------------- optimizers of one's own
+
+
+class Signs(SGD):
+    """Of a user: SGD along the signs of the gradient."""
+
+    def __init__(self, params: Any, lr: float, strength: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.defaults["strength"] = strength
+        for group in self.param_groups:
+            group.setdefault("strength", strength)
+
+
+MINE = f"{__name__}.Signs"
+
+
+def test_any_class_is_made_by_its_path_with_its_arguments_and_groups() -> None:
+    model = Language()
+    groups: Any = {"head.*": {"strength": 3.0, "lr_scale": 2}}
+    optimizer = build_optimizer(OptimConfig(MINE, {"strength": 2.0}, lr=0.5, groups=groups), model)
+    assert type(optimizer) is Signs
+    strengths, rates = settings_of(optimizer, model, "strength"), settings_of(optimizer, model, "lr")
+    assert (strengths["head.bias"], rates["head.bias"], strengths["scale"], rates["scale"]) == (3.0, 1.0, 2.0, 0.5)
+    adamw = build_optimizer(OptimConfig("torch.optim.AdamW", {"betas": [0.5, 0.6]}, lr=0.5), model)
+    assert type(adamw) is AdamW
+    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"]) == ((0.5, 0.6), 0.0), "the config's, not torch's"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"name": "torch.optim.AdmW"},
+            "optim.name: torch.optim.AdmW: the module torch.optim has no such class; did you mean 'AdamW'",
+        ),
+        ({"name": "torch.optim.lr_scheduler"}, "has lr_scheduler, and it is no torch.optim.Optimizer"),
+        (
+            {"name": "no.such.Module"},
+            "optim.name: no.such.Module: the module no.such cannot be imported: ModuleNotFound",
+        ),
+        ({"name": "torch.optim.LBFGS"}, "optim.name: torch.optim.LBFGS computes the loss again in its step"),
+        (
+            {"name": "torch.optim.SGD", "arguments": {"x": 1}},
+            "optim.arguments: torch.optim.SGD does not take lr=0.05, x=1",
+        ),
+        ({"name": MINE, "weight_decay": 0.1}, f"optim.arguments: {MINE} does not take lr=0.05, weight_decay=0.1"),
+        ({"name": MINE, "groups": {"*": {"strenth": 1}}}, "no setting 'strenth' for a group; did you mean 'strength'"),
+    ],
+)
+def test_a_class_that_cannot_be_had_or_made_is_refused_with_the_reason(options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build_optimizer(OptimConfig(**options), Language())
+
+
+def test_the_keys_of_torchs_optimizers_reach_them() -> None:
+    model = Language()
+    defaults = build_optimizer(OptimConfig("adam", betas=[0.7, 0.8], eps=1e-3), model).defaults
+    assert (defaults["betas"], defaults["eps"]) == ((0.7, 0.8), 1e-3)
+    assert build_optimizer(OptimConfig("adam"), model).defaults["betas"] == Adam(model.parameters()).defaults["betas"]
+    sgd = build_optimizer(OptimConfig(nesterov=True), model).defaults
+    assert (sgd["momentum"], sgd["nesterov"]) == (0.9, True)

@@ -1,0 +1,99 @@
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer: one step, one state, one rate.
+
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's gradient by the nearest orthogonal matrix, so it
+needs the whole one. Of a matrix that is cut over ranks each rank gathers the gradient, momentum and all, and makes the
+same step as the others, but keeps its own part only: weights and momenta stay cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon
+
+from toolkit.config import OptimConfig
+from toolkit.errors import ConfigError
+from toolkit.strategies.layouts import local
+
+
+class MuonAndAdamW(AdamW):
+    """torch's Muon for the groups with ``muon: True``, and its AdamW for the others.
+
+    ``options`` are AdamW's. Both have the same learning rate: Muon's steps are as long as AdamW's would be
+    (``adjust_lr_fn: match_rms_adamw``, https://arxiv.org/abs/2502.16982), unless ``config.arguments`` says otherwise.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig, **options: Any) -> None:
+        given: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", **config.arguments}
+        given |= {"momentum": config.momentum, "nesterov": config.nesterov}
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            #: Its groups are set before each step; torch makes no optimizer without parameters.
+            self._muon = Muon([torch.zeros(1, 1)], config.lr, config.weight_decay, **given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optim.arguments: torch's Muon does not take {given}: {error}") from error
+        super().__init__([{**self._muon.defaults, **group} if group["muon"] else group for group in groups], **options)
+        self.defaults["muon"] = False  # of a group that is added later
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make one step; where ``found_inf`` is not 0 on the device, make none. ``closure`` is not supported."""
+        assert closure is None, "no strategy has one"
+        groups = self.param_groups
+        matrices = [group for group in groups if group["muon"]]
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        kept = [] if found_inf is None else [(tensor, tensor.clone()) for tensor in self._of_muon(matrices)]
+        for group in matrices:
+            cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            self._step_whole({**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]})
+            for parameter in cut:
+                if parameter.grad is not None:
+                    self._step_cut(parameter, group)
+        for tensor, before in kept:
+            tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, before, tensor))  # type: ignore[union-attr]
+
+    def _of_muon(self, groups: list[dict[str, Any]]) -> list[Tensor]:
+        """The weights and momenta that a step changes; makes those that are not there."""
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        return [local(tensor) for parameter in parameters for tensor in (parameter, self._momentum(parameter))]
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        slots = self.state[parameter]
+        if "momentum_buffer" not in slots:
+            slots["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum: Tensor = slots["momentum_buffer"]
+        return momentum
+
+    def _step_whole(self, group: dict[str, Any]) -> None:
+        self._muon.param_groups, self._muon.state = [group], self.state
+        self._muon.step()  # type: ignore[no-untyped-call]
+
+    def _step_cut(self, parameter: DTensor, group: dict[str, Any]) -> None:
+        """One step for a matrix of which this rank has a part.
+
+        The momentum is added up in parts, which is exact, and the sum gathered in bfloat16, in which torch's Muon makes
+        it orthogonal. That makes its step on a matrix of this rank's weights, with zeros where the others have theirs.
+        """
+        assert parameter.grad is not None
+        weights, gradient, momentum = local(parameter), local(parameter.grad), local(self._momentum(parameter))
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        mesh, shape = parameter.device_mesh, parameter.shape
+        sent = update.to(mesh.device_type, torch.bfloat16)  # offloaded weights: NCCL serves no tensor in host memory
+        parts = DTensor.from_local(sent, mesh, parameter.placements, shape=shape, stride=parameter.stride())
+        whole = nn.Parameter(torch.zeros(shape, dtype=weights.dtype, device=sent.device))
+        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part stands
+        own = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[own].copy_(weights)
+        whole.grad = parts.full_tensor().to(whole.dtype)
+        self._step_whole({**group, "params": [whole], "momentum": 0.0, "nesterov": False})
+        del self.state[whole]
+        weights.copy_(whole[own])

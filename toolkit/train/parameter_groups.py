@@ -1,0 +1,128 @@
+"""Which parameters an optimizer gets, and with which settings of their own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from toolkit import logs
+from toolkit.config import OptimConfig
+from toolkit.errors import ConfigError, listing, nearest
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+log = logs.get(__name__)
+
+
+def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters of ``model`` that are not frozen, those with the same settings in one group.
+
+    A setting is that of the last pattern in ``config.groups`` that matches one of the parameter's names and has the
+    setting. With muon each group says in ``muon`` whether it is for that or for AdamW. Raises ConfigError for a pattern
+    without a parameter.
+    """
+    names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)  # a tied parameter has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    _refuse_unmatched(config.groups, [name for found in names.values() for name in found])
+    spared = set() if config.decay_norms_and_biases else _norms_and_biases(model)
+    matrices = _hidden_matrices(model) if config.name == "muon" else set()
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, own in names.items():
+        if not parameter.requires_grad:
+            continue
+        settings: dict[str, Any] = {"weight_decay": 0.0} if parameter in spared else {}
+        settings |= {"optimizer": "muon" if parameter in matrices else "adamw"} if config.name == "muon" else {}
+        for pattern, given in config.groups.items():
+            if any(fnmatchcase(name, pattern) for name in own):
+                settings |= given
+        if "lr_scale" in settings:
+            settings["lr"] = config.lr * settings.pop("lr_scale")
+        if "optimizer" in settings:
+            settings["muon"] = settings.pop("optimizer") == "muon"
+            _refuse_no_matrix(own[0], parameter, settings["muon"])
+        group = groups.setdefault(repr(sorted(settings.items())), {"params": [], **settings})
+        group["params"].append(parameter)
+    if config.name == "muon":
+        _refuse_no_muon([names[p][0] for group in groups.values() if group["muon"] for p in group["params"]])
+    for key, group in groups.items() if len(groups) > 1 else ():
+        shown = listing([names[parameter][0] for parameter in group["params"]], 5)
+        log.info("optim: %d tensors with %s: %s", len(group["params"]), key, shown)
+    return [*groups.values()]
+
+
+def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
+    if not patterns:
+        return
+    everywhere = _of_all_ranks(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in everywhere):
+            prefixes = [".".join(name.split(".")[:n]) for name in everywhere for n in range(1, name.count(".") + 1)]
+            raise ConfigError(
+                f"optim.groups: {pattern!r} matches no parameter of this model; "
+                f"{nearest(pattern, [*everywhere, *(f'{prefix}.*' for prefix in prefixes)])}"
+                f"there are: {listing(everywhere, 12)}"
+            )
+
+
+def _of_all_ranks(names: list[str]) -> list[str]:
+    """Return what any rank has, in the model's order: a stage of a pipeline has its own layers. All ranks call it."""
+    if not dist.is_initialized():
+        return names
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    return list(dict.fromkeys(name for own in found for name in own))
+
+
+def _by_module(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield each parameter by each of its names, with the module that has it."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield f"{prefix}.{leaf}" if prefix else leaf, module, parameter
+
+
+def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
+    """And whatever else has fewer than two dimensions: gains, temperatures."""
+    return {
+        parameter
+        for name, module, parameter in _by_module(model)
+        if parameter.ndim < 2 or isinstance(module, _NORMS) or name.rpartition(".")[2] == "bias"
+    }
+
+
+def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return what Muon is for: the weights of two dimensions, without embeddings and the head.
+
+    As https://github.com/KellerJordan/Muon has it. The head is the last layer with such a weight, in the order in which
+    the model names its layers. Every rank calls it.
+    """
+    matrices = [each for each in _by_module(model) if each[2].ndim == 2 and not isinstance(each[1], _NORMS)]
+    embeddings = {parameter for _, module, parameter in matrices if isinstance(module, _EMBEDDINGS)}
+    layers = [name.rpartition(".")[0] for name, module, _ in matrices if not isinstance(module, _EMBEDDINGS)]
+    head = (_of_all_ranks(layers) or [""])[-1]
+    outer = {parameter for name, _, parameter in matrices if name.rpartition(".")[0] == head}
+    return {parameter for _, _, parameter in matrices} - embeddings - outer
+
+
+def _refuse_no_muon(names: list[str]) -> None:
+    """``names`` are what Muon is for on this rank; every rank calls it."""
+    if not _of_all_ranks(names):
+        raise ConfigError(
+            "optim.name: muon is for weights of two dimensions, embeddings and the last layer aside, and this model "
+            "trains none; use adamw"
+        )
+
+
+def _refuse_no_matrix(name: str, parameter: Tensor, is_for_muon: bool) -> None:
+    if is_for_muon and parameter.ndim != 2:
+        raise ConfigError(
+            f"optim.groups: {name} has the shape {tuple(parameter.shape)}, and muon takes matrices; let its pattern "
+            "match those only, or leave out `optimizer: muon`"
+        )
