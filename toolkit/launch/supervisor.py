@@ -311,6 +311,7 @@ class Supervisor:
             self._watch(attempt, step, store)
         finally:
             if attempt.silence is not None:
+                self._note_silence(attempt, attempt.silence)
                 attempt.silence.close()
             well = attempt.exit_code == 0 and not attempt.failures and attempt.stop is None
             store.close(RESULT_PATIENCE_S if well else REPORTS_PATIENCE_S)
@@ -512,6 +513,14 @@ class Supervisor:
         ask = dog.ask_for_stacks if isinstance(dog, SilenceWatch) else partial(step.kill, stacks.ASK)
         attempt.hang = hang.investigate(ask, standings, hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
+
+    @staticmethod
+    def _note_silence(attempt: Attempt, watch: SilenceWatch) -> None:
+        """Name silent ranks of an attempt that failed: others may have waited for them, in NCCL until it gave up."""
+        silent = watch.standings()
+        if silent and attempt.failures and attempt.hang is None:
+            still_s = min(standing.still_s for standing in silent)
+            log.warning("silent for %.0f s or longer before: rank %s", still_s, _names([s.rank for s in silent]))
 
     def _watch_from_outside(self, attempt: Attempt) -> SilenceWatch | None:
         """The watch of a script that has not reported anything; None until it has had time to."""

@@ -557,6 +557,21 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
+    run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the others wait for it in NCCL, which is no silence, until that gives up."""
+    monkeypatch.setattr(outside, "silent", [1])
+
+    def gives_up(ranks: Ranks) -> None:
+        threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
+
+    supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(StepEnded(0))), job=configs.FOREIGN_JOB)
+    assert run.attempts()[0]["cause"] == "crashed"
+    assert "silent for 1 s or longer before: rank 1" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
     run: RunDir, outside: type[OutsideWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
