@@ -47,7 +47,7 @@ def check_optim(config: JobConfig) -> None:
     if config.train.skip_bad_steps and optim.name == "sgd" and strategy.name in SHARDED:
         raise ConfigError(
             f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
-            "use optim.name adam or adamw, or strategy.name ddp"
+            "use optim.name adam, adamw or muon, or strategy.name ddp"
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
 from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
@@ -17,6 +20,8 @@ _LEFT_OUT = (
     "data.workers",
     "strategy.activation_checkpointing",
     "strategy.compression",
+    "strategy.pipeline.split",
+    "strategy.tensor_plan",
     "train.channels_last",
     "train.compile",
     "train.log_every",
@@ -40,14 +45,18 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    """Return the job's own keys, lists as text; TensorBoard has no null."""
-    values = ((key, str(value) if isinstance(value, list) else value) for key, value in leaves(config.params))
-    return {key: value for key, value in values if value is not None}
+    """Return the job's own keys."""
+    return _shown(leaves(config.params))
 
 
 def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
     others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
     shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
     keys = [key for key in shown if key not in _LEFT_OUT]
-    values = {**own_hparams(config), **{key: value_of(config, key) for key in keys}}
-    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
+    return own_hparams(config) | _shown((key, value_of(config, key)) for key in keys)
+
+
+def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:
+    """Lists and mappings as text; TensorBoard has no null, and nothing to show of what is empty."""
+    texts = ((key, str(value) if isinstance(value, (list, dict)) and value else value) for key, value in values)
+    return {key: value for key, value in texts if isinstance(value, (bool, int, float, str))}

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.config import load_config
+from toolkit.metrics.sinks import NullSink
+from toolkit.train.describe import describe_run
+
+
+class HparamsKept(NullSink):
+    """Keeps the hyper-parameters."""
+
+    values: Mapping[str, Any]
+
+    def hparams(self, values: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
+        self.values = values
+
+
+def test_settings_of_an_optimizer_are_hyper_parameters_as_far_as_there_are_any() -> None:
+    overrides = ["optim.name=adamw", "optim.betas=[0.9, 0.95]", "optim.groups.head.*={lr_scale: 10}"]
+    kept = HparamsKept()
+    describe_run(load_config(None, overrides, site=False), None, kept)
+    shown = {key: value for key, value in kept.values.items() if key.startswith("optim.")}
+    assert shown == {
+        "optim.name": "adamw",
+        "optim.lr": 0.05,
+        "optim.betas": "[0.9, 0.95]",
+        "optim.weight_decay": 0.0,
+        "optim.decay_norms_and_biases": True,
+        "optim.groups": "{'head.*': {'lr_scale': 10}}",
+        "optim.schedule": "constant",
+        "optim.min_lr": 0.0,
+        "optim.warmup_steps": 0,
+    }
