@@ -1,0 +1,134 @@
+"""The wheel, installed where there is no checkout: it holds all that the package reads, and runs a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.waiting import PATIENCE, processes_with, wait_for
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+END_S = 120
+#: What the script of docs/loop.md has of its own.
+PARTS = """
+import numpy as np
+from torch import nn
+from torch.utils.data import TensorDataset
+from toolkit.data.datasets import build_datasets
+from toolkit.config import DataConfig
+
+digits = build_datasets(DataConfig(name="digits")).train
+inputs, targets = digits.batch(np.arange(len(digits)))
+dataset = TensorDataset(inputs.flatten(1), targets)
+
+def Net():
+    return nn.Linear(64, 10)
+
+"""
+
+
+class Installed(NamedTuple):
+    """An environment that holds the wheel, and this one's dependencies."""
+
+    wheel: Path
+    toolkit: Path
+    environ: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Built and installed without a network. This environment's packages are on the path; not the checkout, which is
+    there by a .pth file: that is read in the environment's own folder only."""
+    folder = tmp_path_factory.mktemp("wheel")
+    made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist"), cwd=ROOT)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    made(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    python = str(folder / "venv/bin/python")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    made(*pip, "--python", python, "install", "--no-index", "--no-deps", str(wheel))
+    (own,) = (folder / "venv/lib").glob("python*/site-packages")
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLKIT", "PYTHON", "SLURM"))}
+    environ = {**kept, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
+    return Installed(wheel, folder / "venv/bin/toolkit", environ)
+
+
+def made(*argv: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(installed: Installed) -> Iterator[None]:
+    yield
+    ours = f"TOOLKIT_RUNS={installed.environ['TOOLKIT_RUNS']}"
+    wait_for(lambda: not processes_with(ours), 10, "no process of the wheel's")
+
+
+def toolkit(installed: Installed, folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [installed.toolkit, *words],
+        cwd=folder,
+        env=installed.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * END_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(installed: Installed) -> None:
+    """Templates, lists and data sets as well as modules."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "toolkit"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    there = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    held = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
+    assert held == there
+    assert {"toolkit/py.typed", "toolkit/config/sbatch_flags.txt", "toolkit/data/files/digits.csv.gz"} <= held
+
+
+def test_a_script_of_ones_own_trains_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
+    """The one of docs/loop.md, with a network and a data set; the copy of the package that runs is the wheel's."""
+    (block, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/loop.md").read_text(), re.DOTALL)
+    script = block.replace("with toolkit.start()", f"{PARTS}\nprint('from', toolkit.__file__)\nwith toolkit.start()")
+    (tmp_path / "train.py").write_text(script.replace("10_000", "12"))
+    assert "submit a run to Slurm" in toolkit(installed, tmp_path, "--help")
+    options = ["--executor", "local", "--wait", "cluster.tasks_per_node=2", "train.log_every=4"]
+    toolkit(installed, tmp_path, "submit", "train.py", *options)
+    (log,) = Path(installed.environ["TOOLKIT_RUNS"]).glob("train/*/logs/attempt-001/rank-0.log")
+    assert f"from {installed.toolkit.parents[1]}/lib/" in log.read_text()
+    assert "completed" in toolkit(installed, tmp_path, "why", "train")
+    assert opens_tensorboard(installed, tmp_path)
+
+
+def opens_tensorboard(installed: Installed, folder: Path) -> bool:
+    """Whether TensorBoard shows the run's loss on the address that it tells."""
+    argv = [installed.toolkit, "tensorboard", "train", "--port", "0"]
+    with subprocess.Popen(argv, cwd=folder, env=installed.environ, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            address = next(found[0] for line in process.stderr if (found := re.findall(r"http://\S+", line)))
+            tags = f"{address}data/plugin/scalars/tags"
+            wait_for(lambda: "loss" in urllib.request.urlopen(tags).read().decode(), END_S, "the loss")
+        finally:
+            process.terminate()
+    return True
