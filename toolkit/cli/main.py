@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
-    sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, conflict_handler="resolve")
     sub.set_defaults(command=command)
     return sub
 
@@ -218,6 +218,20 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
+    parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG every key that it can set")
+
+
+class _Help(argparse.Action):
+    """Show the command's own page, or the keys of the config that stands before it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        if getattr(namespace, "config", None) is None:
+            parser.print_help()
+            parser.exit()
+        namespace.command = _keys
 
 
 def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -232,6 +246,13 @@ def _takes_weights(parser: argparse.ArgumentParser) -> None:
 
 def _takes_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust", action="store_true", help="of another user's run: run their sources as yourself")
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from toolkit.cli import keys
+
+    print(keys.page(args.config, args.overrides))
+    return EXIT_DONE
 
 
 def _submit(args: argparse.Namespace) -> int:

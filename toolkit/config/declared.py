@@ -53,7 +53,7 @@ def dataclass_in(source: PythonSource, name: str) -> type | None:
     Raises ConfigError, with the line, for a field whose type or default cannot be known without running the file.
     """
     node = source.classes.get(name)
-    return _Reader(source).made(node) if node is not None and is_decorated(source, node) else None
+    return _DataclassReader(source).made(node) if node is not None and is_decorated(source, node) else None
 
 
 def is_decorated(source: PythonSource, node: ast.ClassDef) -> bool:
@@ -85,7 +85,7 @@ def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingPr
     return found
 
 
-class _Reader:
+class _DataclassReader:
     """The dataclasses and enums of one file."""
 
     def __init__(self, source: PythonSource) -> None:

@@ -61,44 +61,44 @@ STATELESS = ("none", "fp16", "bf16")
 class ClusterConfig:
     """The size of the job and how to ask Slurm for it; inside an allocation the allocation's own size wins."""
 
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
-    gpu_type: str | None = None
-    mem_gb: float | None = None
-    time_min: int = 30
-    partition: str | None = None
+    nodes: int = 1  #: nodes of the job
+    tasks_per_node: int = 1  #: ranks on each of them; one for each GPU where there are GPUs
+    cpus_per_task: int = 1  #: CPU cores of each rank, for it and its data workers
+    gpus_per_node: int = 0  #: 0: a job on CPUs
+    gpu_type: str | None = None  #: the type in a site's --gres, such as a100
+    mem_gb: float | None = None  #: memory of a node; null: the site's default
+    time_min: int = 30  #: the time limit; the run goes on in another job when it is over
+    partition: str | None = None  #: null: the default of the site, as for account and qos
     account: str | None = None
     qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    exclusive: bool = False
-    spare_nodes: int = 0
-    signal_delay_s: int = 120
-    preflight: bool = True
-    setup: list[str] = field(default_factory=list)
+    constraint: str | None = None  #: features of nodes, as for sbatch --constraint
+    exclude: str | None = None  #: nodes that are never used: n[1-4,7], or the path of a file of them
+    exclusive: bool = False  #: no other job on the same nodes
+    spare_nodes: int = 0  #: more nodes than the ranks need, to go on without one that fails
+    signal_delay_s: int = 120  #: the run commits a checkpoint so long before the time limit
+    preflight: bool = True  #: check the nodes before the ranks start
+    setup: list[str] = field(default_factory=list)  #: lines for the shell of the job's script, such as module load cuda
     container: str | None = None  #: an image in which the ranks run, see cluster/container.py
     container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
 
 @dataclass
 class RetryConfig:
     """How often the supervisor starts again what failed."""
 
-    max_failures: int = 4
-    max_requeues: int = 100
-    no_progress_attempts: int = 2
-    allow_fewer_nodes: bool = False
+    max_failures: int = 4  #: restarts after failures
+    max_requeues: int = 100  #: times that the job goes back into the queue
+    no_progress_attempts: int = 2  #: attempts in a row that got no further, after which the run is given up
+    allow_fewer_nodes: bool = False  #: go on with the nodes that are left
 
 
 @dataclass
 class DistConfig:
     """The process group."""
 
-    backend: str = "auto"
-    timeout_s: int = 600
+    backend: str = "auto"  #: auto: nccl with GPUs, else gloo
+    timeout_s: int = 600  #: after which a rank that hangs is noticed
 
 
 @dataclass
@@ -115,7 +115,7 @@ class MeshConfig:
 class ParameterServerConfig:
     """Of ``strategy.name: parameter_server``: the first ranks are servers, the others workers."""
 
-    servers: int = 1
+    servers: int = 1  #: ranks that hold the weights; all others compute gradients
     mode: str = "sync"  #: async: each worker's gradient is applied as it comes; bounded: within limits, see staleness
     staleness: int = 4  #: with bounded: so many shares a worker may be ahead of the slowest
 
@@ -138,7 +138,7 @@ class LocalSgdConfig:
     after_steps: int = 0  #: steps of ordinary ddp before the first round
     outer: str = "average"  #: the mean of the weights; diloco: a step of an outer SGD towards it
     outer_lr: float = 0.7  #: of diloco
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.9  #: of diloco
 
 
 @dataclass
@@ -167,11 +167,11 @@ class DataConfig:
     """What to train on. ``root: null`` means ``$TOOLKIT_DATA``, or ``./data``; for text, Python's standard library."""
 
     name: str = "digits"
-    root: str | None = None
-    global_batch_size: int = 64
-    workers: int = 0
-    augment: bool = False
-    image_size: int | None = None
+    root: str | None = None  #: the folder of the data
+    global_batch_size: int = 64  #: samples of a step, of all ranks together
+    workers: int = 0  #: processes of each rank that load samples; 0: the rank itself
+    augment: bool = False  #: shift training images at random, and mirror photographs
+    image_size: int | None = None  #: edge of an image; null: as they are
     bad_samples: str = "fail"  #: skip: a training sample that cannot be loaded is replaced by another one, and listed
     max_bad_samples: int = 100  #: with skip; more of them in the whole run end it
     share: str = "even"  #: auto: slower ranks get fewer samples of each global batch
@@ -182,8 +182,8 @@ class DataConfig:
 class ModelConfig:
     """What to train. ``init_from``: where a new run's weights come from, see origin.py; ``init_weights``: which."""
 
-    name: str = "mlp"
-    init_from: str | None = None
+    name: str = "mlp"  #: of one of the job's models
+    init_from: str | None = None  #: a run, a checkpoint or a file of weights
     init_weights: str | None = None  #: average or raw; null: the average of the weights where there is one
 
 
@@ -217,24 +217,24 @@ class PruningConfig:
 
     amount: float = 0.0  #: the part of the weights that is 0 in the end, from 0 (nothing is pruned) to below 1
     structured: bool = False  #: whole outputs of a layer, by their norm, instead of single weights
-    start_step: int = 0
+    start_step: int = 0  #: before it nothing is pruned
     end_step: int | None = None  #: when ``amount`` is reached
-    every_steps: int = 100
+    every_steps: int = 100  #: steps from one pruning to the next
 
 
 @dataclass
 class TrainConfig:
     """How long, how precisely and how talkatively to train."""
 
-    epochs: int = 10
-    max_steps: int | None = None
-    seed: int = 0
-    precision: str = "fp32"
-    accumulate: int = 1
-    compile: bool = False
-    deterministic: bool = False
-    log_every: int = 20
-    eval_every: int | str = "epoch"
+    epochs: int = 10  #: passes over the data
+    max_steps: int | None = None  #: end earlier, after so many steps
+    seed: int = 0  #: of the initial weights, the order of the data and all random numbers
+    precision: str = "fp32"  #: what the model computes in
+    accumulate: int = 1  #: parts of a rank's samples that go through the model one after another, to save memory
+    compile: bool = False  #: torch.compile the model
+    deterministic: bool = False  #: only kernels of torch that give the same bits each time; slower
+    log_every: int = 20  #: steps from one line of metrics to the next
+    eval_every: int | str = "epoch"  #: epoch, or a number of steps
     clip_norm: float | None = None  #: the largest norm of a step's gradient, over all parameters
     skip_bad_steps: bool = False  #: leave out a step whose gradient is not finite, and list its samples
     spike_factor: float | None = None  #: and one whose gradient's norm is so many times its moving average

@@ -59,6 +59,10 @@ class PythonSource:
                 names |= {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
         return names
 
+    def docstring(self, name: str) -> str:
+        """Return what a class says of itself."""
+        return ast.get_docstring(self.classes[name]) or ""
+
     def imports(self, name: str) -> bool:
         """True if ``name`` is imported from another file."""
         return name in self._imported

@@ -141,7 +141,7 @@ def _check_values(config: JobConfig) -> None:
             f"name: {config.name!r} names a folder: 100 letters, digits, . _ - at most, the first a letter or a digit; "
             "without the key it is the config file's name"
         )
-    for key, words in _WORDS.items():
+    for key, words in WORDS.items():
         if value_of(config, key) is not None:
             one_of(key, value_of(config, key), words)
     for key, (least, most) in _LIMITS.items():
@@ -255,7 +255,8 @@ def _check_custom(config: JobConfig) -> None:
             )
 
 
-_WORDS: Mapping[str, Collection[str]] = {
+#: The texts that a key may have.
+WORDS: Mapping[str, Collection[str]] = {
     "strategy.name": STRATEGIES,
     "strategy.compression": COMPRESSIONS,
     "strategy.parameter_server.mode": SERVER_MODES,

@@ -1,0 +1,116 @@
+"""`toolkit submit CONFIG --help`: every key with its type, value, default and comment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main as cli
+from toolkit.config import all_keys
+from toolkit.errors import EXIT_REQUEST
+
+JOB = '''
+import torch_of_nobody
+from dataclasses import dataclass, field
+
+@dataclass
+class Block:
+    heads: int = 4  # of the attention
+
+@dataclass
+class Params:
+    """The network.
+
+    Nobody reads further.
+    """
+
+    width: int
+    #: what is left out,
+    #: as a part of 1
+    dropout: float | None = None
+    block: Block = field(default_factory=lambda: Block(heads=8))
+
+def main(config): ...
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TOOLKIT_SITE", raising=False)
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "c.yaml").write_text("job: job.py\nparams: {dropout: 0.1}\noptim: {lr: 2.0}\n")
+    return tmp_path
+
+
+def lines(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert cli.main(argv) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = lines(capsys, "submit", "c.yaml", "params.block.heads=2", "--help")
+    assert found[2:7] == [
+        "params of job.py: The network.",
+        "  params.width: int must be given",
+        "* params.dropout: float | null = 0.1                      default null; what is left out, as a part of 1",
+        "* params.block.heads: int = 2                             default 8; of the attention",
+        "",
+    ]
+    assert "* optim.lr: float = 2.0                                   default 0.05" in found
+    assert "  optim.name: str = sgd                                   one of sgd, adam, adamw" in "\n".join(found)
+
+
+@pytest.mark.parametrize("command", ["submit", "run", "supervise", "resume-check"])
+def test_every_key_is_listed_within_the_width_of_a_terminal(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "c.yaml").write_text(f"job: job.py\nparams: {{width: 3}}\nname: {'n' * 99}\nnotify: [{'x' * 150}]\n")
+    found = lines(capsys, command, "c.yaml", "-h")
+    assert max(len(line) for line in found if "xxx" not in line) <= 120
+    names = [line[2:].partition(":")[0] for line in found if line[:2] in ("  ", "* ") and line[2:3].strip()]
+    own = {"params.width", "params.dropout", "params.block.heads"}
+    assert set(names) == own | set(all_keys()) - {"params"}
+
+
+def test_without_a_config_help_is_the_commands_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["submit", "--help"])
+    assert ended.value.code == 0
+    assert "--dry-run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("job: gone.py\n", "params: job: there is no file"),
+        ("job: plain.py\n", "plain.py declares no keys of its own; how it can: docs/config.md"),
+    ],
+)
+def test_a_job_without_own_keys_has_all_others(
+    text: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "plain.py").write_text("def main(config): ...")
+    (folder / "c.yaml").write_text(text)
+    found = lines(capsys, "submit", "c.yaml", "--help")
+    assert says in found[2]
+    assert any(line.startswith("  train.epochs: int = 10") for line in found)
+
+
+def test_a_config_that_cannot_be_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submit", "c.yaml", "--help", "params.widht=3"]) == EXIT_REQUEST
+    assert "unknown key 'params.widht'; did you mean 'params.width'?" in capsys.readouterr().err
+
+
+def test_the_keys_are_shown_without_loading_the_job_or_torch(folder: Path) -> None:
+    code = (
+        "import sys\nfrom toolkit.cli.main import main\nmain(['submit', 'c.yaml', '--help'])\n"
+        "assert not {'torch', 'submitit', 'omegaconf'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
