@@ -221,6 +221,11 @@ class _DataclassReader:
             return self.made(self._source.classes[name])
         if isinstance(node, ast.Subscript):
             return self._generic(node)
+        if name in self._source.assigned and name not in self._in_work:  # Size = int | None
+            self._in_work.append(name)
+            hint = self._hint(self._source.assigned[name])
+            self._in_work.remove(name)
+            return hint
         raise self._unknown(node)
 
     def _quoted(self, node: ast.expr, text: str) -> Any:

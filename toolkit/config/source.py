@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class PythonSource:
             raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+        #: What stands behind the = of a name at the top level; of one that is given several values the last.
+        self.assigned = dict(_assigned(self.tree))
 
     def place(self, node: ast.AST) -> str:
         """Return the file and the line of ``node``."""
@@ -90,3 +93,11 @@ class PythonSource:
                 text = _FOR_TOOLS.sub("", token.string).lstrip("#:").strip()
                 found[token.start[0]] = mark, text
         return found
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and value is not None:
+            yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))

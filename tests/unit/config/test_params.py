@@ -208,6 +208,15 @@ def test_a_base_from_elsewhere_is_refused_and_one_of_the_file_is_read(tmp_path: 
         of_text(f"{HEAD}@dataclass\nclass Params(mine.Base):\n  a: int = 3\n", tmp_path)
 
 
+def test_a_type_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    text = (
+        f"{HEAD}Size = int | None\nSizes: TypeAlias = list[Size]\n@dataclass\nclass Params:\n  a: Sizes\n  b: Round\n"
+    )
+    with pytest.raises(ConfigError, match=r"the type Round is none that a config can hold"):
+        of_text(f"{text}Round = Round\n", tmp_path)
+    assert text_of(hints_of(of_text(text.replace("  b: Round", ""), tmp_path))["a"]) == "list[int | None]"
+
+
 def test_the_comment_and_the_type_of_a_key_are_known(tmp_path: Path) -> None:
     params = of_text(JOB, tmp_path)
     facts = {
