@@ -8,6 +8,8 @@ its mark in their environment, and all that these have started. It is silent whi
 * they read and wrote nothing (files, pipes, output, most sockets) and fetched no page from a disk,
 * and no GPU of this node was in use.
 
+Of torchrun, which does a little of this all the time, only counts what it starts.
+
 What changes is said on stdout, in lines of JSON: ``{"rank": 3, "is": "silent", "still_s": 301.5}`` once a rank has been
 so for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the system does not show what its
 processes do. A line on stdin asks for stacks; the end of stdin is ours.
@@ -24,7 +26,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -71,6 +73,13 @@ class Usage:
     transfers: tuple[int, ...] | None
 
 
+#: Of a process whose own doing is no sign of life.
+NOTHING = Usage(0.0, ())
+#: Modules and programs that start a script and look after it.
+_AGENT_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+_AGENT_PROGRAMS = {"torchrun", "accelerate", "accelerate-launch"}
+
+
 class _Stat(NamedTuple):
     """What we need of ``/proc/PID/stat``."""
 
@@ -94,6 +103,7 @@ class RankProcesses:
         self._proc = proc
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._ranks: dict[tuple[int, int], int | None] = {}  #: of processes whose environment has been read
+        self._agents: dict[tuple[int, int], bool] = {}
 
     def read(self) -> dict[int, Usages]:
         """Return the living processes of each rank."""
@@ -101,14 +111,16 @@ class RankProcesses:
         stats = {int(pid): stat for pid in pids if (stat := self._stat(pid))}
         alive = {(pid, stat.started) for pid, stat in stats.items()}
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
+        self._agents = {process: known for process, known in self._agents.items() if process in alive}
         uptime_s = float(self._text("uptime").split()[0])
         ranks: dict[int, int | None] = {0: None}
         found: dict[int, Usages] = defaultdict(dict)
         for pid, stat in stats.items():
             rank = self._rank_of(pid, stats, ranks, uptime_s)
-            if rank is not None:
-                cpu_s = stat.cpu_ticks / self._ticks_per_s
-                found[rank][pid, stat.started] = Usage(cpu_s, self._transfers(pid, stat.pages))
+            if rank is None:
+                continue
+            usage = Usage(stat.cpu_ticks / self._ticks_per_s, self._transfers(pid, stat.pages))
+            found[rank][pid, stat.started] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
         return dict(found)
 
     def is_traced(self, pid: int) -> bool:
@@ -134,10 +146,22 @@ class RankProcesses:
             environ = self._bytes(f"{pid}/environ")
             match = self._mark.search(environ)
             rank = int(match[1]) if match and (self._node is None or self._node.search(environ)) else None
-            if rank is None and uptime_s - stat.started / self._ticks_per_s < YOUNG_S:
+            if rank is None and self._is_young(stat, uptime_s):
                 return None
             self._ranks[process] = rank
         return self._ranks[process]
+
+    def _is_agent(self, pid: int, stat: _Stat, uptime_s: float) -> bool:
+        process = (pid, stat.started)
+        if process in self._agents:
+            return self._agents[process]
+        found = is_agent(self._text(f"{pid}/cmdline").split("\0"))
+        if not self._is_young(stat, uptime_s):
+            self._agents[process] = found
+        return found
+
+    def _is_young(self, stat: _Stat, uptime_s: float) -> bool:
+        return uptime_s - stat.started / self._ticks_per_s < YOUNG_S
 
     def _stat(self, name: str) -> _Stat | None:
         """None for a process that is gone, or has ended and waits for its parent to notice."""
@@ -160,6 +184,16 @@ class RankProcesses:
             return (self._proc / name).read_bytes()
         except OSError:
             return b""
+
+
+def is_agent(words: Sequence[str]) -> bool:
+    """True if this is the command line of torchrun or the like. A script that is given such a word is none."""
+    for place, word in enumerate(words[1:], 1):
+        if word == "-m":
+            return words[place + 1 : place + 2] != [] and words[place + 1] in _AGENT_MODULES
+        if word == "-c" or not word.startswith("-"):
+            return Path(word).name in _AGENT_PROGRAMS
+    return False
 
 
 def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:

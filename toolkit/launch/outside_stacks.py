@@ -44,10 +44,11 @@ def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> No
     notes = [f"# process {pid}: {_kernel_words(pid)}\n" for pid in pids]
     pythons = [pid for pid in pids if _is_python(pid)][:MOST_PROCESSES]
     texts = {pid: text for pid in pythons if (text := _by_py_spy(pid))}
+    parents = {pid: _parent(pid) for pid in pythons}
     if unread := [pid for pid in pythons if pid not in texts]:
         texts |= _by_abort(unread, pids, run.rank_log(attempt, rank))
     read = [pid for pid in pythons if pid in texts]
-    main = next((pid for pid in read if not _is_launcher(texts[pid])), read[0] if read else None)
+    main = _script_of(read, texts, parents)
     folder = run.attempt_logs(attempt)
     with contextlib.suppress(OSError):  # a full disk
         for pid in read:
@@ -80,9 +81,22 @@ def _is_python(pid: int) -> bool:
     return False
 
 
-def _is_launcher(text: str) -> bool:
-    stack = stacks.main_stack(text)
-    return bool(stack) and any(part in stack[0].filename for part in _LAUNCHERS)
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return 0
+
+
+def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
+    """Return the process that is the rank's script, and no launcher, nor what a script has started.
+
+    Of several, as under torchrun, the first that waits for no other; None where there is no Python.
+    """
+    innermost = {pid: stack[0] for pid in pids if (stack := stacks.main_stack(texts[pid]))}
+    launchers = {pid for pid, frame in innermost.items() if any(part in frame.filename for part in _LAUNCHERS)}
+    scripts = [pid for pid in innermost if pid not in launchers and parents[pid] not in {*innermost} - launchers]
+    waiting = [pid for pid in scripts if "/torch/distributed/" in innermost[pid].filename]
+    return next(iter([pid for pid in scripts if pid not in waiting] + scripts + list(pids)), None)
 
 
 # ----------------------------------------------------------------------------------------------------------- two ways

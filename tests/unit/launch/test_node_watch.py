@@ -221,6 +221,35 @@ def test_time_in_which_the_whole_job_was_suspended_does_not_count(machine: Machi
 
 
 @pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("python -u -m torch.distributed.run --nproc-per-node=2 train.py", True),
+        ("/x/bin/python3 /x/bin/torchrun --standalone train.py", True),
+        ("python /x/bin/accelerate launch train.py", True),
+        ("python train.py -m torch.distributed.run", False),
+        ("python train.py torchrun", False),
+        ("python -m train torchrun", False),
+        ("bash -c torchrun", False),
+        ("python -m", False),
+        ("", False),
+    ],
+)
+def test_torchrun_is_known_by_what_it_was_started_as(command: str, answer: bool) -> None:
+    assert node_watch.is_agent(command.split()) is answer
+
+
+def test_of_torchrun_only_counts_what_it_starts(machine: Machine) -> None:
+    """It writes to its own store all the time, as measured 500 bytes each second."""
+    machine.process(10, rank=0)
+    (machine.proc / "10/cmdline").write_text("python\0-m\0torch.distributed.run\0train.py\0")
+    machine.process(11, parent=10)
+    watch = machine.watch()
+    assert looks(machine, watch, 330, lambda now: machine.uses(10, rchar=int(now))) == ["rank 0 silent 310"]
+    machine.process(12, parent=10)
+    assert looks(machine, watch, 10) == ["rank 0 moving 0"]
+
+
+@pytest.mark.parametrize(
     ("answer", "busy"), [("0\n37\n", True), ("0\n0\n", False), ("[N/A]\n", False), ("", False), (None, False)]
 )
 def test_a_gpu_is_busy_where_nvidia_smi_says_so(answer: str | None, busy: bool) -> None:

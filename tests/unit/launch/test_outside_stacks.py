@@ -162,3 +162,31 @@ def test_a_script_that_wants_no_faulthandler_has_at_least_what_the_kernel_says(
     assert first.startswith(f"# process {process.pid}: python3.")
     assert ", S (sleeping)" in first
     assert last == stacks.ANSWERED
+
+
+def text(*frames: str) -> str:
+    """From ``file:function``, innermost first."""
+    lines = [f'  File "{file}", line 1 in {name}\n' for file, name in (frame.split(":") for frame in frames)]
+    return "".join(["Thread 0x1 (most recent call first):\n", *lines])
+
+
+AGENT = text("/x/torch/distributed/elastic/agent/server/api.py:_invoke_run", "/x/bin/torchrun:<module>")
+BARRIER = text("/x/torch/distributed/distributed_c10d.py:barrier", "/x/train.py:<module>")
+WORKER = text("/lib/multiprocessing/connection.py:wait", "/x/torch/utils/data/_utils/worker.py:_worker_loop")
+LOCK = text("/x/train.py:hang_for_ever", "/x/train.py:<module>")
+
+
+@pytest.mark.parametrize(
+    ("texts", "parents", "script"),
+    [
+        pytest.param([BARRIER, WORKER], [1, 10], 10, id="a script and its data worker"),
+        pytest.param([AGENT, BARRIER, LOCK], [1, 10, 10], 12, id="torchrun: which waits for no other"),
+        pytest.param([AGENT, BARRIER, BARRIER, WORKER], [1, 10, 10, 11], 11, id="torchrun: all wait"),
+        pytest.param([AGENT], [1], 10, id="torchrun alone"),
+        pytest.param([], [], None, id="no Python"),
+    ],
+)
+def test_the_process_that_speaks_for_a_rank(texts: list[str], parents: list[int], script: int | None) -> None:
+    pids = list(range(10, 10 + len(texts)))
+    of = dict(zip(pids, texts, strict=True))
+    assert outside_stacks._script_of(pids, of, dict(zip(pids, parents, strict=True))) == script
