@@ -259,10 +259,12 @@ def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[s
 
 
 def _nearest_key(full: str, here: list[str]) -> str:
-    """The likeliest key meant: a misspelt one of this section, or one of this name in another section."""
+    """The likeliest key meant: a misspelt one of this section, one of this name in another, or one of the job's own."""
     leaf = full.rpartition(".")[2]
     elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
-    return nearest(full, here) or (f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys()))
+    there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
+    own = "" if "." in full else f"a key of the job's own is params.{full}; "
+    return nearest(full, here) or there or own
 
 
 def _pairs(layer: _Layer, node: MappingNode) -> Pairs:

@@ -102,6 +102,7 @@ def test_a_config_has_every_key_of_its_job_resolved(job: Path) -> None:
     [
         ("params.widht=3", "unknown key 'params.widht'; did you mean 'params.width'? valid here: act, block, colour"),
         ("params.block.head=3", "unknown key 'params.block.head'; did you mean 'params.block.heads'? valid here: "),
+        ("width=3", "unknown key 'width'; a key of the job's own is params.width; valid here: "),
         ("params.width=a", "params.width: 'a' is text, and this key takes a whole number"),
         ("params.width=1.5", "params.width: '1.5' is a number, and this key takes a whole number"),
         ("params.width=null", "params.width: is empty (null), and this key takes a whole number"),
@@ -124,6 +125,18 @@ def test_a_wrong_key_of_the_jobs_own_is_refused_like_any_other(override: str, sa
     with pytest.raises(ConfigError) as caught:
         load_config(job, [override])
     assert str(caught.value).removeprefix(f"argument {override!r}: ").startswith(says)
+
+
+def test_a_resume_checks_keys_of_its_own_by_the_runs_own_sources(job: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(dump_config(load_config(job)))
+    code = tmp_path / "code"
+    code.mkdir()
+    job.with_name("train.py").rename(code / "train.py")
+    resumed = load_config(config, ["params.width=3", "params.block.heads=1"], site=False, project=code)
+    assert (resumed.params["width"], resumed.params["block"]["heads"]) == (3, 1)
+    with pytest.raises(ConfigError, match=r"unknown key 'params\.widht'"):
+        load_config(config, ["params.widht=3"], site=False, project=code)
 
 
 def test_a_wrong_value_in_a_file_names_the_line(job: Path) -> None:

@@ -55,6 +55,32 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seclude(monkeypatch, tmp_path)
 
 
+JOB = """
+from dataclasses import dataclass, field
+from typing import Literal
+
+@dataclass
+class Sub:
+    size: float | None = None
+    words: dict[str, str] = field(default_factory=dict)
+
+@dataclass
+class Params:
+    width: int = 3
+    kind: Literal["a", 2] = "a"
+    text: str = ""
+    flag: bool = False
+    sizes: list[int] = field(default_factory=list)
+    pair: tuple[float, str] = (1.0, "")
+    either: int | list[bool] = 1
+    sub: Sub = field(default_factory=Sub)
+
+def main(config): ...
+"""
+OWN = [f"params.{key}" for key in ("width", "kind", "text", "flag", "sizes", "pair", "either", "sub")]
+OWN += ["params.sub.size", "params.sub.words", "params.sub.words.a", "params.no", "params"]
+
+
 def names_a_key(text: str, key: str) -> bool:
     """The key itself, or another one that does not go with it."""
     own = key.rpartition(".")[2]
@@ -70,11 +96,13 @@ def refused(error: RequestError, names: bool) -> str:
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_key_takes_a_value_that_reads_back_equal_or_refuses_it_by_name(count: int, tmp_path: Path) -> None:
-    pairs = st.lists(st.tuples(st.sampled_from(all_keys()), ODD), min_size=1, max_size=2)
+    pairs = st.lists(st.tuples(st.sampled_from([*all_keys(), *OWN]), ODD), min_size=1, max_size=2)
     written = tmp_path / "written.yaml"
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
 
     def check(case: list[tuple[str, str]]) -> str:
-        overrides = [f"{key}={value}" for key, value in case]
+        overrides = [f"job={job}", *(f"{key}={value}" for key, value in case)]
         try:
             config = load_config(None, overrides)
         except RequestError as error:

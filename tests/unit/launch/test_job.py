@@ -108,7 +108,7 @@ def test_a_job_that_fails_at_its_import_names_the_line(text: str, line: str, say
         with pytest.raises(ConfigError) as caught:
             load(job, tmp_path)
         assert str(caught.value).startswith(f"job: {tmp_path}/{line}: {says}")
-        assert f"(when {job} is imported); mend that line" in str(caught.value)
+        assert f"(when {job} is imported); mend that line, or install" in str(caught.value)
         assert caught.value.__cause__ is not None, "whose traceback `toolkit why` shows"
 
 

@@ -300,6 +300,18 @@ def test_the_weights_are_written_all_the_same(
     assert not (tmp_path / "alone").exists()
 
 
+def test_a_job_by_path_is_imported_from_the_runs_sources_with_its_neighbours_and_its_params(run: RunDir) -> None:
+    (run.code / "tasks").mkdir(parents=True)
+    (run.code / "tasks/nets.py").write_text("WIDTH = 3\n")
+    params = "from dataclasses import dataclass\nfrom nets import WIDTH\n@dataclass\nclass Params:\n  depth: int = 1\n"
+    job = f"{params}def main(config): ...\ndef inference(config, folder):\n  return WIDTH, config.params\n"
+    (run.code / "tasks/by_path.py").write_text(job)
+    settings = ["job=tasks/by_path.py", "params.depth=5"]
+    run.config.write_text(configs.dump_config(configs.load_config(None, settings, project=run.code)))
+    config = configs.load_config(run.config, site=False)
+    assert inference._inference_of(run, config)(config, run.path) == (3, {"depth": 5})
+
+
 # --------------------------------------------------------------------------------------------- other users' runs
 
 
