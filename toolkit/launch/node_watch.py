@@ -11,8 +11,8 @@ its mark in their environment, and all that these have started. It is silent whi
 Of torchrun, which does a little of this all the time, only counts what it starts.
 
 What changes is said on stdout, in lines of JSON: ``{"rank": 3, "is": "silent", "still_s": 301.5}`` once a rank has been
-so for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the system does not show what its
-processes do. A line on stdin asks for stacks; the end of stdin is ours.
+so for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where what its processes do cannot be seen from
+here. A line on stdin asks for stacks; the end of stdin is ours.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Usage:
     """What one process has used since it began."""
 
     cpu_s: float
-    #: Bytes read and written, and pages fetched from a disk; None where the system does not tell.
+    #: Bytes read and written, and pages fetched from a disk; None where what is done cannot be seen.
     transfers: tuple[int, ...] | None
 
 
@@ -80,9 +80,14 @@ _AGENT_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelera
 _AGENT_PROGRAMS = {"torchrun", "accelerate", "accelerate-launch"}
 
 
+#: Programs whose work is done by processes that are none of theirs: on another node, or of a daemon.
+_REMOTE = {"srun", "ssh", "docker", "kubectl"}
+
+
 class _Stat(NamedTuple):
     """What we need of ``/proc/PID/stat``."""
 
+    name: str
     parent: int
     started: int  #: in ticks since the machine's start: tells apart two processes that had one number
     cpu_ticks: int
@@ -119,7 +124,7 @@ class RankProcesses:
             rank = self._rank_of(pid, stats, ranks, uptime_s)
             if rank is None:
                 continue
-            usage = Usage(stat.cpu_ticks / self._ticks_per_s, self._transfers(pid, stat.pages))
+            usage = Usage(stat.cpu_ticks / self._ticks_per_s, self._transfers(pid, stat))
             found[rank][pid, stat.started] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
         return dict(found)
 
@@ -165,15 +170,19 @@ class RankProcesses:
 
     def _stat(self, name: str) -> _Stat | None:
         """None for a process that is gone, or has ended and waits for its parent to notice."""
-        state, *fields = self._text(f"{name}/stat").rpartition(")")[2].split() or ["Z"]
+        start, _, end = self._text(f"{name}/stat").rpartition(")")
+        state, *fields = end.split() or ["Z"]
         if state in "ZX":
             return None
-        return _Stat(int(fields[0]), int(fields[18]), int(fields[10]) + int(fields[11]), int(fields[8]))
+        program = start.partition("(")[2]
+        return _Stat(program, int(fields[0]), int(fields[18]), int(fields[10]) + int(fields[11]), int(fields[8]))
 
-    def _transfers(self, pid: int, pages: int) -> tuple[int, ...] | None:
+    def _transfers(self, pid: int, stat: _Stat) -> tuple[int, ...] | None:
+        if stat.name in _REMOTE:
+            return None
         counters = dict(re.findall(r"(\w+): (\d+)", self._text(f"{pid}/io")))
         names = ("rchar", "wchar", "read_bytes", "write_bytes")
-        return (*(int(counters[name]) for name in names), pages) if counters.keys() >= {*names} else None
+        return (*(int(counters[name]) for name in names), stat.pages) if counters.keys() >= {*names} else None
 
     def _text(self, name: str) -> str:
         return self._bytes(name).decode(errors="replace")

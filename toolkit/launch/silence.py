@@ -117,6 +117,6 @@ class SilenceWatch:
         if state == node_watch.ENDED:
             self._waiting.discard(rank)
         elif state == node_watch.HIDDEN:
-            log.warning("rank %d: the system does not show what its processes do: a hang is not noticed", rank)
+            log.warning("rank %d: what it does cannot be seen from its node, so a hang is not noticed", rank)
         elif state == node_watch.SILENT:
             self._silent[rank] = self._clock() - (time.time() - received) - still_s
