@@ -169,7 +169,9 @@ def test_a_stage_refuses_a_pattern_only_where_the_whole_model_has_nothing_for_it
 OPTIM = OptimConfig("muon", lr=0.02, weight_decay=0.1, decay_norms_and_biases=False, groups={"*.bias": {"lr_scale": 3}})
 
 
-@pytest.mark.parametrize("strategy", ["fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tensor", "pipeline", "local_sgd"))]
+)
 def test_a_run_with_muon_and_groups_that_is_killed_ends_bit_for_bit_like_the_undisturbed_one(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -35,26 +35,27 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     spared = set() if config.decay_norms_and_biases else _norms_and_biases(model)
     matrices = _hidden_matrices(model) if config.name == "muon" else set()
     groups: dict[str, dict[str, Any]] = {}
-    for parameter, own in names.items():
+    for parameter, all_names in names.items():
         if not parameter.requires_grad:
             continue
         settings: dict[str, Any] = {"weight_decay": 0.0} if parameter in spared else {}
         settings |= {"optimizer": "muon" if parameter in matrices else "adamw"} if config.name == "muon" else {}
         for pattern, given in config.groups.items():
-            if any(fnmatchcase(name, pattern) for name in own):
+            if any(fnmatchcase(name, pattern) for name in all_names):
                 settings |= given
         if "lr_scale" in settings:
             settings["lr"] = config.lr * settings.pop("lr_scale")
         if "optimizer" in settings:
             settings["muon"] = settings.pop("optimizer") == "muon"
-            _refuse_no_matrix(own[0], parameter, settings["muon"])
+            _refuse_no_matrix(all_names[0], parameter, settings["muon"])
         group = groups.setdefault(repr(sorted(settings.items())), {"params": [], **settings})
         group["params"].append(parameter)
     if config.name == "muon":
         _refuse_no_muon([names[p][0] for group in groups.values() if group["muon"] for p in group["params"]])
-    for key, group in groups.items() if len(groups) > 1 else ():
+    for group in groups.values() if len(groups) > 1 else ():
+        own = ", ".join(f"{setting} {value}" for setting, value in group.items() if setting != "params")
         shown = listing([names[parameter][0] for parameter in group["params"]], 5)
-        log.info("optim: %d tensors with %s: %s", len(group["params"]), key, shown)
+        log.info("optim: %d tensors with %s: %s", len(group["params"]), own or "no settings of their own", shown)
     return [*groups.values()]
 
 

@@ -246,6 +246,16 @@ def test_muon_leaves_out_a_step_on_the_device_as_torchs_fused_adamw_does() -> No
     assert [name for name in left_out if not torch.allclose(left_out[name], expected[name], atol=0, rtol=0)] == []
 
 
+def test_a_group_that_is_added_later_is_adamws() -> None:
+    optimizer = build_optimizer(OptimConfig("muon", lr=0.1), Language())
+    temperature = nn.Parameter(torch.ones(2, 2))  # of a criterion that learns
+    optimizer.add_param_group({"params": [temperature]})
+    temperature.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert {*optimizer.state[temperature]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.allclose(temperature, torch.full((2, 2), 0.9))
+
+
 # ----------------------------------------------------------------------------------------- optimizers of one's own
 
 
