@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
 from toolkit.errors import RequestError
-from toolkit.launch import foreign
+from toolkit.launch import foreign, node_watch
 from toolkit.launch.error_files import read_error_file
 from toolkit.rundir import RunDir
 
@@ -120,6 +120,7 @@ def test_the_rank_becomes_the_command_word_for_word_and_says_nothing_of_its_own(
         ("OMP_NUM_THREADS", "3"),
         ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ("TORCHELASTIC_RESTART_COUNT", "1"),
+        ("PYTHONFAULTHANDLER", "1"),
     ],
 )
 def test_the_command_finds_what_torchrun_would_have_set(became: Became, name: str, value: str) -> None:
@@ -129,6 +130,10 @@ def test_the_command_finds_what_torchrun_would_have_set(became: Became, name: st
 def test_the_command_writes_its_errors_where_the_supervisor_looks(became: Became, run: RunDir) -> None:
     assert Path(became.environ["TORCHELASTIC_ERROR_FILE"]) == run.error_file(2, 4)
     assert became.environ["TORCHELASTIC_RUN_ID"] == run.id
+
+
+def test_the_command_and_all_that_it_starts_are_known_as_the_rank(became: Became, run: RunDir) -> None:
+    assert became.environ[node_watch.MARK_VARIABLE] == f"2/4/{run.path}"
 
 
 def test_the_command_imports_from_its_own_folder_and_not_from_ours(became: Became) -> None:
