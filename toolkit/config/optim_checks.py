@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config.schema import OPTIMIZERS, SCHEDULES, SHARDED, JobConfig, OptimConfig
+from toolkit.config.schema import OPTIMIZERS, SHARDED, JobConfig, OptimConfig
 from toolkit.config.words import one_of, within
 from toolkit.errors import ConfigError
 
@@ -57,7 +57,6 @@ def is_path(name: str) -> bool:
 
 
 def _check_schedule(optim: OptimConfig) -> None:
-    one_of("optim.schedule", optim.schedule, SCHEDULES)
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr: {optim.min_lr} is more than optim.lr {optim.lr}, from which a schedule falls")
     if optim.min_lr and optim.schedule == "constant":

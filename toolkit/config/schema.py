@@ -197,17 +197,17 @@ class OptimConfig:
 
     name: str = "sgd"  #: sgd, adam, adamw, muon, or a class by its path: mypackage.MyOptimizer
     arguments: dict[str, Setting] = field(default_factory=dict)  #: of a class by its path, and of torch's Muon
-    lr: float = 0.05
+    lr: float = 0.05  #: the learning rate after the warm-up, from which a schedule falls
     momentum: float | None = None  #: of sgd and muon; null: 0.9, with muon 0.95
     nesterov: bool | None = None  #: of sgd and muon; null: false, with muon true
     betas: list[float] = field(default_factory=list)  #: of adam, adamw and muon's AdamW; empty: torch's
     eps: float | None = None  #: of the same; null: torch's
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  #: of what no group has one of its own for
     decay_norms_and_biases: bool = True  #: false: weight_decay is for weights of two dimensions or more
     groups: dict[str, dict[str, Setting]] = field(default_factory=dict)  #: pattern of parameters: their own settings
-    schedule: str = "constant"
+    schedule: str = "constant"  #: how the rate goes on after the warm-up
     min_lr: float = 0.0  #: to which a schedule falls
-    warmup_steps: int = 0
+    warmup_steps: int = 0  #: the first steps, in which the rate rises
     decay_steps: int | None = None  #: with wsd: the last steps, in which it falls; null: a fifth of all
 
 
