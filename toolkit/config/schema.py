@@ -197,7 +197,7 @@ class OptimConfig:
 
     name: str = "sgd"  #: sgd, adam, adamw, muon, or a class by its path: mypackage.MyOptimizer
     arguments: dict[str, Setting] = field(default_factory=dict)  #: of a class by its path, and of torch's Muon
-    lr: float = 0.05  #: the learning rate after the warm-up, from which a schedule falls
+    lr: float = 0.05  #: the rate after the warm-up
     momentum: float | None = None  #: of sgd and muon; null: 0.9, with muon 0.95
     nesterov: bool | None = None  #: of sgd and muon; null: false, with muon true
     betas: list[float] = field(default_factory=list)  #: of adam, adamw and muon's AdamW; empty: torch's

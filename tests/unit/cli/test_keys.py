@@ -63,7 +63,7 @@ def test_the_jobs_own_keys_come_first_with_what_the_config_changes(
         "* params.block.heads: int = 2                             default 8; of the attention",
         "",
     ]
-    assert "* optim.lr: float = 2.0                                   default 0.05" in found
+    assert "* optim.lr: float = 2.0                                   default 0.05; the rate after the warm-up" in found
     assert f"{'  train.precision: str = fp32':58}one of fp32, bf16, fp16; what the model computes in" in found
 
 
