@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.config.conftest import ROOT
 from toolkit.config import JobConfig, dump_config, filled, leaves, load_config, schema, validate
 from toolkit.config.declared import dataclass_in, declared, defaults_of
 from toolkit.config.hints import hints_of, text_of
@@ -347,3 +348,13 @@ def test_params_that_lead_back_to_themselves_are_refused(tmp_path: Path) -> None
 
 def test_numbers_that_are_no_numbers_are_params_as_well(job: Path) -> None:
     assert load_config(job, ["params.lr=.inf"]).params["lr"] == math.inf
+
+
+def test_the_example_of_the_page_on_configs_is_read_as_it_says(job: Path) -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    python, yaml = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "yaml"))
+    job.with_name("train.py").write_text(python)
+    job.write_text(yaml)
+    attention = {"heads": 4, "dropout": 0.1}
+    expected = {"width": 512, "act": "gelu", "milestones": [30, 60], "attention": attention}
+    assert load_config(job, ["params.width=512", "params.attention.dropout=0.1"]).params == expected
