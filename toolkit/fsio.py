@@ -179,7 +179,7 @@ def new_path(path: Path) -> Iterator[Path]:
     try:
         _refuse_existing(path)
         yield temporary
-        _close_and_sync(temporary)
+        make_private_and_sync(temporary)
         _refuse_existing(path)
         temporary.rename(path)
     except BaseException:
@@ -193,7 +193,7 @@ def _refuse_existing(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
-def _close_and_sync(path: Path) -> None:
+def make_private_and_sync(path: Path) -> None:
     """Make what a library has written there private, and flush it: torch's DCP writes files with the user's umask."""
     for each in (*(path.rglob("*") if path.is_dir() else ()), path):
         each.chmod(DIR_MODE if each.is_dir() else FILE_MODE)

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, format version 1: what is in the folder, and the digests that prove it.
 
 A checkpoint folder holds one `rank-00000.bin` per rank that wrote (tensors one after the other, raw little-endian
-bytes without gaps) and `manifest.json`:
+bytes without gaps), perhaps a folder of files that a library wrote, and `manifest.json`:
 
     {"format": 1, "crc32": "89abcdef", "manifest":
     { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...} }
@@ -9,7 +9,8 @@ bytes without gaps) and `manifest.json`:
 
 The first line stays the same in every later version. Its crc32 is that of the version and the text below it, so each
 byte of the folder is under a digest. A manifest is data from outside: it is never unpickled, file names other than
-`rank-*.bin` are refused, and every range is checked against the file's real size before memory is taken for it.
+`rank-*.bin` and paths below the folder are refused, and every range is checked against the file's real size before
+memory is taken for it. A library's file is a tensor of bytes, named `file/<path>`, which fills it.
 
 A next version counts `FORMAT` up, and `decode` still takes every version before it: it turns the fields of an older one
 into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version is kept
@@ -31,13 +32,16 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from toolkit import fsio
 from toolkit.errors import CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
+#: What the names of tensors begin with that are a library's files. It reads them itself.
+FILES = "file/"
 _HEAD = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "manifest":\n')
 _TAIL = b"\n}\n"
-_FILE_NAME = re.compile(r"rank-\d{5,}\.bin")
+_FILE_NAME = re.compile(r"rank-\d{5,}\.bin|(?!\.{1,2}/)[^/\0]+(/(?!\.{1,2}(/|$))[^/\0]+)+")
 _KINDS = ("replicated", "per_rank", "sharded")
 _CHUNK_BYTES = 1 << 24
 
@@ -205,8 +209,25 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
+def library_files(folder: Path) -> dict[str, TensorRecord]:
+    """Return the records of the files that a library has written into folders of `folder`, and flush them to disk."""
+    records: dict[str, TensorRecord] = {}
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
+        fsio.make_private_and_sync(below)
+        for path in sorted(below.rglob("*")):
+            if path.is_symlink():
+                raise CheckpointError(f"{path} is a link: what it leads to would not be in the checkpoint")
+            if path.is_file():
+                name, size = str(path.relative_to(folder)), path.stat().st_size
+                with path.open("rb", buffering=0) as file:
+                    part = Part(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
+                records[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
+    return records
+
+
 def _file_name(name: Any) -> str:
-    """`name` if it is one that `writer` gives; anything else could point outside the folder."""
+    """`name` if it is one that `writer` gives, or a path below the folder; others could point outside it."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} is not of the form rank-00000.bin")
     return name

@@ -14,7 +14,7 @@ import math
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ import torch
 from toolkit import logs
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
-from toolkit.checkpoint.manifest import CorruptCheckpointError, Manifest, TensorRecord, ValueRecord, file_name
+from toolkit.checkpoint.manifest import (
+    FILES,
+    CorruptCheckpointError,
+    Manifest,
+    TensorRecord,
+    ValueRecord,
+    check_digests,
+    file_name,
+)
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
 from toolkit.dist.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
@@ -100,6 +108,8 @@ class _Reader:
         problems = _differences(manifest, state, self.rank, self.world_size)
         if problems:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
+        if self.rank == 0:
+            check_digests(path, replace(manifest, tensors=_library_files(manifest)))
         self._fill_all(path, manifest, state)
         values = {key: record.value for key, record in manifest.values.items() if key in state}
         return Loaded(manifest.step, manifest.meta, values, path)
@@ -187,6 +197,10 @@ def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
     return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
 
 
+def _library_files(manifest: Manifest) -> dict[str, TensorRecord]:
+    return {name: record for name, record in manifest.tensors.items() if name.startswith(FILES)}
+
+
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
     """The names in the checkpoint of what belongs into `entry`: its own, or at another world size those of all."""
     if manifest.world_size == world_size or not _averages(entry):
@@ -227,7 +241,8 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
         source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
     }
     missing = [f"{n} is not in the checkpoint" for n in used if n not in stored and not n.startswith(OPTIONAL)]
-    expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(OPTIONAL)]
+    others = (*OPTIONAL, FILES)
+    expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(others)]
     unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
     wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
     own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())

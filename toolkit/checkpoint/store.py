@@ -154,6 +154,7 @@ class CheckpointStore:
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
         """Write one rank's file and flush it to disk."""
         with file_errors("writing", path):
+            fsio.make_dir(path.parent)  # of a library's file that is copied
             fsio.write_stream(path, chunks, self.moved)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:

@@ -11,13 +11,14 @@ import json
 import platform
 import socket
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit import logs
+from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import (
@@ -52,6 +53,7 @@ def save(
     timeout_s: float = 600.0,
     check_replicas: bool = True,
     lost: Collection[int] = (),
+    write_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Save `state` and rank 0's `meta` as the checkpoint of `step`; all ranks call it, and all return or all raise.
 
@@ -63,17 +65,25 @@ def save(
 
     ``lost`` may grow meanwhile: ranks that have died, and whose part is therefore not waited for. What they alone had
     is missing then, and if a whole tensor needs it nothing is committed.
+
+    `write_files` is called on every rank with the new folder, and writes a library's own checkpoint into folders in it.
     """
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s, lost=lost)
     if rank:
-        return _follow(store, step, state, talk, rank, check_replicas)
-    return _lead(store, step, state, meta, talk, world_size)
+        return _follow(store, step, state, talk, rank, check_replicas, write_files)
+    return _lead(store, step, state, meta, talk, world_size, write_files)
 
 
 def _lead(
-    store: CheckpointStore, step: int, state: State, meta: Mapping[str, Json], talk: Exchange, world_size: int
+    store: CheckpointStore,
+    step: int,
+    state: State,
+    meta: Mapping[str, Json],
+    talk: Exchange,
+    world_size: int,
+    write_files: Callable[[Path], None] | None,
 ) -> Path:
     """Rank 0's side."""
     if store.is_committed(step):
@@ -83,6 +93,8 @@ def _lead(
         folder = store.begin(step)
         talk.tell({"folder": folder.name, "step": step})
         try:
+            if write_files is not None:
+                write_files(folder)
             manifest = _write_with_others(store, folder, step, state, meta, talk, world_size)
             final = store.commit(folder, manifest)
         except Exception:
@@ -106,14 +118,24 @@ def _write_with_others(
     reports = talk.gather()
     for rank, report in reports.items():
         _check_replicas(state, own, rank, report["replicas"])
-    parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values())]
+    files = manifests.library_files(folder)  # of all ranks: each has reported that its own are written
+    library = _WrittenPart({record.parts[0].file: record.parts[0].size_bytes for record in files.values()}, files, {})
+    parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values()), library]
     manifest = _merge(step, world_size, meta, parts)
     for rank, report in reports.items():
         _check_copies(manifest, rank, report["replicas"])
     return manifest
 
 
-def _follow(store: CheckpointStore, step: int, state: State, talk: Exchange, rank: int, check_replicas: bool) -> Path:
+def _follow(
+    store: CheckpointStore,
+    step: int,
+    state: State,
+    talk: Exchange,
+    rank: int,
+    check_replicas: bool,
+    write_files: Callable[[Path], None] | None,
+) -> Path:
     """The side of every other rank: a failure here is reported first and raised when rank 0 has told all ranks."""
     begun = talk.listen()
     if begun.get("done"):
@@ -121,11 +143,15 @@ def _follow(store: CheckpointStore, step: int, state: State, talk: Exchange, ran
     try:
         if begun["step"] != step:
             raise CheckpointError(f"it saves step {step} while rank 0 saves step {begun['step']}")
-        part = _write_own(store, store.named(begun["folder"]), rank, state)
+        folder = store.named(begun["folder"])
+        if write_files is not None:
+            write_files(folder)
+        part = _write_own(store, folder, rank, state)
         talk.report({"part": part.to_json(), "replicas": _replica_digests(state) if check_replicas else None})
     except Exception as error:
         talk.report({"error": f"rank {rank} on {socket.gethostname()}: {describe(error)}"})
-        talk.listen()
+        if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
+            talk.listen()
         raise
     talk.listen()
     return store.path(step)

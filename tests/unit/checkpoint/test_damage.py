@@ -175,7 +175,11 @@ def test_a_forged_manifest_runs_no_code(store: CheckpointStore, tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "rank-00000.bin/../../secret", "rank-1.bin", "", None, 3])
+BAD_NAMES = ["../secret", "/etc/passwd", "rank-00000.bin/../../secret", "rank-1.bin", "", None, 3]
+BAD_NAMES += ["library/..", "./library", "library/./x", "library//x", "library/", "library"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_file_name_that_leads_elsewhere_is_refused(store: CheckpointStore, name: Any) -> None:
     def forge(fields: Any) -> None:
         fields["files"] = {str(name): 48}
