@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.dist.ranks import run_ranks
 from toolkit.checkpoint import manifest, whole
@@ -148,7 +149,29 @@ def stream(run: TrainingRun) -> Iterator[None]:
             yield
 
 
-KINDS: dict[str, tuple[Kind, int]] = {"ddp": (ddp, 25), "fsdp": (fsdp, 20), "gan": (gan, 20), "stream": (stream, 10)}
+def stateful(run: TrainingRun) -> Iterator[None]:
+    """torchdata's loader, which goes to its place at once, in an order that each epoch draws anew."""
+    model = DistributedDataParallel(net())
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
+    loader = StatefulDataLoader(dataset(), 6, shuffle=True, drop_last=True)
+    run.resumable(model=model, optimizer=optimizer, loader=loader)
+    for _ in run.epochs(3):
+        for x, y in run.steps(loader):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+            yield
+
+
+KINDS: dict[str, tuple[Kind, int]] = {
+    "ddp": (ddp, 25),
+    "fsdp": (fsdp, 20),
+    "gan": (gan, 20),
+    "stream": (stream, 10),
+    "stateful": (stateful, 24),
+}
 
 
 def made(session: Session, kind: str, folder: Path, stops: Iterable[int | None]) -> dict[str, Tensor]:

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
+import torch
+
 from toolkit import logs
 from toolkit.data.loader import Loader
+from toolkit.data.permutation import hash64
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
@@ -68,6 +71,7 @@ class ForeignFeed:
     def __init__(self, loader: Any, seed: Reseed, world_size: int, *, is_there: bool) -> None:
         """``is_there``: the loader has a state of its own, and was put to the place by it."""
         self._loader, self._seed = loader, seed
+        self._generators = {generator: generator.initial_seed() for generator in _generators(loader)}
         size = getattr(loader, "batch_size", None)
         self.samples = size * world_size if isinstance(size, int) else 0
         self._is_there = is_there
@@ -108,12 +112,22 @@ class ForeignFeed:
         for owner in (self._loader, *(getattr(self._loader, name, None) for name in _WITH_EPOCHS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number)
+        for generator, seed in self._generators.items():
+            generator.manual_seed(hash64(seed, number) >> 1)
         self._seed(-1 - number)
         return iter(self._loader)
 
 
 #: Parts of a DataLoader that may follow the epoch, as torch's DistributedSampler does.
 _WITH_EPOCHS = ("sampler", "batch_sampler", "dataset")
+
+
+def _generators(loader: Any) -> set[torch.Generator]:
+    """Return the generators of its own by which a DataLoader shuffles; accelerate gives it one."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, name, None) for owner in owners for name in ("generator", "synchronized_generator")]
+    return {generator for generator in found if isinstance(generator, torch.Generator)}
 
 
 def seeder(seed: int, rank: int) -> Reseed:
