@@ -45,7 +45,6 @@ box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubun
 	@$(BIN)/python -m tests.box shell
 
 bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's own ways: loop, saves, data order, restart, start-up, MPI, pipelines, slow links; and how each mechanism grows with the size of a run
-	$(BIN)/uv pip install -q --python $(BIN)/python "lightning>=2.4" "accelerate>=1.0" "torchdata>=0.11" -c requirements.lock || true
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.steps
 	$(BIN)/python -m tests.bench.checkpoint
@@ -71,7 +70,7 @@ soak-%: .venv/ready-dev
 lock: .venv/ready  ## resolve the lock files again
 	echo "uv" | $(BIN)/uv pip compile - $(LOCK) -o requirements-uv.lock
 	$(BIN)/uv pip compile pyproject.toml --universal $(LOCK) -o requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra mpi --extra integrations --universal $(LOCK) -c requirements.lock -o requirements-dev.lock
 LOCK := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate -q --upgrade
 
 clean:  ## everything that can be made again; runs/ and data/ stay

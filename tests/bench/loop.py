@@ -304,7 +304,7 @@ def main() -> None:
     cost = statistics.median(by_hand / started - 1 for by_hand, started in pairs)
     print(f"toolkit.start costs {cost:+.2%} of a hand-written loop's step (goal: below 2 %)")
     for missing in PEERS.keys() - speeds.keys():
-        print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[bench]'")
+        print(f"{missing:<14}  not installed: pip install 'slurm-batch-toolkit[integrations]'")
 
 
 if __name__ == "__main__":

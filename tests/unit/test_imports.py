@@ -38,6 +38,7 @@ RANKS = {
     "strategies": 4,
     "train": 5,
     "diagnose": 6,
+    "integrations": 6,
     "cli": 7,
 }
 #: config.validate asks the torch-free catalogue whether the data are there, and what an image's name means; rank 0

@@ -61,10 +61,14 @@ def _job_classes(source: PythonSource) -> list[ast.ClassDef]:
 
 
 def is_loop(job: str, project: Path | None = None) -> bool:
-    """True for a job with a loop of its own: its file calls ``toolkit.start()``. Raises ConfigError for none there."""
+    """True for a job with a loop of its own or a library's. Raises ConfigError for none there.
+
+    Its file calls ``toolkit.start()``, or an adapter of ``toolkit.integrations``.
+    """
     source = PythonSource(job_source(job, project))
     calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    return any(source.full_name(func) == "toolkit.start" for func in calls)
+    names = (source.full_name(func) for func in calls)
+    return any(name == "toolkit.start" or name.startswith("toolkit.integrations.") for name in names)
 
 
 def is_job(job: str, project: Path | None = None) -> bool:

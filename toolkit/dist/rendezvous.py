@@ -63,7 +63,13 @@ def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Stor
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(
-        host, port, world_size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=not agent
+        host,
+        port,
+        world_size,
+        is_master=rank == 0 and not agent,
+        timeout=timeout,
+        wait_for_workers=not agent,
+        multi_tenant=True,  # a library in this process may host its store there, too: they share the server
     )
 
 

@@ -110,7 +110,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
     Raises ConfigError when the backend does not fit the devices here. On the way out everything is closed in
     reverse, also after an exception, which then goes on to the caller.
     """
-    rank, world_size, local_rank = (int(os.environ.get(name, d)) for name, d in _PLACE)
+    rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend)
     device = choose_device(backend, local_rank)
@@ -119,8 +119,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         if config.backend == "mpi" and backend != "mpi":
             stack.push(_mpi().finalize)
             key = partial(_mpi().launch_key, rank, world_size)
-        folder = rundir.runs_root() / ".rendezvous"
-        store = rendezvous.open_store(rank, world_size, timeout, folder, key)
+        store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir(), key)
         dist.init_process_group(
             backend,
             store=store,
@@ -130,6 +129,28 @@ def open_session(config: DistConfig) -> Iterator[Session]:
             device_id=device if backend == "nccl" else None,
         )
         stack.push(partial(_close_process_group, rank))
+        log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
+        yield stack.enter_context(_session(place, device, store, timeout))
+
+
+@contextmanager
+def open_beside(config: DistConfig) -> Iterator[Session]:
+    """Open a session where a library opens the process group. Only the launch's store is used, no collective."""
+    rank, world_size, local_rank = place = _place()
+    timeout = timedelta(seconds=config.timeout_s)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir())
+    with _session(place, device, store, timeout) as session:
+        yield session
+
+
+@contextmanager
+def _session(
+    place: tuple[int, int, int], device: torch.device, store: dist.Store, timeout: timedelta
+) -> Iterator[Session]:
+    rank, world_size, _ = place
+    with ExitStack() as stack:
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
         # One connection for all calls that only take a moment: each one is an open file at the store host.
@@ -137,13 +158,20 @@ def open_session(config: DistConfig) -> Iterator[Session]:
         reporter = _build_reporter(run, rank, world_size, client, activity)
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
-        log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        place = rank, world_size, local_rank, device, run.path, attempt
-        yield Session(*place, store, reporter, gate, timeout, activity)
+        yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity)
+
+
+def _place() -> tuple[int, int, int]:
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    return rank, world_size, local_rank
 
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _rendezvous_dir() -> Path:
+    return rundir.runs_root() / ".rendezvous"
 
 
 def choose_backend(name: str) -> str:

@@ -99,6 +99,8 @@ def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
     sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
     sys.argv = [str(path)]
     os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
+    if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # by it Lightning knows that the ranks are started already
+        os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
     if is_script:
         runpy.run_path(str(path), run_name="__main__")
     else:

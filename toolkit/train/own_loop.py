@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from toolkit import activity, logs, signals
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.dist.batch import Share
@@ -65,10 +66,7 @@ def start() -> Iterator[TrainingRun]:
     """
     if dist.is_initialized():
         raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
-    if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
-        raise ConfigError("toolkit.start: called twice in one process: a run has one loop")
-    os.environ[STARTED_VARIABLE] = str(os.getpid())
-    config = joined()
+    config = join_once("toolkit.start")
     try:
         with open_session(config.dist) as session:
             prepare(config.train.seed, deterministic=config.train.deterministic)
@@ -80,6 +78,14 @@ def start() -> Iterator[TrainingRun]:
         log.info("%s", stopped)
         signals.ignore()
         raise SystemExit(stopped.exit_code) from None
+
+
+def join_once(caller: str) -> JobConfig:
+    """Return this process's config. Raises ConfigError, with the name of the ``caller``, for a second run in it."""
+    if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
+        raise ConfigError(f"{caller}: called twice in one process: a run has one loop")
+    os.environ[STARTED_VARIABLE] = str(os.getpid())
+    return joined()
 
 
 _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
@@ -195,19 +201,24 @@ class TrainingRun:
         checkpoints = Checkpoints(self.config.checkpoint, self._session, self._state, identity)
         if self._loader is not None:
             checkpoints.include(self._loader)
+        self._resume(checkpoints)
+        for module in self._state.modules:
+            _watch(module, self._activity.move)
+
+    def _resume(self, checkpoints: Checkpoints) -> Loaded | None:
+        """Fill the state from the newest good checkpoint, and begin the attempt there."""
         self._checkpoints = checkpoints
         self._life = Lifecycle(self._session, checkpoints, self, log_every=self.config.train.log_every)
         loaded = self._life.resume()
         if loaded is not None:
             self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
-        for module in self._state.modules:
-            _watch(module, self._activity.move)
         self._stack.enter_context(self._life.open())
         if loaded is None:
             self._life.sink.text("config", dump_config(self.config))
             if self.config.params:
                 self._life.sink.hparams(own_hparams(self.config))
         self._life.begin()
+        return loaded
 
     def save(self) -> None:
         """Save after this step. Every rank calls it in the same step."""
@@ -286,13 +297,22 @@ class TrainingRun:
                 self._activity.phase = activity.IN_STEP
                 self._in_step = True
                 yield batch
-                self._finish_step()
-                if life.step % self.config.train.log_every == 0 or life.step == self._total:
-                    self._write()
-                if self._save_asked or self._checkpoints.due(life.step):
-                    self._save_asked = False
-                    life.save(must=False)
-                self._boundary()
+                self._end_step()
+
+    def _end_step(self, *, may_save: bool = True) -> None:
+        """Count the step in progress, if there is one, and do what is due after it; later, where it must not save."""
+        life = self._opened("run.steps")
+        if self._in_step:
+            self._finish_step()
+            if life.step % self.config.train.log_every == 0 or life.step == self._total:
+                self._write()
+            self._save_asked |= self._checkpoints.due(life.step)
+        if not may_save:
+            return
+        if self._save_asked:
+            self._save_asked = False
+            life.save(must=False)
+        self._boundary()
 
     def _finish_step(self) -> None:
         """Count the step in progress, also where the loop was left by a ``break``."""
@@ -412,12 +432,16 @@ class TrainingRun:
     def _feed(self, loader: Any) -> Feed:
         if isinstance(loader, Loader):
             return OwnFeed(loader, self._seed)
-        assert self._state is not None
         feed = self._feeds.get(id(loader))
         if feed is None:
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._state.has_filled(loader))
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader))
             self._feeds[id(loader)] = feed
         return feed
+
+    def _is_there(self, loader: Any) -> bool:
+        """Whether the loader has a state of its own, and was put to its place by it."""
+        assert self._state is not None
+        return self._state.has_filled(loader)
 
     def _steps_of_epochs(self, feed: Feed, step: int) -> int | None:
         """Return the step at which the last epoch ends; None where nobody knows."""

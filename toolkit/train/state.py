@@ -143,6 +143,7 @@ class Checkpoints:
         self._session = session
         self._strategy = strategy
         self._loader: Stateful | None = None
+        self._write_files: Callable[[Path], None] | None = None
         self._position = f"data/rank{session.rank}"
         self.newest: int | None = None  #: the step of the newest checkpoint
         self._has_saved = False  #: in this attempt
@@ -160,6 +161,13 @@ class Checkpoints:
         if data is not None:
             _refuse_different_data(self._session, data)
             self._meta["identity"] = {**_mapping(self._meta["identity"]), DATA: data}
+
+    def include_files(self, write_files: Callable[[Path], None]) -> None:
+        """Have a library write its own checkpoint in each save: ``write_files(folder)``, on every rank.
+
+        Never in the background. A save that fails ends the attempt: other ranks may wait for this one in the library.
+        """
+        self._write_files, self._background = write_files, False
 
     def _state(self) -> State:
         position = None if self._loader is None else self._loader.state()
@@ -300,6 +308,7 @@ class Checkpoints:
             attempt=session.attempt,
             check_replicas=check_replicas,
             lost=session.lost,
+            write_files=self._write_files,
         )
         self.save_s = time.monotonic() - started
         log.info("saved %s in %.2f s", path, self.save_s)
@@ -322,6 +331,8 @@ class Checkpoints:
             self._failed.clear()
 
     def _fail(self, step: int, error: CheckpointError) -> None:
+        if self._write_files is not None:
+            raise error
         self._failed.append(str(error))
         log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
 

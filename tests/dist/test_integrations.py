@@ -1,0 +1,130 @@
+"""Scripts of Lightning, transformers and accelerate stop together, come back, and end as undisturbed ones do."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.dist.script_ranks import PRELOAD, ROOT, ScriptServer
+from toolkit.checkpoint.store import CheckpointStore
+
+SCRIPTS = Path(__file__).parent / "library_scripts"
+EVERY = ["checkpoint.every_steps=20", "train.log_every=10"]
+STEPS = {"accelerate": 96, "lightning": 96, "transformers": 128}
+END = {"accelerate": "end/model.safetensors", "lightning": "end.ckpt", "transformers": "end/model.safetensors"}
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, ScriptServer]]:
+    started: dict[str, ScriptServer] = {}
+    yield started
+    for server in started.values():
+        server.close()
+
+
+class Script:
+    """One library's script in one test."""
+
+    def __init__(self, servers: dict[str, ScriptServer], library: str, folder: Path) -> None:
+        self.library, self._folder = library, folder
+        self._server = servers.get(library) or servers.setdefault(library, ScriptServer(library))
+
+    def attempt(self, run: str, *strikes: tuple[int, int, str, str], kind: str = "after") -> list[int]:
+        told = [{"rank": rank, "step": step, "signal": signal, "at": at} for rank, step, signal, at in strikes]
+        return self._server.attempt(SCRIPTS / f"{self.library}_{kind}.py", self._folder / run, EVERY, told)
+
+    def log(self, run: str, attempt: int, rank: int) -> str:
+        return (self._folder / f"{run}.{attempt}.{rank}.log").read_text()
+
+    def end(self, run: str) -> dict[str, torch.Tensor]:
+        """The weights that the script has saved at its end."""
+        path = self._folder / run / "cwd" / END[self.library]
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["state_dict"]
+        return weights
+
+    def saved(self, run: str) -> list[int]:
+        """The steps of the run's checkpoints, each verified byte by byte."""
+        store = CheckpointStore(self._folder / run / "checkpoints")
+        return [store.verify(path).step for path in reversed(store.list())]
+
+    def must_end_alike(self, one: str, other: str) -> None:
+        mine, others = self.end(one), self.end(other)
+        assert mine.keys() == others.keys()
+        assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
+
+
+@pytest.fixture
+def script(servers: dict[str, ScriptServer], library: str, tmp_path: Path) -> Script:
+    return Script(servers, library, tmp_path)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("library", PRELOAD)
+def test_a_stopped_and_killed_script_ends_bit_for_bit_as_an_undisturbed_one(script: Script) -> None:
+    assert script.attempt("whole") == [0, 0]
+    assert script.attempt("again", (1, 7, "SIGTERM", "step")) == [75, 75]
+    assert all("stopped at step 8 of" in script.log("again", 1, rank) for rank in (0, 1))
+    assert script.saved("again") == [8]
+    # Killed when it has written its part of step 40: what rank 0 has written by then is no checkpoint.
+    assert -9 in script.attempt("again", (1, 40, "SIGKILL", "saved"))
+    assert script.saved("again")[-1] < 40
+    assert script.attempt("again") == [0, 0]
+    script.must_end_alike("whole", "again")
+    result = json.loads((script._folder / "again/result.json").read_text())
+    assert (result["state"], result["step"]) == ("completed", STEPS[script.library])
+    assert result["metrics"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("library", PRELOAD)
+def test_wherever_a_script_is_hit_it_ends_bit_for_bit_as_an_undisturbed_one(script: Script) -> None:
+    """Among the steps are the last ones of epochs, and the first."""
+    assert script.attempt("whole") == [0, 0]
+    hits = [
+        (0, 1, "SIGUSR1", "step"),
+        (1, 15, "SIGUSR2", "step"),
+        (0, 17, "SIGTERM", "step"),
+        (0, 20, "SIGKILL", "save"),
+        (1, 31, "SIGTERM", "step"),
+        (0, 32, "SIGTERM", "step"),
+        (0, 40, "SIGKILL", "saved"),
+        (1, 63, "SIGTERM", "step"),
+        (1, 79, "SIGKILL", "step"),
+        (0, 94, "SIGTERM", "step"),
+    ]
+    for hit in hits:
+        codes = script.attempt("again", hit)
+        assert codes == [75, 75] if hit[2] != "SIGKILL" else -9 in codes, hit
+    assert script.attempt("again") == [0, 0]
+    script.must_end_alike("whole", "again")
+    # Killed after its end, it comes back to the same end.
+    assert script.attempt("again") == [0, 0]
+    script.must_end_alike("whole", "again")
+    assert script.attempt("plain", kind="before") == [0, 0]
+    if script.library == "transformers":  # of which the toolkit changes no random number
+        script.must_end_alike("whole", "plain")
+
+
+@pytest.mark.parametrize("library", PRELOAD)
+def test_the_docs_show_what_changes_in_a_script_and_it_is_at_most_ten_lines(library: str) -> None:
+    before, after = ((SCRIPTS / f"{library}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
+    lines = [
+        line for line in difflib.unified_diff(before, after, n=0, lineterm="") if not re.match(r"---|\+\+\+", line)
+    ]
+    changed = [line for line in lines if not line.startswith("@@")]
+    assert sum(line.startswith("+") for line in changed) <= 10
+    shown = [line.rstrip() for line in changed if line.strip("+- ")]
+    blocks: list[Any] = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/integrations.md").read_text(), re.DOTALL)
+    assert shown in [[line for line in block.splitlines() if line[:1] in "+-"] for block in blocks]

@@ -1,0 +1,49 @@
+"""Loops of other libraries, by at most ten changed lines: see docs/integrations.md.
+
+    from toolkit.integrations import LightningCallback
+
+Importing this package loads no library. Each name below loads its own on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import ConfigError
+
+__all__ = ["AccelerateRun", "LightningCallback", "TransformersCallback"]
+
+if TYPE_CHECKING:
+    from toolkit.integrations.accelerate import AccelerateRun
+    from toolkit.integrations.lightning import LightningCallback
+    from toolkit.integrations.transformers import TransformersCallback
+
+#: The library that each name needs, and the oldest version that it works with.
+_LIBRARIES = {
+    "AccelerateRun": ("accelerate", (1, 10)),
+    "LightningCallback": ("lightning", (2, 6)),
+    "TransformersCallback": ("transformers", (5, 0)),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIBRARIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    library, oldest = _LIBRARIES[name]
+    _refuse_without(library, oldest, name)
+    return getattr(import_module(f"toolkit.integrations.{library}"), name)
+
+
+def _refuse_without(library: str, oldest: tuple[int, int], name: str) -> None:
+    """Raise ConfigError where ``library`` is not installed, or is too old."""
+    needed = ".".join(map(str, oldest))
+    try:
+        version = metadata.version(library)
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if version == "none" or tuple(int(part) for part in version.split(".")[:2]) < oldest:
+        raise ConfigError(
+            f"{name} needs {library} {needed} or newer, and {version} is installed: "
+            "pip install 'slurm-batch-toolkit[integrations]'"
+        )

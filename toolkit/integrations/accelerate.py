@@ -1,0 +1,43 @@
+"""accelerate under the toolkit: ``for epoch in run.epochs(3): for batch in run.steps(loader): ...``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator
+
+from toolkit.integrations.library_run import LibraryRun
+
+
+class AccelerateRun(LibraryRun):
+    """Goes through the epochs and batches still to be made, and saves by ``accelerator.save_state``.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        run = AccelerateRun(accelerator)
+        for epoch in run.epochs(3):
+            for batch in run.steps(loader):
+                ...
+                run.log(loss=loss)
+
+    Make it once, when all is prepared: it loads the newest whole checkpoint. Between two steps all ranks stop together
+    if that is agreed. A loop that is left by a ``break`` ends with ``run.finish()``.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        super().__init__("accelerate", lambda folder: accelerator.save_state(str(folder)))
+        self.refuse_other_world(accelerator.num_processes)
+        if self.checkpoint is not None:
+            accelerator.load_state(str(self.checkpoint))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        yield from super().epochs(count)
+        self.finish()
+
+    def _is_there(self, loader: Any) -> bool:
+        """With ``use_stateful_dataloader`` accelerate has put the loader to its place."""
+        return self.checkpoint is not None and getattr(loader, "use_stateful_dataloader", False)
+
+    def _end_step(self, *, may_save: bool = True) -> None:
+        super()._end_step(may_save=may_save and self._accelerator.sync_gradients)  # a checkpoint holds no gradients

@@ -1,0 +1,144 @@
+"""One rank of a run whose loop is a library's: what all adapters share.
+
+The steps, agreed stops, commits and reports are those of :class:`~toolkit.train.own_loop.TrainingRun`. Only what is
+saved is the library's own checkpoint: each rank has the library write it into the folder that becomes the checkpoint.
+Ranks agree over the launch's store. There is no collective of ours between those of the library.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit import activity, logs, signals
+from toolkit.dist.session import open_beside
+from toolkit.dist.state import Json
+from toolkit.errors import ConfigError, StoppedError
+from toolkit.train.log_window import means_by_tag
+from toolkit.train.own_loop import OwnState, TrainingRun, join_once
+from toolkit.train.state import Checkpoints
+
+log = logs.get(__name__)
+
+
+class LibraryRun(TrainingRun):
+    """One rank's side. Every rank makes the same calls in the same order."""
+
+    def __init__(self, library: str, save: Callable[[Path], None]) -> None:
+        """Find the newest whole checkpoint, and listen for stop signals from here on.
+
+        ``save(folder)`` has the library write a checkpoint of the steps done into the new ``folder``, on every rank.
+        """
+        config = join_once(f"toolkit.integrations.{library}")
+        with ExitStack() as stack:
+            session = stack.enter_context(open_beside(config.dist))
+            super().__init__(config, session)
+            self._stack.callback(stack.pop_all().close)
+        atexit.register(self.close)
+        self._library = library
+        self._witness = None
+        self._values: dict[str, Tensor | float] = {}
+        self._is_finished = False
+        self._state = OwnState({}, session, self._window)
+        checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
+        checkpoints.include_files(lambda folder: save(folder / library))
+        loaded = self._resume(checkpoints)
+        #: The library's part of the newest whole checkpoint; None in a new run.
+        self.checkpoint: Path | None = None if loaded is None else loaded.path / library
+
+    # --------------------------------------------------------------------------------------------- for a callback
+
+    def refuse_other_world(self, world_size: int) -> None:
+        """Raise ConfigError where the library has another number of ranks than the launcher has started."""
+        if world_size != self.world_size:
+            raise ConfigError(
+                f"{self._library} trains on {world_size} ranks, and the launcher has started {self.world_size}: start "
+                "all ranks by `toolkit submit`, `toolkit exec`, srun or torchrun, and not by the library"
+            )
+
+    def begin(self, total: int | None) -> None:
+        """Stop here if that is agreed. Call it before the first step; ``total`` steps of the run, if that is known."""
+        self._total = total
+        self._boundary()
+
+    def step_made(self, samples: int = 0, values: Mapping[str, Any] | None = None, *, may_save: bool = True) -> None:
+        """Count a step, and log if that is due; with ``may_save`` save or stop here if that is due.
+
+        ``samples``: how many all ranks have trained on in it; 0 where nobody knows. ``values`` are logged.
+        """
+        self._samples, self._wait_s, self._in_step = samples, 0.0, True
+        self.log_all(values or {})
+        self._end_step(may_save=may_save)
+
+    def boundary(self) -> None:
+        """Save or stop here if that is due."""
+        self._end_step()
+
+    def move(self) -> None:
+        """Show a sign of life."""
+        self._activity.move()
+
+    def seed(self, number: int) -> None:
+        """Seed all random generators for a step, or with -1 - epoch for an epoch's beginning."""
+        self._seed(number)
+
+    def save_the_end(self) -> None:
+        """Save after the last step, unless that has been done."""
+        self._save_the_end()
+
+    def finish(self) -> None:
+        """Hand over the result. What the script does from here on is done again if it is killed."""
+        life = self._opened(self._library)
+        self._is_finished = True
+        self._session.gate.close()
+        life.finish({"step": life.step, "epoch": self._epoch, "samples": None, "metrics": dict(life.metrics)})
+
+    # ---------------------------------------------------------------------------- what differs from a loop of one's own
+
+    def resumable(self, **objects: Any) -> None:
+        raise ConfigError(f"run.resumable: {self._library} saves its own state: take the call out")
+
+    def log(self, **values: Tensor | float) -> None:
+        """Log numbers by name, those of rank 0; within a step when it is time, else at once."""
+        self._activity.move()
+        if self.rank == 0:
+            self._values |= means_by_tag({tag: x.detach() if isinstance(x, Tensor) else x for tag, x in values.items()})
+        if not self._in_step:
+            self._write()
+
+    def log_all(self, values: Mapping[str, Any]) -> None:
+        """Log those of ``values`` that are single numbers."""
+        self.log(**{name: value for name, value in values.items() if _is_number(value)})
+
+    def _write(self) -> None:
+        life = self._opened(self._library)
+        means = {tag: float(value) for tag, value in self._values.items()}
+        self._values = {}
+        life.metrics |= means
+        life.write({**means, **life.figures()})
+
+    def _boundary(self) -> None:
+        try:
+            super()._boundary()
+        except StoppedError as stopped:
+            log.info("%s", stopped)
+            signals.ignore()
+            self.close()
+            raise SystemExit(stopped.exit_code) from None
+        self._activity.phase = activity.IN_STEP
+
+    def may_save(self, *, must: bool) -> bool:
+        return True
+
+    def saved_with(self) -> dict[str, Json]:
+        return {"epoch": self._epoch, "batch": self._batch}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

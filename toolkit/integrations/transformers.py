@@ -1,0 +1,62 @@
+"""transformers' Trainer under the toolkit: ``trainer.train(resume_from_checkpoint=resume.checkpoint)``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from toolkit.integrations.library_run import LibraryRun
+
+
+class TransformersCallback(TrainerCallback):
+    """Stops all ranks after the same step, saves the trainer's own checkpoint, and reports to the toolkit.
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        resume = TransformersCallback(trainer)
+        trainer.train(resume_from_checkpoint=resume.checkpoint)
+
+    It adds itself to the trainer. A step is one of the optimizer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._run = LibraryRun("transformers", self._save)
+        self._run.refuse_other_world(trainer.args.world_size)
+        args = trainer.args
+        self._samples = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        trainer.add_callback(self)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest whole checkpoint of the run, for ``resume_from_checkpoint``; None in a new run."""
+        found = self._run.checkpoint
+        return None if found is None else str(next(found.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+
+    def _save(self, folder: Path) -> None:
+        trainer = self._trainer
+        place, trainer.args.output_dir = trainer.args.output_dir, str(folder)
+        try:
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        finally:
+            trainer.args.output_dir = place
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._run.begin(state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.
+        self._run.step_made(self._samples, may_save=state.global_step < state.max_steps)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._run.finish()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        self._run.log_all(more.get("logs") or {})
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._run.move()
+
+    on_prediction_step = on_evaluate = on_predict = on_substep_end
