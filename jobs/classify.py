@@ -19,76 +19,43 @@ Afterwards, on one device, and on images of your own::
     toolkit evaluate digits-ddp
     toolkit evaluate digits-ddp --images ~/scans
 
-To make it yours, replace what ``main`` is given: ``build_datasets`` by your data (anything with ``len`` and indexing),
-``build_model`` by your model, ``cross_entropy`` by your criterion and ``classification`` by what you measure.
+To make it yours, replace what the methods return: data with ``len()`` and an index, a model, its loss, its figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
-from functools import partial
-from pathlib import Path
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+import toolkit
 from jobs.models import build_model
-from toolkit.config import JobConfig
-from toolkit.data.datasets import Dataset, Datasets, build_datasets
-from toolkit.data.loader import build_loader, eval_batches
-from toolkit.dist.session import open_session
-from toolkit.strategies import Strategy, build_strategy
-from toolkit.train.describe import describe_run
-from toolkit.train.evaluate import evaluate
-from toolkit.train.inference import Inference
-from toolkit.train.initial import initialised
-from toolkit.train.loop import Result, Trainer
-from toolkit.train.objectives import classification, cross_entropy
-from toolkit.train.optim import build_optimizer, build_schedule
-from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
 
 #: What ``model.name`` may be. Read on the login node without importing this file, hence a literal; ``torchvision``
 #: stands for every classification model of torchvision.
 MODELS = ("mlp", "lenet", "torchvision")
 
 
-def main(config: JobConfig) -> Result:
-    """One rank of the training; every rank calls it."""
-    with open_session(config.dist) as session:
-        prepare(config.train.seed, deterministic=config.train.deterministic)
-        data = build_datasets(config.data)
-        job = on(config, data)
-        strategy = build_strategy(config.strategy, session, config.train)
-        loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed, device=session.device)
-        with closing(loader), closing(strategy):
-            sample = loader.at(0)
-            model = partial(initialised, job.model, config.model, session)
-            strategy.build(model, partial(build_optimizer, config.optim), cross_entropy, sample)
-            trainer = Trainer(
-                config.train,
-                session,
-                strategy,
-                loader,
-                schedule=partial(build_schedule, config.optim),
-                checkpoints=Checkpoints(config.checkpoint, session, strategy, identity(config)),
-            )
-            return trainer.fit(job.evaluate, partial(describe_run, config, sample))
+class Classify(toolkit.Job):
+    """Images to classes, by cross entropy."""
 
+    def setup(self) -> None:
+        self.data = toolkit.build_datasets(self.config.data)
+        self.classes, self.pictures = self.data.class_names, self.data.pictures
 
-def inference(config: JobConfig, folder: Path) -> Inference:
-    """For `toolkit evaluate` and `toolkit export`: the same job without its training."""
-    return on(config, build_datasets(config.data))
+    def train_set(self) -> toolkit.Dataset:
+        return self.data.train
 
+    def eval_set(self) -> toolkit.Dataset:
+        return self.data.eval
 
-def on(config: JobConfig, data: Datasets) -> Inference:
-    """The model that fits ``data``, and how it is judged."""
-    model = partial(build_model, config.model, data.classes, data.sample_shape)
-    judge = partial(accuracy, data.eval, config.data.workers)
-    return Inference(model, judge, data.eval, data.class_names, data.pictures)
+    def model(self) -> nn.Module:
+        return build_model(self.config.model.name, self.data.classes, self.data.sample_shape)
 
+    def loss(self, model: toolkit.Forward, batch: toolkit.Batch) -> toolkit.Loss:
+        logits = model(batch.inputs).float()  # under autocast a sum in bf16 would have two or three right digits
+        return toolkit.Loss.sum(cross_entropy(logits, batch.targets, reduction="sum"))
 
-def accuracy(
-    eval_set: Dataset, workers: int, strategy: Strategy, is_cut: Callable[[], bool]
-) -> dict[str, float] | None:
-    """Loss and accuracy over the whole eval set, each image counted once; None when a stop cut it short."""
-    batches = eval_batches(eval_set, strategy.share, batch_size=256, workers=workers)
-    return evaluate(strategy, batches, len(eval_set), classification, is_cut)
+    def evaluate(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, Tensor]:
+        logits = model(batch.inputs).float()
+        losses = cross_entropy(logits, batch.targets, reduction="none")
+        return {"loss": losses, "accuracy": logits.argmax(dim=1) == batch.targets}

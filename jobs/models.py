@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.config import ModelConfig
-from toolkit.errors import ConfigError, nearest
+from toolkit import ConfigError
 
 Shape = tuple[int, int, int]
 
 
-def build_model(config: ModelConfig, classes: int, shape: Shape) -> nn.Module:
+def build_model(name: str, classes: int, shape: Shape) -> nn.Module:
     """A fresh model for images of ``shape`` (channels, height, width) that returns logits (n, classes).
 
     Raises ConfigError when there is no such model, or when it cannot take images of that size.
     """
-    builder = _OWN.get(config.name)
-    return builder(classes, shape) if builder else _torchvision(config.name, classes, shape)
+    builder = _OWN.get(name)
+    return builder(classes, shape) if builder else _torchvision(name, classes, shape)
 
 
 def mlp(classes: int, shape: Shape) -> nn.Module:
@@ -58,9 +57,7 @@ def _torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
 
     names = catalogue.list_models(module=catalogue)
     if name not in names:
-        raise ConfigError(
-            f"model.name: there is no {name!r}; {nearest(name, names)}valid: {', '.join([*_OWN, *names])}"
-        )
+        raise ConfigError(f"model.name: there is no {name!r}; valid: {', '.join([*_OWN, *names])}")
     make = partial(catalogue.get_model, name, weights=None, num_classes=classes, **_options(name, shape))
     _probe(make, name, classes, shape)
     return _fitted(make(), name, shape[0])

@@ -7,18 +7,15 @@ from pathlib import Path
 #: The reference job, its data sample by sample, so that a loader (or its worker) reads them one after the other. A rank
 #: that is about to hang says so in a file: whom the report must name.
 JOB = """
-import dataclasses, os, threading, time
+import os, threading, time
 from pathlib import Path
 import numpy as np
-from jobs import classify
+from jobs.classify import Classify
 from toolkit import fsio
-from toolkit.data import datasets
 
 KIND = "{kind}"
 FIRST = os.environ["TOOLKIT_ATTEMPT"] == "1"
 SAMPLE, STEP, PAUSES = 700, 30, 8
-plain_datasets, plain_loss, plain_accuracy = datasets.build_datasets, classify.cross_entropy, classify.accuracy
-calls = 0
 
 
 def hang_for_ever():
@@ -42,36 +39,29 @@ class OneByOne:
         return inputs[0], targets[0]
 
 
-def one_by_one(data):
-    found = plain_datasets(data)
-    return dataclasses.replace(found, train=OneByOne(found.train))
+class Hanging(Classify):
+    calls = 0
+    eval_batch_size = 40 if KIND == "slow" else 256
 
+    def setup(self):
+        super().setup()
+        if KIND == "slow":
+            fsio.PIECE_BYTES = 8192
+            os.fdatasync = lambda fd: time.sleep({pause_s})
 
-def loss(outputs, targets):
-    global calls
-    calls += 1
-    if KIND == "collective" and FIRST and os.environ["RANK"] == "1" and calls == STEP:
-        hang_for_ever()
-    return plain_loss(outputs, targets)
+    def train_set(self):
+        return OneByOne(super().train_set())
 
+    def loss(self, model, batch):
+        self.calls += 1
+        if KIND == "collective" and FIRST and os.environ["RANK"] == "1" and self.calls == STEP:
+            hang_for_ever()
+        return super().loss(model, batch)
 
-def slow_accuracy(eval_set, workers, strategy, is_cut):
-    def slow():
-        for _ in range(PAUSES):
+    def evaluate(self, model, batch):
+        if KIND == "slow":
             time.sleep({pause_s})
-            is_cut()
-        return is_cut()
-    return plain_accuracy(eval_set, workers, strategy, slow)
-
-
-def main(config):
-    classify.build_datasets = one_by_one
-    classify.cross_entropy = loss
-    if KIND == "slow":
-        classify.accuracy = slow_accuracy
-        fsio.PIECE_BYTES = 8192
-        os.fdatasync = lambda fd: time.sleep({pause_s})
-    return classify.main(config)
+        return super().evaluate(model, batch)
 """
 
 CONFIG = """

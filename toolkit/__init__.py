@@ -10,20 +10,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["JobConfig", "Run", "TrainingRun", "load_config", "start", "submit"]
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "Custom",
+    "Dataset",
+    "Forward",
+    "Job",
+    "JobConfig",
+    "Loss",
+    "Rows",
+    "Run",
+    "Share",
+    "Streams",
+    "TextWindows",
+    "TrainingRun",
+    "build_datasets",
+    "load_config",
+    "pack_text",
+    "start",
+    "submit",
+]
 
 if TYPE_CHECKING:
     from toolkit.config import JobConfig, load_config
+    from toolkit.data.datasets import Dataset, build_datasets
+    from toolkit.data.stream import Streams
+    from toolkit.data.text import TextWindows, pack_text
+    from toolkit.dist.batch import Batch, Share
+    from toolkit.errors import ConfigError
     from toolkit.launch.submit import Run, submit
+    from toolkit.strategies import Custom
+    from toolkit.strategies.objective import Forward, Loss, Rows
+    from toolkit.train.job import Job
     from toolkit.train.own_loop import TrainingRun, start
 
 _HOMES = {
+    "Batch": "toolkit.dist.batch",
+    "ConfigError": "toolkit.errors",
+    "Custom": "toolkit.strategies",
+    "Dataset": "toolkit.data.datasets",
+    "Forward": "toolkit.strategies.objective",
+    "Job": "toolkit.train.job",
     "JobConfig": "toolkit.config",
-    "load_config": "toolkit.config",
+    "Loss": "toolkit.strategies.objective",
+    "Rows": "toolkit.strategies.objective",
     "Run": "toolkit.launch.submit",
-    "submit": "toolkit.launch.submit",
+    "Share": "toolkit.dist.batch",
+    "Streams": "toolkit.data.stream",
+    "TextWindows": "toolkit.data.text",
     "TrainingRun": "toolkit.train.own_loop",
+    "build_datasets": "toolkit.data.datasets",
+    "load_config": "toolkit.config",
+    "pack_text": "toolkit.data.text",
     "start": "toolkit.train.own_loop",
+    "submit": "toolkit.launch.submit",
 }
 
 

@@ -38,7 +38,7 @@ from toolkit.dist.report import NullReporter
 from toolkit.dist.session import Session
 from toolkit.dist.stop import Gate
 from toolkit.dist.stop_store import connector
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
 RANKS, DEVICE, ADDRESS = 2, "eth0", "10.66.0.{}"
@@ -185,7 +185,7 @@ def model() -> nn.Module:
 
 def built(kind: str, session: Session, loader: Loader) -> Strategy:
     strategy = build_strategy(KINDS[kind], session)
-    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), RATE), cross_entropy, loader.at(0))
+    strategy.build(model, lambda made: torch.optim.SGD(made.parameters(), RATE), of_pairs(cross_entropy), loader.at(0))
     return strategy
 
 

@@ -34,7 +34,7 @@ from toolkit.data.memory import InMemory
 from toolkit.dist.report import NullReporter, StoreReporter
 from toolkit.dist.session import Session
 from toolkit.dist.stop import Gate
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -131,7 +131,7 @@ def ours(session: Session) -> Round:
     loader = Loader(data, global_batch_size=BATCH * RANKS, seed=0, share=strategy.share)
     optim = OptimConfig(lr=0.05)
     made = partial(nn.Sequential, nn.Flatten(), model())
-    strategy.build(made, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(made, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(NEVER), session, strategy, identity(JobConfig()))
     done = 0
 

@@ -29,8 +29,9 @@ from tests.dist.ranks import run_ranks
 from toolkit.config import PipelineConfig, StrategyConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 
+NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
 SIZE, PER_MICRO_BATCH, TURNS, STAGES_PER_RANK = (8, 192, 4, 64), 2, 5, 2
 SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8)
 LR = 1e-3
@@ -39,7 +40,7 @@ LR = 1e-3
 def batch(micro_batches: int) -> Batch:
     size = PER_MICRO_BATCH * micro_batches
     text = torch.randint(256, (size, SIZE[-1] + 1), generator=torch.Generator().manual_seed(micro_batches))
-    return Batch(text[:, :-1], text[:, 1:], torch.arange(size), size)
+    return Batch((text[:, :-1], text[:, 1:]), torch.arange(size), size)
 
 
 def built(session: Session, schedule: str, micro_batches: int) -> Strategy:
@@ -47,7 +48,7 @@ def built(session: Session, schedule: str, micro_batches: int) -> Strategy:
     pipeline = PipelineConfig(schedule, micro_batches, stages_per_rank=STAGES_PER_RANK)
     strategy = build_strategy(StrategyConfig("pipeline", pipeline=pipeline), session)
     adam = torch.optim.AdamW
-    strategy.build(lambda: GPT(*SIZE), lambda model: adam(model.parameters()), next_byte, batch(micro_batches))
+    strategy.build(lambda: GPT(*SIZE), lambda model: adam(model.parameters()), NEXT_BYTE, batch(micro_batches))
     return strategy
 
 
@@ -94,7 +95,7 @@ def alone(micro_batches: int) -> list[float]:
     adam = torch.optim.AdamW(model.parameters(), LR)
     inputs, targets = batch(micro_batches).inputs, batch(micro_batches).targets
     for _ in range(TURNS):
-        loss = next_byte(model(inputs), targets)[0] / len(inputs)
+        loss = next_byte(model(inputs), targets) / len(inputs)
         losses.append(loss.item())
         adam.zero_grad()
         loss.backward()

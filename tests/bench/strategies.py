@@ -24,8 +24,9 @@ from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 
+NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
 SIZE, PER_RANK, TURNS = (8, 192, 4, 64), 2, 7
 KINDS = {
     "ddp": StrategyConfig("ddp"),
@@ -50,14 +51,14 @@ def batch(session: Session, share: Share) -> Batch:
     draw = torch.Generator().manual_seed(share.index)
     mine = PER_RANK * session.world_size // share.count
     text = torch.randint(256, (mine, SIZE[-1] + 1), generator=draw)
-    return Batch(text[:, :-1], text[:, 1:], torch.arange(mine), PER_RANK * session.world_size)
+    return Batch((text[:, :-1], text[:, 1:]), torch.arange(mine), PER_RANK * session.world_size)
 
 
 def built(session: Session, kind: str) -> Strategy:
     torch.manual_seed(0)
     strategy = build_strategy(kinds(session.world_size)[kind], session)
     sample = batch(session, strategy.share)
-    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), next_byte, sample)
+    strategy.build(lambda: GPT(*SIZE), lambda model: torch.optim.AdamW(model.parameters()), NEXT_BYTE, sample)
     strategy.step(sample, 1e-3)
     return strategy
 

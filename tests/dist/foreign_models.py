@@ -226,7 +226,7 @@ MODELS: dict[str, Foreign] = {
     ),
     "a criterion that means": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), mean, refused={"": "is no sum over"}),
     "a criterion with a constant": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), regularised, refused={"": "no sum"}),
-    "a weight of one": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), weighed_wrongly, refused={"": "its weight"}),
+    "a weight of one": Foreign(lambda: chain(nn.Linear(WIDTH, WIDTH)), weighed_wrongly, refused={"": "the weight of"}),
 }
 
 #: On four ranks each.
@@ -258,7 +258,7 @@ def batch(share: Share, step: int) -> Batch | None:
         return None
     inputs, targets = sequences(step)
     start, stop = share.bounds(BATCH)
-    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), BATCH)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), BATCH)
 
 
 def made(foreign: Foreign) -> nn.Module:

@@ -16,7 +16,7 @@ from toolkit.config import LocalSgdConfig, MeshConfig, StrategyConfig, TrainConf
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
-from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
@@ -107,7 +107,7 @@ def part(share: Share, step: int, size: int = BATCH) -> Batch | None:
         return None
     inputs, targets = global_batch(step, size)
     start, stop = share.bounds(size)
-    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), size)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), size)
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def built(
     **options: Any,
 ) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
     return strategy
 
 
@@ -203,4 +203,4 @@ def eval_parts(share: Share, size: int, batch_size: int) -> list[Batch]:
     start, stop = share.bounds(size)
     calls = math.ceil(math.ceil(size / share.count) / batch_size)
     cuts = [(min(start + i * batch_size, stop), min(start + (i + 1) * batch_size, stop)) for i in range(calls)]
-    return [Batch(inputs[a:b], targets[a:b], torch.arange(a, b), size) for a, b in cuts]
+    return [Batch((inputs[a:b], targets[a:b]), torch.arange(a, b), size) for a, b in cuts]

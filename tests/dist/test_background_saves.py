@@ -37,7 +37,7 @@ def slow(*args):
 
 def main(config):
     fsio.write_stream = slow
-    return classify.main(config)
+    return classify.Classify.main(config, None)
 """
 OVERRIDES = [
     "job=slow_disk",

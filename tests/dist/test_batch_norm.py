@@ -14,7 +14,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, SUBJECTS, eval_parts, global_batch, part, rates, whole
 from toolkit.config import TrainConfig
 from toolkit.dist.session import Session
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
@@ -47,7 +47,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def built(session: Session, name: str, model: Callable[[], nn.Module], **train: Any) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
-    strategy.build(model, sgd, cross_entropy, part(strategy.share, 0))
+    strategy.build(model, sgd, of_pairs(cross_entropy), part(strategy.share, 0))
     return strategy
 
 

@@ -39,7 +39,7 @@ from toolkit.data.loader import build_loader, eval_batches
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.compression import BLOCK, Piece, Wire, build_scheme
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
@@ -194,7 +194,7 @@ def compressed(session: Session, kind: str, model: Callable[[], nn.Module] = pla
         more.pop("size", 10),
     )
     strategy = build_strategy(StrategyConfig("ddp", compression=kind, **more), session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
     return strategy
 
 
@@ -332,8 +332,8 @@ def leave_out(session: Session) -> tuple[Tensor, Tensor]:
     strategy = build_strategy(StrategyConfig("ddp", compression="topk", compression_ratio=1.0), session)
     inputs = torch.ones(1, FEATURES)
     targets, place = torch.zeros(1, dtype=torch.long), torch.tensor([session.rank])
-    strategy.build(Sometimes, OPTIMIZERS["sgd"], cross_entropy, Batch(inputs, targets, place, 2))
-    strategy.step(Batch(inputs if session.rank else -inputs, targets, place, 2), 1.0)
+    strategy.build(Sometimes, OPTIMIZERS["sgd"], of_pairs(cross_entropy), Batch((inputs, targets), place, 2))
+    strategy.step(Batch((inputs if session.rank else -inputs, targets), place, 2), 1.0)
     return snapshot(strategy)["model/at_times.weight"], snapshot(strategy)["model/always.weight"]
 
 
@@ -507,7 +507,7 @@ def train_on_digits(session: Session, kinds: dict[str, dict[str, Any]]) -> dict[
     for kind, options in kinds.items():
         strategy = build_strategy(StrategyConfig("ddp", compression=kind, **options), session)
         optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)  # noqa: E731
-        strategy.build(digits_model, optimizer, cross_entropy, batches[0])
+        strategy.build(digits_model, optimizer, of_pairs(cross_entropy), batches[0])
         for step, batch in enumerate(batches):
             strategy.step(batch, 0.05 * (1 + math.cos(math.pi * step / len(batches))))
         figures = evaluate(strategy, eval_batches(data.eval, share, 256), len(data.eval), classification)

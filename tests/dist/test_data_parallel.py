@@ -13,7 +13,7 @@ from tests.dist.strategy_cases import OPTIMIZERS, oracle, part, plain_model, rat
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.objectives import cross_entropy
 
@@ -28,7 +28,7 @@ def train(session: Session) -> tuple[list[float], dict[str, Tensor], type, list[
     logging.getLogger("toolkit").setLevel(logging.INFO)
     strategy = build_strategy(StrategyConfig("dp"), session, TrainConfig(accumulate=3))
     assert isinstance(strategy, Spmd)
-    strategy.build(plain_model, OPTIMIZERS["adamw"], cross_entropy, part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), part(strategy.share, 0))
     losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(4)]
     passes = strategy._layout._passes  # type: ignore[attr-defined]
     return losses, snapshot(strategy), type(passes), told

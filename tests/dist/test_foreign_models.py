@@ -41,7 +41,7 @@ from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
@@ -66,7 +66,7 @@ def train(session: Session, pairs: list[tuple[str, str]]) -> list[str | tuple[li
         strategy = build_strategy(config, session)
         try:
             make, optimizer = partial(made, foreign), OPTIMIZERS[foreign.optimizer]
-            strategy.build(make, optimizer, copy.deepcopy(foreign.criterion), batch(strategy.share, 0))
+            strategy.build(make, optimizer, of_pairs(copy.deepcopy(foreign.criterion)), batch(strategy.share, 0))
         except ConfigError as error:
             found.append(str(error))
         else:
@@ -118,7 +118,7 @@ def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
         plan = dict(FUSED) if config.name == "tensor" else {}
         strategy = build_strategy(replace(config, tensor_plan=plan), session, TrainConfig(ema_decay=0.5))
         make = partial(made, Foreign(lambda: nn.Sequential(*chain(Attention(), Gated()), Counts())))
-        strategy.build(make, OPTIMIZERS["adamw"], cross_entropy, batch(strategy.share, 0))
+        strategy.build(make, OPTIMIZERS["adamw"], of_pairs(cross_entropy), batch(strategy.share, 0))
         place = {"rank": session.rank, "world_size": session.world_size, "kv": session.store}
         if found:
             loaded = load(store, strategy.state(), attempt=len(found), **place)  # type: ignore[arg-type]
@@ -168,9 +168,11 @@ def leave_out(session: Session, accumulate: int) -> str:
 
     def share(signs: list[int]) -> Batch:
         rows = slice(*strategy.share.bounds(4))
-        return Batch((inputs * torch.tensor(signs)[:, None])[rows], targets[rows], torch.arange(4)[rows], 4)
+        return Batch(((inputs * torch.tensor(signs)[:, None])[rows], targets[rows]), torch.arange(4)[rows], 4)
 
-    strategy.build(Branches, lambda m: torch.optim.SGD(m.parameters(), 0.1), cross_entropy, share([1, 1, 1, 1]))
+    strategy.build(
+        Branches, lambda m: torch.optim.SGD(m.parameters(), 0.1), of_pairs(cross_entropy), share([1, 1, 1, 1])
+    )
     if accumulate > 1:
         strategy.step(share([1, -1, 1, -1]), 0.1)
     with pytest.raises(ConfigError) as caught:

@@ -33,7 +33,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
@@ -77,7 +77,7 @@ def bytes_held(session: Session, name: str) -> dict[str, int]:
         return made
 
     strategy = build_strategy(StrategyConfig(name), session)
-    strategy.build(even_model, optimizer, cross_entropy, part(strategy.share, 0))
+    strategy.build(even_model, optimizer, of_pairs(cross_entropy), part(strategy.share, 0))
     strategy.step(part(strategy.share, 0), 0.1)
     live = strategy.live()
     found["weights"] = size_bytes(value for key, value in live.items() if key.startswith("weights/"))
@@ -288,7 +288,7 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
 
         strategy = build_strategy(replace(SUBJECTS[name][0], activation_checkpointing=recomputes), session)
         strategy.build(
-            model, lambda model: torch.optim.AdamW(model.parameters()), cross_entropy, part(strategy.share, 0)
+            model, lambda model: torch.optim.AdamW(model.parameters()), of_pairs(cross_entropy), part(strategy.share, 0)
         )
         runs[0] = 0
         for step in range(3):
@@ -332,7 +332,9 @@ def with_batch_norm() -> nn.Module:
 def refusal(session: Session, model: Any, config: StrategyConfig, precision: str) -> str:
     strategy = build_strategy(config, session, TrainConfig(precision=precision))
     with pytest.raises(ConfigError) as caught:
-        strategy.build(model, lambda m: torch.optim.SGD(m.parameters()), cross_entropy, part(strategy.share, 0))
+        strategy.build(
+            model, lambda m: torch.optim.SGD(m.parameters()), of_pairs(cross_entropy), part(strategy.share, 0)
+        )
     return str(caught.value)
 
 

@@ -19,7 +19,7 @@ from toolkit.checkpoint import weights
 from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
 from toolkit.dist.session import Session
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.initial import initialised
 from toolkit.train.objectives import cross_entropy
 
@@ -63,7 +63,7 @@ def start_sharded(session: Session, source: str) -> tuple[int, Weights]:
     strategy = build_strategy(StrategyConfig("fsdp"), session)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=0, share=strategy.share)
     model = partial(initialised, noisy_model, ModelConfig(init_from=source), session)
-    strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), cross_entropy, loader.at(0))
+    strategy.build(model, lambda made: torch.optim.SGD(made.parameters()), of_pairs(cross_entropy), loader.at(0))
     return len(reads), snapshot(strategy)
 
 

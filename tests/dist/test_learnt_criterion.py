@@ -24,7 +24,7 @@ from tests.dist.strategy_cases import (
 from toolkit.config import TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.update import Update
 
 pytestmark = pytest.mark.dist
@@ -47,7 +47,7 @@ class Tempered(nn.Module):
 
 def built(session: Session, name: str, optimizer: str, criterion: nn.Module, **train: Any) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
-    strategy.build(plain_model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0))  # type: ignore[arg-type]
+    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))  # type: ignore[arg-type]
     return strategy
 
 

@@ -40,7 +40,7 @@ from toolkit.dist.batch import Share
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import total_steps
 from toolkit.train.objectives import classification, cross_entropy
@@ -141,7 +141,7 @@ def train_cases(session: Session) -> list[list[tuple[float, dict[str, Tensor]]]]
     for local, optimizer, criterion, accumulate, size, clip in CASES:
         config = StrategyConfig("local_sgd", local_sgd=local)
         strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate, clip_norm=clip))
-        strategy.build(plain_model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+        strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
         strategy.state()  # what a fresh start does when it looks for a checkpoint must not change the first step
         steps = []
         for n in range(STEPS):
@@ -166,7 +166,7 @@ def test_steps_equal_those_of_as_many_replicas_in_one_process() -> None:
 def step_by_step(session: Session, accumulate: int, size: int) -> tuple[list[float], dict[str, Tensor]]:
     config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(1))
     strategy = build_strategy(config, session, TrainConfig(accumulate=accumulate))
-    strategy.build(plain_model, OPTIMIZERS["sgd"], cross_entropy, part(strategy.share, 0, size))
+    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0, size))
     return [strategy.step(part(strategy.share, n, size), rates(n)).loss.item() for n in range(4)], snapshot(strategy)
 
 
@@ -188,7 +188,7 @@ def test_with_rounds_of_one_step_sgd_with_momentum_is_that_of_one_process_whatev
 def look_between(session: Session, looks: bool) -> tuple[list[dict[str, Tensor]], list[dict[str, float] | None]]:
     """The replica's own weights after each step; with ``looks`` evaluated and saved in each."""
     strategy = build_strategy(DILOCO, session)
-    strategy.build(trainer.noisy_model, OPTIMIZERS["adamw"], cross_entropy, picture_part(strategy.share, 0))
+    strategy.build(trainer.noisy_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), picture_part(strategy.share, 0))
     own, figures = [], []
     for step in range(STEPS):
         reseed(5, step, session.rank)
@@ -217,7 +217,7 @@ def test_an_evaluation_and_a_save_inside_a_round_leave_every_replica_as_it_was()
 
 def differences(session: Session) -> list[tuple[float, bool]]:
     strategy = build_strategy(AVERAGE, session)
-    strategy.build(plain_model, OPTIMIZERS["adamw"], cross_entropy, part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), part(strategy.share, 0))
     found = []
     for step in range(6):
         strategy.step(part(strategy.share, step), 0.01)
@@ -384,8 +384,8 @@ def train_digits(session: Session, path: str, overrides: list[str]) -> tuple[flo
     sent = count_bytes()
     strategy = build_strategy(config.strategy, session, config.train)
     loader = build_loader(data.train, config.data, strategy.share, seed=config.train.seed)
-    model = partial(build_model, config.model, data.classes, data.sample_shape)
-    strategy.build(model, partial(build_optimizer, config.optim), cross_entropy, loader.at(0))
+    model = partial(build_model, config.model.name, data.classes, data.sample_shape)
+    strategy.build(model, partial(build_optimizer, config.optim), of_pairs(cross_entropy), loader.at(0))
     steps = total_steps(config.train, loader.dataset_size, loader.global_batch_size)
     rate = build_schedule(config.optim, steps)
     sent.clear()  # priming's
@@ -434,7 +434,7 @@ def test_digits_are_learned_as_well_as_by_ddp_with_a_fraction_of_the_bytes() -> 
 
 def figures(session: Session) -> tuple[dict[str, float], dict[str, float]]:
     strategy: Strategy = build_strategy(StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(4)), session)
-    strategy.build(plain_model, OPTIMIZERS["sgd"], cross_entropy, part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
     strategy.figures()
     for step in range(8):
         strategy.step(part(strategy.share, step), 0.1)

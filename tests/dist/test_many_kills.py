@@ -28,7 +28,7 @@ from toolkit.data.loader import Loader
 from toolkit.diagnose.resume_check import Plan, compare
 from toolkit.dist.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -58,7 +58,7 @@ def train(session: Session, run: RunDir, attempt: int, steps: int, workers: int,
     strategy = build_strategy(StrategyConfig(), session)
     loader = Loader(Images(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=workers)
     optim = OptimConfig("adamw", lr=0.01)
-    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(SAVE_EVERY), session, strategy, identity(JobConfig()))
     schedule = partial(build_schedule, optim)
     result = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints).fit(judge)

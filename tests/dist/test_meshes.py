@@ -26,11 +26,12 @@ from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Strategy, auto, build_strategy
+from toolkit.strategies import Strategy, auto, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 
 pytestmark = pytest.mark.dist
 
+NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))
 LENGTH, WINDOWS = 8, 6
 
 
@@ -58,7 +59,7 @@ def windows(step: int) -> tuple[Tensor, Tensor]:
 def share_of_windows(share: Share, step: int) -> Batch:
     inputs, targets = windows(step)
     start, stop = share.bounds(WINDOWS)
-    return Batch(inputs[start:stop], targets[start:stop], torch.arange(start, stop), WINDOWS)
+    return Batch((inputs[start:stop], targets[start:stop]), torch.arange(start, stop), WINDOWS)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -92,7 +93,7 @@ def train_gpt(session: Session, names: list[str]) -> list[tuple[list[float], dic
     for name in names:
         config, train, model = CUTS[name]
         strategy = build_strategy(config, session, train)
-        strategy.build(model, adamw, next_byte, share_of_windows(strategy.share, 0))
+        strategy.build(model, adamw, NEXT_BYTE, share_of_windows(strategy.share, 0))
         losses = [strategy.step(share_of_windows(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
         found.append((losses, snapshot(strategy)))
     return found
@@ -128,7 +129,7 @@ def limits_after_a_step(session: Session, configs: list[StrategyConfig]) -> set[
     session = replace(session, timeout=timedelta(seconds=60))  # that of the group in tests/dist/ranks.py
     for config in configs:
         strategy = build_strategy(config, session)
-        strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+        strategy.build(even_model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))
     session.step_made()
     groups = distributed_c10d._world.pg_map
     return {g._get_backend(device).options._timeout for g in groups for device in g._device_types}
@@ -160,7 +161,7 @@ def bytes_held(session: Session, configs: list[StrategyConfig]) -> list[tuple[in
             return made
 
         strategy = build_strategy(config, session)
-        strategy.build(even_model, optimizer, cross_entropy, part(strategy.share, 0))
+        strategy.build(even_model, optimizer, of_pairs(cross_entropy), part(strategy.share, 0))
         strategy.step(part(strategy.share, 0), 0.1)
         live = strategy.live()
         weights = size_bytes(value for key, value in live.items() if key.startswith("weights/"))
@@ -206,7 +207,7 @@ def made_where(session: Session, config: StrategyConfig) -> tuple[list[str], dic
         return model
 
     strategy = build_strategy(config, session)
-    strategy.build(make, adamw, next_byte, share_of_windows(strategy.share, 0))
+    strategy.build(make, adamw, NEXT_BYTE, share_of_windows(strategy.share, 0))
     first = snapshot(strategy)
     strategy.step(share_of_windows(strategy.share, 0), 0.1)
     stepped = snapshot(strategy)
@@ -240,7 +241,7 @@ def trained_by(session: Session, config: StrategyConfig, memory: int) -> tuple[s
     """The layout that is taken where ranks have so much memory, rank 0 ten times as much; what comes of some steps."""
     auto.memory_bytes = lambda *_: memory * (1 if session.rank else 10)  # type: ignore[assignment]
     strategy = build_strategy(config, session)
-    strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+    strategy.build(even_model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))
     for step in range(3):
         strategy.step(part(strategy.share, step), rates(step))
     assert strategy.evaluates_together == strategy._layout.passes_are_joint  # type: ignore[attr-defined]
@@ -271,7 +272,7 @@ def offloaded(session: Session) -> list[dict[str, Tensor]]:
     found = []
     for offload in (False, True):
         strategy = build_strategy(StrategyConfig("fsdp", cpu_offload=offload), session, TrainConfig(accumulate=2))
-        strategy.build(even_model, adamw, cross_entropy, part(strategy.share, 0))
+        strategy.build(even_model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))
         for step in range(3):
             strategy.step(part(strategy.share, step), rates(step))
         found.append(snapshot(strategy))
@@ -303,7 +304,7 @@ class Counts(nn.Module):
 
 def built(session: Session, model: Callable[[], nn.Module], config: StrategyConfig) -> None:
     strategy = build_strategy(config, session)
-    strategy.build(model, adamw, cross_entropy, part(strategy.share, 0))
+    strategy.build(model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))
 
 
 def refusals(session: Session, cases: list[Any]) -> list[str]:
@@ -353,7 +354,7 @@ def cut_evenly(session: Session) -> str:
     strategy: Strategy = build_strategy(tensor(sequence_parallel=True), session)
     batch = share_of_windows(strategy.share, 0)
     with pytest.raises(ConfigError) as caught:
-        strategy.build(gpt, adamw, next_byte, replace(batch, inputs=batch.inputs[:, 1:], targets=batch.targets[:, 1:]))
+        strategy.build(gpt, adamw, NEXT_BYTE, batch.map(lambda tensor: tensor[:, 1:]))
     return str(caught.value)
 
 

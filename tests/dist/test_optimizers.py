@@ -19,7 +19,7 @@ from toolkit.config import OptimConfig, TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer
 
@@ -87,7 +87,7 @@ def alone(name: str) -> dict[str, Tensor]:
 
 def built(session: Session, strategy: str, optim: OptimConfig, **options: Any) -> Any:
     made = build_strategy(SUBJECTS[strategy][0], session, TrainConfig(**options))
-    made.build(model, partial(build_optimizer, optim), cross_entropy, part(made.share, 0, SIZE))
+    made.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), part(made.share, 0, SIZE))
     return made
 
 

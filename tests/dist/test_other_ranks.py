@@ -24,7 +24,7 @@ from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -96,7 +96,7 @@ def train(
     pictures, share = Pictures(bad), strategy.share
     loader = Loader(pictures, global_batch_size=BATCH, seed=3, share=share, workers=1, max_bad_samples=most)
     optim = OptimConfig("sgd", lr=0.001)
-    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     seen: Seen = {}
 
     def strike(step: int) -> None:

@@ -28,7 +28,7 @@ from toolkit.data.loader import Loader
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.parameter_server.mail import Kind, Mail
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
@@ -83,7 +83,7 @@ def whole_share() -> Any:
 def on_two_servers(session: Session, scaled: bool) -> tuple[list[float], dict[str, tuple[Any, Tensor]]]:
     strategy = build_strategy(config(servers=2), session, TrainConfig(accumulate=2))
     model, criterion = (Scaled, cross_entropy) if scaled else (plain_model, token_loss)
-    strategy.build(model, OPTIMIZERS["adamw"], criterion, part(strategy.share, 0))
+    strategy.build(model, OPTIMIZERS["adamw"], of_pairs(criterion), part(strategy.share, 0))
     losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
     state = strategy.state()
     return losses, {name: (getattr(entry, "offsets", None), entry.value.clone()) for name, entry in state.items()}
@@ -115,7 +115,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 def refused(session: Session) -> list[str]:
     strategy = build_strategy(config(), session)
     with pytest.raises(ConfigError) as uncut:
-        strategy.build(plain_model, adafactor, cross_entropy, part(strategy.share, 0))
+        strategy.build(plain_model, adafactor, of_pairs(cross_entropy), part(strategy.share, 0))
     with pytest.raises(ConfigError) as many:
         build_strategy(config(3), session)
     return [str(uncut.value), str(many.value)]
@@ -141,7 +141,7 @@ def train(
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=train.seed, share=strategy.share)
     optim = OptimConfig("adamw", lr=0.01)
     with closing(strategy):
-        strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+        strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
         checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
         schedule = partial(build_schedule, optim)
         trainer = Trainer(train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
@@ -323,7 +323,7 @@ def run_ahead(session: Session, section: StrategyConfig, until: int) -> list[int
 
     Worker 1 counts a ticket before it pushes it, so the servers never know of more than is counted."""
     strategy = build_strategy(section, session)
-    strategy.build(plain_model, OPTIMIZERS["sgd"], cross_entropy, part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
     leads = []
     for n in range(2 * until):
         if session.rank == 1:
@@ -348,7 +348,7 @@ def test_an_asynchronous_worker_waits_for_nobody() -> None:
 
 def async_alone(session: Session, optimizer: str, criterion: Any) -> dict[str, Tensor]:
     strategy = build_strategy(config(mode="async"), session)
-    strategy.build(plain_model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0))
+    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))
     for n in range(STEPS):
         strategy.step(part(strategy.share, n), rates(n))
     return {name: entry.value.clone() for name, entry in strategy.state().items()}  # type: ignore[union-attr]
@@ -378,11 +378,13 @@ def test_asynchronous_training_learns_and_loses_no_ticket_to_a_death_or_a_resume
 
 
 def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, deaths: Deaths) -> Result:
-    from jobs.classify import accuracy
     from jobs.models import build_model
-    from toolkit.config import DataConfig, ModelConfig
+    from toolkit.config import DataConfig
     from toolkit.data.datasets import build_datasets
-    from toolkit.data.loader import build_loader
+    from toolkit.data.loader import build_loader, eval_batches
+    from toolkit.strategies import Strategy
+    from toolkit.train.evaluate import evaluate
+    from toolkit.train.objectives import classification
 
     if session.rank in deaths:
         how, when = deaths[session.rank]
@@ -395,9 +397,14 @@ def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, 
     loader = build_loader(data.train, DataConfig(), strategy.share, seed=0)
     optim = OptimConfig(lr=0.1)
     with closing(strategy):
-        model = partial(build_model, ModelConfig(), data.classes, data.sample_shape)
-        strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+        model = partial(build_model, "mlp", data.classes, data.sample_shape)
+        strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
         checkpoints = Checkpoints(EVERY_4, session, strategy, identity(JobConfig(strategy=section)))
         schedule = partial(build_schedule, optim)
         trainer = Trainer(section_of_train, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
-        return trainer.fit(partial(accuracy, data.eval, 0))
+
+        def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> dict[str, float] | None:
+            batches = eval_batches(data.eval, strategy.share, batch_size=256)
+            return evaluate(strategy, batches, len(data.eval), classification, is_cut)
+
+        return trainer.fit(judge)

@@ -41,8 +41,7 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Strategy, build_strategy
-from toolkit.strategies.protocol import Criterion
+from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
@@ -60,7 +59,7 @@ def make(
     **options: Any,
 ) -> Strategy:
     strategy = build_strategy(config, session, TrainConfig(**options))
-    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, size))
+    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, size))
     return strategy
 
 

@@ -29,7 +29,7 @@ from toolkit.data.memory import InMemory
 from toolkit.diagnose.resume_check import Plan, Report, compare
 from toolkit.dist.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train import loop
@@ -118,7 +118,7 @@ def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: 
     loader = Loader(Images(), global_batch_size=BATCH, seed=3, share=strategy.share, workers=0 if small else 2)
     optim = OptimConfig("adamw", lr=0.01)
     make = partial(build_optimizer, optim)
-    strategy.build(plain_model if small else model, make, cross_entropy, loader.at(0))
+    strategy.build(plain_model if small else model, make, of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(CheckpointConfig(SAVED), session, strategy, identity(JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)

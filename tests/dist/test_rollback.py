@@ -44,7 +44,7 @@ def spoilt(bad: Iterable[int], dies_at: int | None = None) -> Iterator[None]:
         share = loader._sampler._share
         if step not in bad or share.index < share.count - 1:
             return batch
-        return Batch(batch.inputs * torch.nan, batch.targets, batch.positions, batch.global_count)
+        return Batch((batch.inputs * torch.nan, batch.targets), batch.positions, batch.global_count)
 
     Loader.at = at  # type: ignore[method-assign]
     try:

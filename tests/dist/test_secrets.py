@@ -19,7 +19,7 @@ TOOLKIT = [sys.executable, "-m", "toolkit"]
 #: Trains, and notes what any user of the node could see meanwhile.
 JOB = """
 import os, pathlib
-from jobs.classify import main as train
+from jobs.classify import Classify
 
 def main(config):
     run = pathlib.Path(os.environ["TOOLKIT_RUN_DIR"])
@@ -30,7 +30,7 @@ def main(config):
             except OSError:
                 pass
     (run / "variables").write_text("\\n".join(f"{name}={value}" for name, value in os.environ.items()))
-    train(config)
+    Classify.main(config, None)
 """
 CONFIG = "job: own.look\ncluster: {tasks_per_node: 1}\ntrain: {max_steps: 4}\ncheckpoint: {every_steps: 2}\n"
 FILES = [".env", ".netrc", ".ssh/id_ed25519", ".aws/credentials", "deploy.key", "own/kaggle.json"]

@@ -19,7 +19,7 @@ from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig,
 from toolkit.data.loader import build_loader
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -82,7 +82,7 @@ def train(
     strategy: Any = build_strategy(StrategyConfig(), session, config)
     loader = build_loader(dataset(), data, strategy.share, seed=3)
     optim = OptimConfig("adamw", lr=0.01)
-    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     clock = TimedBySamples(seconds[session.rank]) if seconds else None
     strategy.own_time = clock or strategy.own_time
     counts, seen, plain_at = list[int](), list[list[int]](), loader.at

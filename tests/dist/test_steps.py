@@ -30,7 +30,7 @@ from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import Criterion, Strategy, build_strategy
+from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.layouts import local
 from toolkit.strategies.update.parts import Parts
 from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
@@ -57,7 +57,7 @@ def built(
 ) -> Strategy:
     config = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(config, session, TrainConfig(**train))
-    strategy.build(model, OPTIMIZERS[optimizer], criterion, part(strategy.share, 0, SIZE))
+    strategy.build(model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0, SIZE))
     strategy.state()
     return strategy
 
@@ -169,7 +169,7 @@ BAD = {0: NOT_FINITE, 5: NOT_FINITE, 25: SPIKE}
 def spoil(share: int, step: int, batch: Batch) -> Batch:
     """On one rank alone: a NaN in steps 0 and 5, and a loss a thousand times too large in step 25."""
     factor = {0: torch.nan, 5: torch.inf, 25: 1e3}.get(step, 1.0)
-    return Batch(batch.inputs * (factor if share == 1 else 1.0), batch.targets, batch.positions, batch.global_count)
+    return Batch((batch.inputs * (factor if share == 1 else 1.0), batch.targets), batch.positions, batch.global_count)
 
 
 def leave_out(session: Session, name: str) -> list[Any]:
@@ -200,7 +200,7 @@ def nan_in_batch_norm(session: Session) -> list[str]:
     strategy = built("ddp", session, "sgd", noisy_model, skip_bad_steps=True, ema_decay=0.8)
     train(strategy, range(2))
     before = tensors(strategy)
-    poison = lambda n, batch: Batch(batch.inputs * torch.nan, batch.targets, batch.positions, SIZE)  # noqa: E731
+    poison = lambda n, batch: Batch((batch.inputs * torch.nan, batch.targets), batch.positions, SIZE)  # noqa: E731
     verdicts, _ = train(strategy, range(2, 4), poison)
     assert verdicts == [NOT_FINITE, NOT_FINITE]
     return same(before, tensors(strategy))
@@ -265,7 +265,7 @@ HUGE = 2  #: the step whose gradients do not fit into fp16
 
 def overflow(step: int, batch: Batch) -> Batch:
     factor = 1e3 if step == HUGE else 1.0
-    return Batch(batch.inputs * factor, batch.targets, batch.positions, batch.global_count)
+    return Batch((batch.inputs * factor, batch.targets), batch.positions, batch.global_count)
 
 
 def half(session: Session) -> Any:

@@ -36,7 +36,7 @@ from tests.dist.strategy_cases import (
 from toolkit.config import StrategyConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.seeds import reseed
@@ -189,7 +189,7 @@ def prime(session: Session) -> None:
     model = noisy_model()
     optimizer = OPTIMIZERS["sgd"](model)
     torch.set_rng_state(before)
-    strategy.build(lambda: model, lambda _: optimizer, cross_entropy, part(strategy.share, 0))
+    strategy.build(lambda: model, lambda _: optimizer, of_pairs(cross_entropy), part(strategy.share, 0))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not optimizer.state

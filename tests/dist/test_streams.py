@@ -19,7 +19,7 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.data.stream import StreamLoader
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
-from toolkit.strategies import build_strategy
+from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -45,7 +45,7 @@ def train(session: Session, run_dir: Path, dies_in: int | None = None) -> tuple[
         YieldedLines, dataset_size=24, global_batch_size=10, seed=3, share=strategy.share, workers=session.rank % 2
     )
     optim = OptimConfig("adamw", lr=0.01)
-    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     plain_at, targets = loader.at, list[list[int]]()
 
     def at(step: int) -> Any:

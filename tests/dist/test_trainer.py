@@ -28,7 +28,7 @@ from toolkit.data.memory import InMemory
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.strategies import Strategy, build_strategy
+from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import classification, cross_entropy
@@ -80,7 +80,7 @@ def train(
     section = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(section, session, config)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=config.seed, share=strategy.share)
-    strategy.build(model, partial(build_optimizer, optim), cross_entropy, loader.at(0))
+    strategy.build(model, partial(build_optimizer, optim), of_pairs(cross_entropy), loader.at(0))
     checkpoints = Checkpoints(checkpoint, session, strategy, identity(job or JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)

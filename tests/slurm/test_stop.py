@@ -42,7 +42,7 @@ def at(self, step):
     return plain_at(self, step)
 def main(config):
     Loader.at = at
-    return classify.main(config)
+    return classify.Classify.main(config, None)
 """
 
 

@@ -26,9 +26,10 @@ def check_job(config: JobConfig, project: Path | None) -> None:
     if len(jobs) > 1:
         lines = " and ".join(f"{node.name} (line {node.lineno})" for node in jobs)
         raise ConfigError(f"job: {source.path}: {lines} are both jobs; leave one in this file, and move the other out")
-    if not jobs:
+    if jobs:
+        _check_step_owner(config, jobs[0])
+    else:
         _check_main(config.job, source)
-    _check_step_owner(config, source.tree)
     models = _declared_models(source.tree)
     if models is not None:
         one_of("model.name", config.model.name, models)
@@ -76,22 +77,18 @@ def is_job(job: str, project: Path | None = None) -> bool:
     return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project))))
 
 
-def _check_step_owner(config: JobConfig, tree: ast.Module) -> None:
-    """A job that makes its own step has no use for a strategy of ours, and one that asks for ours has none of its own.
-
-    Which of the two it is shows in the names that it uses; a job that uses both may be either.
-    """
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    own, ours = "Custom" in used, "build_strategy" in used
-    if ours and not own and config.strategy.name == "custom":
+def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
+    """Raise ConfigError where a job with a step of its own asks for a strategy of ours, or the other way round."""
+    own = any(isinstance(node, ast.FunctionDef) and node.name == "train_step" for node in job.body)
+    if own and config.strategy.name != "custom":
         raise ConfigError(
-            f"strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom (see "
-            f"jobs/custom.py), and {config.job} asks for one of the toolkit's: use ddp"
+            f"strategy.name: {config.strategy.name} is not what {config.job} does: its step is its own (train_step of "
+            f"{job.name}); set it to custom"
         )
-    if own and not ours and config.strategy.name != "custom":
+    if not own and config.strategy.name == "custom" and not any("." not in ast.unparse(base) for base in job.bases):
         raise ConfigError(
-            f"strategy.name: {config.strategy.name} is not what {config.job} does: its step is its own (a subclass of "
-            "toolkit.strategies.Custom); set it to custom"
+            f"strategy.name: custom is for a job with a step of its own, a method train_step (see jobs/custom.py), and "
+            f"{job.name} of {config.job} has none: use ddp"
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from toolkit.dist import nested
+
 #: Of a data set in memory so many samples are looked at, of a list of files so many names; all evenly spaced.
 SAMPLES, NAMES = 64, 10_000
 
@@ -34,7 +36,8 @@ def digest(dataset: Any) -> str:
         return _crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
     if not callable(batch := getattr(dataset, "batch", None)) or not len(dataset):
         return ""
-    tensors: Sequence[Tensor] = batch(np.array(_some(range(len(dataset)), SAMPLES)))
+    data = batch(np.array(_some(range(len(dataset)), SAMPLES)))
+    tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
     whole = [value for value in tensors if not (value.is_floating_point() or value.is_complex())]
     return _crc([value.contiguous().numpy().tobytes() for value in whole]) if whole else ""
 

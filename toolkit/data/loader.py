@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toolkit.data.fingerprint import fingerprint
-from toolkit.data.permutation import Indices
+from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
-from toolkit.data.workers import PREFETCH, InlineSource, Reader, Samples, WorkerSource
+from toolkit.data.workers import PREFETCH, Collate, InlineSource, Reader, Samples, WorkerSource
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json
+from toolkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
@@ -30,8 +30,8 @@ class BatchedSamples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Inputs (n, ...) and targets (n, ...) of the samples ``indices`` (n,)."""
+    def batch(self, indices: Indices) -> Any:
+        """The samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
 
 
 class Source(Protocol):
@@ -61,11 +61,21 @@ class Loader:
         split: str = "global",
         balances: bool = False,
         device: torch.device | str = "cpu",
+        collate: Collate | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``split`` is global, or what split.py knows; ``balances``: the loop may :meth:`cut` the batches anew."""
+        """``split`` is global, or what split.py knows; ``balances``: the loop may :meth:`cut` the batches anew.
+
+        ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
+        gives the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
+        """
         self._dataset = dataset
-        self.dataset_size = len(dataset)
+        if order is not None and split != "global":
+            raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
+        given = None if order is None else GivenOrder(order, len(dataset))
+        #: Samples of an epoch.
+        self.dataset_size = len(dataset) if given is None else given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
         #: How long the last ``at`` kept its caller waiting, the fetch itself included.
@@ -81,11 +91,11 @@ class Loader:
         self._device = torch.device(device)
         self._clock = clock
         self._samplers = partial(
-            TrainSampler, self.dataset_size, global_batch_size=global_batch_size, seed=seed, split=split
+            TrainSampler, len(dataset), global_batch_size=global_batch_size, seed=seed, split=split, order=given
         )
         self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
-        self._sources = partial(_source, dataset, seed=seed, device=self._device, skips=skips)
+        self._sources = partial(_source, dataset, seed=seed, device=self._device, skips=skips, collate=collate)
         self._source: Source = self._sources(self._sampler, workers=workers)
         self._others: dict[Share, Source] = {}
 
@@ -150,6 +160,8 @@ def build_loader(
     *,
     seed: int,
     device: torch.device | str = "cpu",
+    collate: Collate | None = None,
+    order: Callable[[int], Sequence[int]] | None = None,
 ) -> Loader:
     """The training loader that the ``data:`` section asks for; ``seed`` is the run's."""
     return Loader(
@@ -162,6 +174,8 @@ def build_loader(
         split=config.split,
         balances=config.share == "auto",
         device=device,
+        collate=collate,
+        order=order,
     )
 
 
@@ -172,6 +186,7 @@ def eval_batches(
     *,
     workers: int = 0,
     device: torch.device | str = "cpu",
+    collate: Collate | None = None,
 ) -> Iterator[Batch | None]:
     """This share's contiguous part of the eval set, unpadded: over all shares each sample comes exactly once.
 
@@ -180,7 +195,8 @@ def eval_batches(
     """
     sampler = EvalSampler(len(dataset), batch_size=batch_size, share=share)
     mine = eval_calls(sampler.stop - sampler.start, 1, batch_size)
-    source = _source(dataset, sampler, seed=0, workers=min(workers, mine), device=torch.device(device))
+    workers = min(workers, mine)
+    source = _source(dataset, sampler, seed=0, workers=workers, device=torch.device(device), collate=collate)
     try:
         for call in range(sampler.calls):
             yield source.fetch(call).to(device) if call < mine else None
@@ -198,8 +214,8 @@ class _TensorSource:
 
     def fetch(self, step: int) -> Batch:
         part = self.sampler.at(step)
-        inputs, targets = self.dataset.batch(part.indices)
-        batch = Batch(inputs, targets, torch.from_numpy(part.positions()), part.global_count)
+        data = self.dataset.batch(part.indices)
+        batch = Batch(data, torch.from_numpy(part.positions()), part.global_count)
         return batch.pin_memory() if self.pin else batch
 
     def close(self) -> None:
@@ -207,12 +223,20 @@ class _TensorSource:
 
 
 def _source(
-    dataset: Any, sampler: Sampler, *, seed: int, workers: int, device: torch.device, skips: bool = False
+    dataset: Any,
+    sampler: Sampler,
+    *,
+    seed: int,
+    workers: int,
+    device: torch.device,
+    skips: bool = False,
+    collate: Collate | None = None,
 ) -> Source:
     """The cheapest way to read ``dataset``: all at once, in workers, or here."""
     pin = device.type == "cuda"
     if isinstance(dataset, BatchedSamples):
         return _TensorSource(dataset, sampler, pin=pin)
+    reader = Reader(dataset, seed, skips=skips, collate=collate)
     if workers > 0:
-        return WorkerSource(Reader(dataset, seed, skips=skips), sampler, workers=workers, pin=pin)
-    return InlineSource(Reader(dataset, seed, skips=skips), sampler, pin=pin)
+        return WorkerSource(reader, sampler, workers=workers, pin=pin)
+    return InlineSource(reader, sampler, pin=pin)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from toolkit.data.permutation import BLOCK, Indices, Order
+from toolkit.data.permutation import BLOCK, GivenOrder, Indices, Order
 from toolkit.data.split import PartOrder
 from toolkit.dist.batch import Share
 
@@ -54,10 +54,20 @@ class TrainSampler:
     grow with the number of shares. A block reaches no further than an epoch, so it touches two at most.
     """
 
-    def __init__(self, size: int, *, global_batch_size: int, seed: int, share: Share, split: str = "global") -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        global_batch_size: int,
+        seed: int,
+        share: Share,
+        split: str = "global",
+        order: GivenOrder | None = None,
+    ) -> None:
+        """``order``: the job's own, instead of a permutation for each epoch."""
         if global_batch_size < 1:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
-        self.order = Order(size, seed)
+        self.order = order or Order(size, seed)
         self.global_batch_size = global_batch_size
         self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
         self._share = share

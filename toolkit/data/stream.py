@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import Part
-from toolkit.data.workers import NO_SAMPLE, InlineSource, PartReader, WorkerSource, collate
+from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.state import Json
 from toolkit.errors import ConfigError, JobFailedError
@@ -43,10 +42,10 @@ class Stream(Protocol):
     anew before each sample, from the position in the run.
     """
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         """Go on where the state stands; where that is the end of an epoch, with the next one.
 
-        Called at the beginning, after :meth:`load_state_dict` and at each end. Inputs are tensors of one shape.
+        Called at the beginning, after :meth:`load_state_dict` and at each end.
         """
 
     def state_dict(self) -> Mapping[str, Json]:
@@ -58,6 +57,14 @@ class Stream(Protocol):
 
 #: The stream of a share, built on its rank. ``share`` says which of how many streams it is, the int is the run's seed.
 MakeStream: TypeAlias = Callable[[Share, int], Stream]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A training set of streams: ``make(share, seed)`` gives a rank's own; ``epoch_size`` samples count as an epoch."""
+
+    make: MakeStream
+    epoch_size: int
 
 
 class StreamLoader:
@@ -82,6 +89,7 @@ class StreamLoader:
         share: Share,
         workers: int = 0,
         device: torch.device | str = "cpu",
+        collate: Collate | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``dataset_size`` is the number of samples that count as an epoch. Raises ConfigError for an empty share."""
@@ -100,7 +108,7 @@ class StreamLoader:
         self._parts = _Parts(global_batch_size, share)
         self._source: InlineSource | WorkerSource | None = None
         if share.count:
-            reader, pin = _StreamReader(make(share, seed), seed, share), self._device.type == "cuda"
+            reader, pin = _StreamReader(make(share, seed), seed, share, collate), self._device.type == "cuda"
             self._source = (
                 WorkerSource(reader, self._parts, workers=1, pin=pin)
                 if workers
@@ -179,6 +187,7 @@ def build_stream_loader(
     dataset_size: int,
     seed: int,
     device: torch.device | str = "cpu",
+    collate: Collate | None = None,
 ) -> StreamLoader:
     """The loader of streams that the ``data:`` section asks for; ``seed`` is the run's. Raises ConfigError."""
     if config.bad_samples != "fail":
@@ -199,6 +208,7 @@ def build_stream_loader(
         share=share,
         workers=config.workers,
         device=device,
+        collate=collate,
     )
 
 
@@ -234,8 +244,8 @@ class _Parts:
 class _StreamReader(PartReader):
     """Takes the samples of a part from a stream, in this process or in the one worker."""
 
-    def __init__(self, stream: Stream, seed: int, share: Share) -> None:
-        super().__init__(seed)
+    def __init__(self, stream: Stream, seed: int, share: Share, collate: Collate | None) -> None:
+        super().__init__(seed, collate)
         self._stream = stream
         self._share = share
         self._iterator: Iterator[Any] | None = None
@@ -253,8 +263,8 @@ class _StreamReader(PartReader):
             which = f"the stream of share {self._share.index} of {self._share.count}"
             raise JobFailedError(f"{which} failed at position {where}: {type(error).__name__}: {error}") from error
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
-        inputs, targets = collate(samples)
-        return Batch(inputs, targets, torch.from_numpy(part.indices), part.global_count, stream_state=state)
+        data = self.collated(samples)
+        return Batch(data, torch.from_numpy(part.indices), part.global_count, stream_state=state)
 
     def _take(self, position: int) -> Any:
         self.current[:] = [position, position]

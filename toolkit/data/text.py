@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from toolkit import fsio
 from toolkit.data import catalog
 from toolkit.data.permutation import Indices
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 
 #: A window in so many is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
@@ -26,35 +24,30 @@ MOST_HELD_OUT = 256
 _NAME = "text.bin"
 
 
-def of_run(root: str | None, session: Session) -> Path:
-    """The run's copy of the text that ``data.root`` names; rank 0 makes it where there is none. Every rank calls."""
-    if session.is_main:
-        of_folder(root, session.run_dir, session.activity.move)
-    dist.barrier()
-    return session.run_dir / _NAME
+def pack_text(root: str | None, folder: Path, alive: Callable[[], None] = lambda: None) -> Path:
+    """Return the copy in ``folder`` of the text that ``root`` names, made where there is none.
 
-
-def of_folder(root: str | None, folder: Path, moved: Callable[[], None] = lambda: None) -> Path:
-    """The copy in ``folder`` of the text that ``root`` names, made where there is none."""
+    On several ranks call it in ``with self.main_first():`` of a job. ``alive`` is called after each file.
+    """
     path = folder / _NAME
     if not path.exists():
-        pack(catalog.text_files(root), path, moved)
+        pack(catalog.text_files(root), path, alive)
     return path
 
 
-def pack(files: list[Path], target: Path, moved: Callable[[], None] = lambda: None) -> None:
+def pack(files: list[Path], target: Path, alive: Callable[[], None] = lambda: None) -> None:
     """Write ``files`` end to end, a zero byte after each, as the new file ``target``, all or nothing."""
 
     def contents() -> Iterator[bytes]:
         for file in files:
             yield file.read_bytes() + b"\0"
-            moved()
+            alive()
 
     with fsio.new_path(target) as temporary:
         fsio.write_stream(temporary, contents())
 
 
-class Windows:
+class TextWindows:
     """Those windows of ``length`` bytes of a packed text that are ``held_out``, or all others; none overlap.
 
     Those held out stand evenly all over the text, so that the evaluation sees of everything a little.

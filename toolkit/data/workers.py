@@ -13,21 +13,21 @@ import traceback
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit import stacks
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import Part, Sampler
+from toolkit.dist import nested
 from toolkit.dist.batch import BadSample, Batch
 from toolkit.errors import JobFailedError
 
@@ -51,46 +51,63 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """Input (a tensor of the same shape for every sample) and target (an int or a tensor) of sample ``index``."""
+    def __getitem__(self, index: int) -> Any:
+        """Sample ``index``: tensors, arrays, numbers and texts, nested alike in every sample."""
 
 
-def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """Stack samples into the inputs and targets of a batch. Raises JobFailedError for what cannot be stacked."""
-    first = samples[0]
-    if not isinstance(first, (tuple, list)) or len(first) != 2:
-        kind = f"a {type(first).__name__}" + (f" of {len(first)}" if isinstance(first, (tuple, list, dict)) else "")
-        raise JobFailedError(f"data: a sample is {kind}; {_SAMPLES}")
+#: Makes the data of a batch of its samples; what a job of its own gives for :func:`stacked`.
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+
+def stacked(samples: list[Any]) -> Any:
+    """Stack samples into the data of a batch, nested as one sample is. Texts become a list.
+
+    Raises JobFailedError for what cannot be stacked.
+    """
     try:
-        inputs, targets = default_collate(samples)
+        return nested.transposed(samples, _stacked_leaves)
+    except nested.NestingError as error:
+        raise JobFailedError(f"data: samples cannot be stacked: {error}; {_SAMPLES}") from error
+
+
+def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
+    try:
+        return default_collate(leaves)
     except (RuntimeError, TypeError) as error:
-        shapes = [tuple(getattr(value, "shape", ())) for sample in samples for value in sample]
-        others = [pair for pair in zip(shapes[2:], shapes, strict=False) if pair[0] != pair[1]]
-        why = f"two samples have the shapes {others[0][1]} and {others[0][0]}" if others else f"{error}"
-        raise JobFailedError(f"data: samples cannot be stacked: {why}; {_SAMPLES}") from error
-    for what, batch, value in (("input", inputs, first[0]), ("target", targets, first[1])):
-        if not isinstance(batch, Tensor):
-            raise JobFailedError(f"data: the {what} of a sample is a {type(value).__name__}; {_SAMPLES}")
-    return inputs, targets
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        other = next((shape for shape in shapes if shape != shapes[0]), None)
+        kind = type(leaves[0]).__name__
+        why = f"is a {kind}: {error}" if other is None else f"has the shapes {shapes[0]} and {other} in two samples"
+        raise nested.NestingError(f"{path} {why}") from error
 
 
 _SAMPLES = (
-    "today a sample is a pair (input, target) of tensors or numbers, of the same shapes for every sample: put several "
-    "inputs into one tensor, and fill sequences up to one length (the criterion's weight can leave the filling out)"
+    "a sample is made of tensors, arrays, numbers and texts, of the same shapes in every sample; for other ones give a "
+    "collate function of your own, or fill sequences up to one length"
 )
 
 
 class PartReader(ABC):
     """What loads the batches of one rank, in its process or in workers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, collate: Collate | None = None) -> None:
         self.seed = seed
+        self._collate = collate
         #: Index and position of the sample being loaded, in memory that outlives a killed worker.
         self.current: Any = [NO_SAMPLE, NO_SAMPLE]
 
     @abstractmethod
     def load(self, part: Part) -> Batch:
-        """The samples of ``part``, collated by torch. Leaves the process's generators seeded with the last sample's."""
+        """The samples of ``part``, collated. Leaves the process's generators seeded with the last sample's."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        """Return the data of a batch of ``samples``. Raises JobFailedError for what cannot be stacked."""
+        if self._collate is None:
+            return stacked(samples)
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise JobFailedError(f"data: the job's collate failed: {type(error).__name__}: {error}") from error
 
     def __getitem__(self, part: Part) -> Batch | Failure:
         """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
@@ -107,8 +124,8 @@ class Reader(PartReader):
     seed, the position and how many were tried there.
     """
 
-    def __init__(self, dataset: Samples, seed: int, *, skips: bool = False) -> None:
-        super().__init__(seed)
+    def __init__(self, dataset: Samples, seed: int, *, skips: bool = False, collate: Collate | None = None) -> None:
+        super().__init__(seed, collate)
         self.dataset = dataset
         self.skips = skips
 
@@ -118,12 +135,14 @@ class Reader(PartReader):
         bad: list[BadSample] = []
         samples = [self._sample(index, position, bad) for index, position in pairs]
         # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
-        inputs, targets = collate(samples or [self._sample(0, part.start, [])])
+        data = self.collated(samples or [self._sample(0, part.start, [])])
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
-        count = part.indices.size
-        return Batch(inputs[:count], targets[:count], torch.from_numpy(positions), part.global_count, tuple(bad))
+        batch = Batch(
+            data, torch.from_numpy(positions), part.global_count, tuple(bad), is_stacked=self._collate is None
+        )
+        return batch if samples else replace(batch, data=nested.rows(data, 1, slice(0)))
 
-    def _sample(self, index: int, position: int, bad: list[BadSample]) -> tuple[Tensor, Any]:
+    def _sample(self, index: int, position: int, bad: list[BadSample]) -> Any:
         """Sample ``index``, or the first good one of those drawn in its place; the others are added to ``bad``."""
         for tried in range(TRIES):
             chosen = index if not tried else hash64(_REPLACEMENT, self.seed, position, tried) % len(self.dataset)

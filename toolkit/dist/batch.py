@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from toolkit.dist import nested
+from toolkit.errors import JobFailedError
 
 
 @dataclass(frozen=True)
@@ -45,40 +50,78 @@ class BadSample:
 class Batch:
     """Samples of one global batch that one rank works on.
 
-    ``inputs`` (n, ...) and ``targets`` (n, ...) lie on one device. ``positions`` (n,) int64, always on the CPU, says
-    where each sample stands in the order of the whole run (in evaluation: its index in the eval set).
-    ``global_count`` is the number of samples that all shares together hold in this step: the divisor of the loss.
-    ``bad`` names the samples that should have been here and were replaced; ``stream_state``, in JSON, is where the
-    stream stands after them, if they come from one. Parts of a batch repeat neither.
+    ``data`` is what the samples were collated to: nested as a sample is, with a row for each in every tensor, on one
+    device. ``batch[key]`` and unpacking go to ``data``; ``len(batch)`` is the number of samples. ``positions`` (n,)
+    int64, always on the CPU, says where each sample stands in the order of the whole run (in evaluation: its index in
+    the eval set). ``global_count`` is the number of samples that all shares together hold in this step: the divisor of
+    the loss. ``bad`` names the samples that should have been here and were replaced; ``stream_state``, in JSON, is
+    where the stream stands after them, if they come from one. Parts of a batch repeat neither. ``is_stacked`` is false
+    where a collate function of the job's own made ``data``.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    data: Any
     positions: Tensor
     global_count: int
     bad: tuple[BadSample, ...] = ()
     stream_state: str | None = None
+    is_stacked: bool = True
 
     def __len__(self) -> int:
         return self.positions.shape[0]
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    @property
+    def inputs(self) -> Any:
+        """The first of a pair (inputs, targets). Raises JobFailedError where the samples are no pairs."""
+        return self._pair()[0]
+
+    @property
+    def targets(self) -> Any:
+        """The second of a pair (inputs, targets). Raises JobFailedError where the samples are no pairs."""
+        return self._pair()[1]
+
+    def _pair(self) -> Any:
+        if isinstance(self.data, (tuple, list)) and len(self.data) == 2:
+            return self.data
+        raise JobFailedError(
+            f"data: a batch has inputs and targets where a sample is a pair, and here it is a "
+            f"{type(self.data).__name__}: use batch.data, or batch[...]"
+        )
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with ``function`` of each tensor in its data."""
+        data = nested.map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, self.data)
+        return replace(self, data=data)
+
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with inputs and targets on ``device``; from pinned memory the host does not wait for the copy."""
-        inputs = self.inputs.to(device, non_blocking=True)
-        targets = self.targets.to(device, non_blocking=True)
-        return replace(self, inputs=inputs, targets=targets)
+        """The batch with its tensors on ``device``; from pinned memory the host does not wait for the copy."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked host memory; torch's DataLoader calls this by name."""
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        return self.map(Tensor.pin_memory)
 
     def split(self, parts: int) -> list[Batch]:
         """``parts`` micro-batches in order, of sizes that differ by at most one (0 where there are fewer samples).
 
-        Each keeps ``global_count``, so losses divided by it add up to the loss of the whole.
+        Each keeps ``global_count``, so losses divided by it add up to the loss of the whole. Raises JobFailedError
+        for data that cannot be cut.
         """
-        return [self._part(*Share(index, parts).bounds(len(self))) for index in range(parts)]
+        return [self.part(*Share(index, parts).bounds(len(self))) for index in range(parts)]
 
-    def _part(self, start: int, stop: int) -> Batch:
+    def part(self, start: int, stop: int) -> Batch:
+        """Samples ``start`` to ``stop`` of these. Raises JobFailedError for data that cannot be cut."""
         part = slice(start, stop)
-        return Batch(self.inputs[part], self.targets[part], self.positions[part], self.global_count)
+        try:
+            data = nested.rows(self.data, len(self), part, is_stacked=self.is_stacked)
+        except nested.NestingError as error:
+            raise JobFailedError(
+                f"data: a batch cannot be cut into parts (train.accumulate, pipeline): {error}; give every tensor of "
+                "it a row for each sample, or do without parts"
+            ) from None
+        return Batch(data, self.positions[part], self.global_count, is_stacked=self.is_stacked)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,8 @@ class Session:
     activity: Activity = field(default_factory=Activity)
     #: Ranks that have died and that the attempt goes on without; none but under a strategy that can.
     lost: set[int] = field(default_factory=set)
+    #: The numbers of the blocks of :meth:`main_first`.
+    blocks: Iterator[int] = field(default_factory=count)
 
     @property
     def is_main(self) -> bool:
@@ -92,6 +95,24 @@ class Session:
         finally:
             self.store.set(key, json.dumps(said))
         return said
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block on rank 0, then on all others: a download into a shared folder, say. Every rank calls it.
+
+        Where it raises on rank 0, the others raise ToolkitError.
+        """
+        topic = f"main_first/{next(self.blocks)}"
+        if not self.is_main:
+            self.from_main(topic, dict)
+            yield
+            return
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self.store.set(f"toolkit/{topic}/{self.attempt}", "{}" if is_done else "null")
 
     def owns_run(self) -> bool:
         """Whether no later attempt has taken the run over while this rank's node was cut off."""

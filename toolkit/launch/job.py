@@ -8,8 +8,11 @@ import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import toolkit
 from toolkit import config as configs
+from toolkit.config import JobConfig
 from toolkit.errors import ConfigError
 
 #: What an import raises where the code is wrong, and would raise again. What a disk or a GPU raises is left as it is.
@@ -91,3 +94,23 @@ def _place_of(error: BaseException, source: Path, folders: tuple[Path, ...]) -> 
             if path.is_relative_to(folder) and "site-packages" not in path.relative_to(folder).parts:
                 return f"{path}, line {frame.lineno}"
     return str(source)
+
+
+def job_class(module: ModuleType) -> Any:
+    """Return the one class of a job's module that derives from ``toolkit.Job``, if any.
+
+    Those that it derives from itself are left aside. Raises ConfigError for several.
+    """
+    base: Any = toolkit.Job  # looked up here: it imports torch
+    own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
+    leaves = [kind for kind in own if kind.__module__ == module.__name__ and not any(kind in k.__bases__ for k in own)]
+    if len(leaves) > 1:
+        names = ", ".join(kind.__name__ for kind in leaves)
+        raise ConfigError(f"job: {module.__file__} has several classes derived from toolkit.Job: {names}; leave one")
+    return leaves[0] if leaves else None
+
+
+def params_of(module: ModuleType, config: JobConfig) -> Any:
+    """Return the config's ``params`` as the dataclass ``Params`` of the job's module; None where it has none."""
+    kind = getattr(module, "Params", None)
+    return None if kind is None else configs.filled(kind, config.params)

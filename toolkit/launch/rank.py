@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from toolkit import chaos, error_file, logs, rundir, signals, stacks
@@ -23,7 +24,7 @@ from toolkit.cluster.placement import Placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_STOPPED, StoppedError, ToolkitError
-from toolkit.launch.job import load
+from toolkit.launch.job import job_class, load, params_of
 from toolkit.launch.prepare import new_run
 
 #: The config of a script with a loop of its own, a JSON list: a file, or null, and overrides.
@@ -76,7 +77,16 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
         if configs.is_loop(config.job, _project()):
             _run_loop(config, [config_path, *overrides])
         else:
-            load(config.job, _project()).main(config)
+            _train(load(config.job, _project()), config)
+
+
+def _train(module: ModuleType, config: JobConfig) -> None:
+    """Train the job in ``module``: its class derived from ``toolkit.Job``, else what its ``main`` does."""
+    kind = job_class(module)
+    if kind is None:
+        module.main(config)
+    else:
+        kind.main(config, params_of(module, config))
 
 
 def _note(place: Placement) -> None:

@@ -14,19 +14,23 @@ from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.alone import Alone, data_parallel
 from toolkit.strategies.layouts.replicas import Replicas
 from toolkit.strategies.layouts.shards import Shards
-from toolkit.strategies.protocol import Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Strategy, Sums
+from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, of_pairs
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory, StepOutput, Strategy
 from toolkit.strategies.spmd import Spmd
 
 __all__ = [
     "Criterion",
     "Custom",
+    "Loss",
     "Measure",
     "ModelFactory",
+    "Objective",
     "OptimizerFactory",
     "StepOutput",
     "Strategy",
     "Sums",
     "build_strategy",
+    "of_pairs",
 ]
 
 #: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.

@@ -30,8 +30,9 @@ from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import without_memory
+from toolkit.strategies.objective import Objective
 from toolkit.strategies.priming import same_randomness
-from toolkit.strategies.protocol import Criterion, ModelFactory, OptimizerFactory
+from toolkit.strategies.protocol import ModelFactory, OptimizerFactory
 from toolkit.strategies.spmd import Spmd
 
 #: The part of a device's memory that is left to activations, buffers of messages and what the libraries take.
@@ -50,12 +51,12 @@ class Auto(Spmd):
         self._layout_of = layout
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         name = _agreed(self._session, lambda memory: self._pick(model, optimizer, memory))
         self._layout = self._layout_of(name)
         self.evaluates_together = self._layout.passes_are_joint
-        super().build(model, optimizer, criterion, sample)
+        super().build(model, optimizer, objective, sample)
 
     def _pick(self, model: ModelFactory, optimizer: OptimizerFactory, memory_bytes: int) -> tuple[str, str]:
         size = measure(model, optimizer)

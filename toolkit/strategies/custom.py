@@ -1,13 +1,13 @@
-"""The base of a step of one's own: replicas of several networks, each with its optimizer, trained as the job says.
+"""A step of a job's own: replicas of several networks, each with its optimizer, trained as the job says.
 
-A job that needs two optimizers, two backward passes or a loss of several models writes a subclass with one method, and
-keeps the loop, the loader, checkpoints, stops and TensorBoard::
+A job that needs two optimizers, two backward passes or a loss of several models has one method for its step, and keeps
+the loop, the loader, checkpoints, stops and TensorBoard::
 
-    class Gan(Custom):
-        def train_step(self, batch: Batch, lr: float) -> Tensor:
-            made = self.networks["generator"](torch.randn(len(batch), 16))
+    class Gan(toolkit.Job):
+        def train_step(self, step, batch):
+            made = step.networks["generator"](torch.randn(len(batch), 16))
             loss = ...  # summed over the samples of batch, divided by batch.global_count
-            self.descend("discriminator", loss, lr)
+            step.descend("discriminator", loss)
             ...
             return loss.detach()
 
@@ -17,7 +17,7 @@ passes in any order is right, and nothing has to be primed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -32,15 +32,16 @@ from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.objective import Measure, Sums, measured
 from toolkit.strategies.priming import unused_message
-from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update import Update
 
 T = TypeVar("T")
 
 
 class Custom(AllNeeded):
-    """All of a :class:`~.protocol.Strategy` but ``train_step`` and, where something is evaluated, ``forward``."""
+    """A :class:`~.protocol.Strategy` whose step is ``train_step(step, batch)`` of a job; ``step`` is this."""
 
     evaluates_together = False
 
@@ -48,8 +49,10 @@ class Custom(AllNeeded):
     networks: nn.ModuleDict
     _updates: dict[str, Update]
 
-    def __init__(self, config: StrategyConfig, session: Session) -> None:
-        """Raises ConfigError where the config asks for one of the toolkit's own strategies."""
+    def __init__(self, config: StrategyConfig, session: Session, train_step: Callable[[Custom, Batch], Tensor]) -> None:
+        """``train_step`` returns what is logged as the loss: this rank's part of it, a scalar.
+
+        Raises ConfigError where the config asks for one of the toolkit's own strategies."""
         if config.name != "custom":
             raise ConfigError(
                 f"strategy.name: {config.name!r} is not what this job does: its step is its own, on replicas; set it "
@@ -58,21 +61,10 @@ class Custom(AllNeeded):
         self.share = Share(session.rank, session.world_size)
         self.device = self._device = session.device
         self.own_time = stopwatch(session.device)
+        self._train_step = train_step
+        self.lr = 0.0  #: of the step in progress
         self._is_timed = False
         self._buffers_equal = False
-
-    # --------------------------------------------------------------------------------------------- what a job writes
-
-    def train_step(self, batch: Batch, lr: float) -> Tensor:
-        """One whole step on this rank's samples, by calls of :meth:`descend`, each rank the same ones in one order.
-
-        Returns what is logged as the loss: this rank's part of it, a scalar; the sum over the ranks counts.
-        """
-        raise NotImplementedError
-
-    def forward(self, batch: Batch) -> Tensor:
-        """What an evaluation measures, for the samples of ``batch``: ``measure(forward(batch), batch.targets)``."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------- what a job may call
 
@@ -85,12 +77,12 @@ class Custom(AllNeeded):
         optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}
         self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
 
-    def descend(self, network: str, loss: Tensor, lr: float) -> None:
+    def descend(self, network: str, loss: Tensor, lr: float | None = None) -> None:
         """One step of a network's optimizer along the gradient that ``loss`` has for its weights, and for no others'.
 
         ``loss`` is this rank's part; the gradients are added up over the ranks. Summed over the samples of the batch
         and divided by its ``global_count`` it makes that of the mean over the global batch, however it is shared.
-        Raises ConfigError when it does not depend on every weight.
+        ``lr`` is by default the schedule's. Raises ConfigError when the loss does not depend on every weight.
         """
         named = [(name, weight) for name, weight in self.networks[network].named_parameters() if weight.requires_grad]
         loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
@@ -98,7 +90,7 @@ class Custom(AllNeeded):
             raise ConfigError(unused_message([f"{network}.{name}" for name in unused]))
         self._stop_watch()
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
-        self._updates[network].apply(lr)
+        self._updates[network].apply(self.lr if lr is None else lr)
 
     # ----------------------------------------------------------------------------------------------- for the loop
 
@@ -109,7 +101,8 @@ class Custom(AllNeeded):
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "every rank has a share"
         self._is_timed = self._buffers_equal = False
-        return StepOutput(self.train_step(batch.to(self.device), lr))
+        self.lr = lr
+        return StepOutput(self._train_step(self, batch.to(self.device)))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -118,7 +111,7 @@ class Custom(AllNeeded):
             return Sums({}, 0)
         batch = batch.to(self.device)
         with evaluating(self.networks):
-            return Sums(measure(self.forward(batch), batch.targets), len(batch))
+            return measured(measure, self.networks, batch)
 
     def state(self) -> dict[str, Entry]:
         """A collective, since buffers are broadcast first."""

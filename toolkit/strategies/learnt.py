@@ -7,28 +7,27 @@ from torch import nn
 
 from toolkit.dist.collectives import broadcast_tensors
 from toolkit.errors import ConfigError, listing
-from toolkit.strategies.protocol import Criterion
+from toolkit.strategies.objective import Objective
 
 
-def learnt(criterion: Criterion) -> nn.Module | None:
-    """Return ``criterion`` where it is a module with parameters that are trained, else None."""
-    if not isinstance(criterion, nn.Module):
-        return None
-    return criterion if any(parameter.requires_grad for parameter in criterion.parameters()) else None
+def learnt(objective: Objective) -> nn.Module | None:
+    """Return the objective's module where it has parameters that are trained, else None."""
+    module = objective.module
+    return module if module is not None and any(p.requires_grad for p in module.parameters()) else None
 
 
-def placed(criterion: Criterion, device: torch.device) -> nn.Module | None:
-    """Put a criterion that learns on ``device``, with rank 0's first values; every rank calls it."""
-    module = learnt(criterion)
+def placed(objective: Objective, device: torch.device) -> nn.Module | None:
+    """Put what an objective learns on ``device``, with rank 0's first values; every rank calls it."""
+    module = learnt(objective)
     if module is not None:
         module.to(device).train()
         broadcast_tensors([*module.parameters(), *module.buffers()], source=0)
     return module
 
 
-def refuse_learnt(criterion: Criterion, strategy: str) -> None:
-    """Raise ConfigError for a criterion that learns, where ``strategy`` would leave its parameters as they are."""
-    module = learnt(criterion)
+def refuse_learnt(objective: Objective, strategy: str) -> None:
+    """Raise ConfigError for an objective that learns, where ``strategy`` would leave its parameters as they are."""
+    module = learnt(objective)
     if module is not None:
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         raise ConfigError(

@@ -37,14 +37,12 @@ from toolkit.dist.state import Entry, PerRank, Replicated
 from toolkit.errors import ConfigError
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.learnt import refuse_learnt
+from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, weights_of
 from toolkit.strategies.protocol import (
     REPLICA,
-    Criterion,
-    Measure,
     ModelFactory,
     OptimizerFactory,
     StepOutput,
-    Sums,
 )
 from toolkit.strategies.spmd import Spmd
 
@@ -156,16 +154,16 @@ class LocalSgd(Spmd):
         self._inside = False  #: the ranks' weights differ
         self._shows_mean = False  #: the model has the mean of them, and each rank's are in ``_own``
         self._own: dict[str, Tensor] = {}
-        self._weighed = torch.zeros((), dtype=torch.float64, device=session.device)  #: by this rank, in this round
+        self._round_weight = torch.zeros((), dtype=torch.float64, device=session.device)  #: by this rank, in this round
         self._steps_since = 0  #: steps since the last figures
         self._sent = 0  #: bytes in them
         self._spread: Tensor | None = None
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        refuse_learnt(criterion, "local_sgd")
-        super().build(model, optimizer, criterion, sample)
+        refuse_learnt(objective, "local_sgd")
+        super().build(model, optimizer, objective, sample)
         parameters = self._model.named_parameters()
         self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
         outer = self._config.outer_lr, self._config.outer_momentum
@@ -206,7 +204,7 @@ class LocalSgd(Spmd):
             found = dict(self._as_own(name, entry) for name, entry in found.items())
         if self._inside:
             found |= {f"{REPLICA}rank{self._rank}/{name}": PerRank(own) for name, own in self._own.items()}
-            found[f"round/rank{self._rank}/weighed"] = PerRank(self._weighed)
+            found[f"round/rank{self._rank}/weighed"] = PerRank(self._round_weight)
         return found | self._meeting.state(inside=self._inside)
 
     def live(self) -> dict[str, Tensor]:
@@ -218,7 +216,7 @@ class LocalSgd(Spmd):
         self._inside = self._shows_mean = any(name.startswith(REPLICA) for name in names)
         if self._inside:
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
-        self._weighed.zero_()
+        self._round_weight.zero_()
         self._meeting.enter(names)
 
     def figures(self) -> dict[str, float]:
@@ -240,27 +238,26 @@ class LocalSgd(Spmd):
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
+    def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the mean over this rank's own share in ``.grad``; its part of the global mean loss."""
         if not self._is_local:
             return super()._forward_backward(batch)
-        losses: list[Tensor] = []
-        weights: list[Tensor | None] = []
+        passes: list[dict[str, Loss]] = []
         with self._layout.without_sync():
             for part in self._parts(batch):
-                self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
+                self._forward(part, passes, "strategy.name: local_sgd").backward()  # type: ignore[no-untyped-call]
         self.own_time.stop()
-        given = [weight.detach().double() for weight in weights if weight is not None]
-        own = torch.stack(given).sum() if given else torch.full_like(self._weighed, len(batch))
-        self._weighed += own
+        given = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
+        own = torch.stack(given).sum() if given else torch.full_like(self._round_weight, len(batch))
+        self._round_weight += own
         if given or len(batch) * self.share.count != batch.global_count:
             self._reweigh(own, batch.global_count / self.share.count)
-        mean = sum(losses[1:], losses[0]).detach() / self.share.count
+        factor: Tensor | float = 1 / self.share.count
         if not given:
-            return mean
+            return means_of(passes, factor)
         weight = sum_across_ranks(own.clone())  # only for the figure that is reported, and the only message of a step
         self._sent += weight.element_size()
-        return mean * (batch.global_count / weight.clamp(min=1e-30)).float()
+        return means_of(passes, factor * (batch.global_count / weight.clamp(min=1e-30)).float())
 
     # ------------------------------------------------------------------------------------------ several models as one
 
@@ -287,7 +284,7 @@ class LocalSgd(Spmd):
 
     def _part(self) -> Tensor:
         """How much of the mean is this rank's; equal parts where no sample of the round weighed anything."""
-        mine = self._weighed.clamp(min=1e-30)
+        mine = self._round_weight.clamp(min=1e-30)
         total = sum_across_ranks(mine.clone())
         self._sent += total.element_size()
         return mine / total
@@ -302,7 +299,7 @@ class LocalSgd(Spmd):
             self._sent += sum_tensors(self._slots(), part=part)
         self._meeting.end()
         self._inside = self._shows_mean = False
-        self._weighed.zero_()
+        self._round_weight.zero_()
 
     def _slots(self) -> list[Tensor]:
         """What of the update's state follows the gradients, and so differs between the ranks."""

@@ -5,7 +5,7 @@ model or the criterion does what the cut does not allow for. So every start comp
 
 * the model whose layers ranks compute together with the whole one (:class:`WholePass`),
 * a pass in training mode with one in evaluation mode, of a pipeline's layers (:mod:`.pipeline.stages`),
-* a criterion's sum over samples with its sum over the same samples given twice (:class:`CheckedCriterion`).
+* a loss's sum over samples with its sum over the same samples given twice (:class:`CheckedObjective`).
 
 What differs is refused by name, on every rank.
 """
@@ -17,6 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
 
 from toolkit import logs
-from toolkit.errors import ConfigError, listing
+from toolkit.dist import nested
+from toolkit.dist.batch import Batch
+from toolkit.errors import ConfigError, JobFailedError, listing
 from toolkit.strategies.layouts import local
-from toolkit.strategies.protocol import Criterion
+from toolkit.strategies.objective import HOW, Forward, Loss, Objective, TrialPass
 
 #: So many values of a layer's input are compared, the same ones of the whole tensor on every rank.
 SAMPLED = 256
@@ -169,64 +171,91 @@ def unused_message(names: Sequence[str]) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------- the criterion's sum
+# ------------------------------------------------------------------------------------------------- the losses' sums
 
 
-class CheckedCriterion:
-    """A criterion that is looked at in every call; ``refusal`` says what is wrong with it.
+class CheckedObjective(Objective):
+    """An objective that is looked at in every call; ``refusal`` says what is wrong with it.
 
-    The first call may tell nothing: torch's pipelining tries the criterion on memory that nobody has filled.
+    The first call may tell nothing: torch's pipelining tries the loss on memory that nobody has filled.
     """
 
-    def __init__(self, criterion: Criterion) -> None:
-        self._criterion = criterion
-        self.refusal: str | None = None
+    def __init__(self, objective: Objective, *, is_finite: bool, probes: int = 0) -> None:
+        """``is_finite``: a loss that is not is refused, too, but in the first ``probes`` calls."""
+        super().__init__(objective.loss, objective.module)
+        self.__dict__ |= {"refusal": None, "names": (), "_is_finite": is_finite, "_probes": probes}
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = self._criterion(outputs, targets)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ConfigError(f"criterion: it returned a {type(found).__name__} and no (sum, weight); {_SUM}")
-        if self.refusal is None:
-            self.refusal = _no_sum(self._criterion, outputs, targets)
-        return found
+    refusal: str | None
+    names: tuple[str, ...]  #: of the losses
+    _is_finite: bool
+    _probes: int
 
+    def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
+        outputs: list[Any] = []
 
-_SUM = (
-    "return the loss summed over the samples, such as (cross_entropy(outputs, targets, reduction='sum'), None); for a "
-    "mean over something else, such as tokens, return their number as the weight"
-)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(model(*args, **kwargs))
+            return outputs[-1]
+
+        losses = super().__call__(recorded, batch)
+        refusal = self._refused(losses) or self.refusal or _no_sum(self, outputs, batch)
+        self.__dict__ |= {"refusal": refusal, "names": tuple(losses), "_probes": self._probes - 1}
+        return losses
+
+    def _refused(self, losses: Mapping[str, Loss]) -> str | None:
+        for name, loss in losses.items():
+            which = f"{self.where}: the loss{f' {name!r}' if name else ''}"
+            if self._is_finite and self._probes <= 0 and not bool(loss.total.detach().isfinite()):
+                return (
+                    f"{which} of the first step is {float(loss.total.detach()):g}: look at the data, the first weights "
+                    "and what the loss divides by; train.on_nan: warn trains on"
+                )
+        if torch.is_grad_enabled() and not any(loss.total.requires_grad for loss in losses.values()):
+            return f"{self.where}: the loss depends on no parameter: is there a detach(), item() or no_grad() in it?"
+        return None
 
 
 @torch.no_grad()
-def _no_sum(criterion: Criterion, outputs: Any, targets: Any) -> str | None:
-    """Why ``criterion`` is no sum over samples; None if it is one, or draws random numbers, and nobody can tell.
+def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str | None:
+    """Why a loss is no sum over samples; None if all are, or draw random numbers, and nobody can tell.
 
-    Of samples that are given twice a sum is twice as large, and a mean is not.
+    Of samples that are given twice a sum is twice as large, and a mean is not. ``outputs`` are those of the model for
+    ``batch``, from which those for two samples are taken.
     """
-    leaves = [leaf for leaf in tree_leaves((outputs, targets)) if isinstance(leaf, Tensor)]
-    if any(not leaf.ndim or len(leaf) != len(leaves[0]) for leaf in leaves) or not len(leaves[0]):
+    two = slice(0, 2)
+    try:
+        few = [nested.rows(output, len(batch), two) for output in outputs]
+        small = batch.part(0, 2)
+        positions = torch.cat([small.positions] * 2)
+        given = [small, replace(small, data=nested.twice(small.data), positions=positions)]
+        both = [few, [nested.twice(output) for output in few]]
+    except (nested.NestingError, JobFailedError):
         return None  # not one row for each sample
-    with undone(criterion):
+    if not len(batch):
+        return None
+    with undone(objective.module):
         before = random_state()
-        given = [tree_map(partial(_rows, times), (outputs, targets)) for times in (1, 2)]
-        (once, weight), (twice, double) = (criterion(*each) for each in given)
+        found = []
+        for samples, replayed in zip(given, both, strict=True):
+            outputs_left = iter(replayed)
+            found.append(Objective.__call__(objective, lambda *_, left=outputs_left, **__: next(left), samples))
         if random_state() != before:
             return None
-    for what, one, two in (("value", once, twice), ("weight", weight, double)):
-        if one is None or two is None:
-            continue
-        small, large = float(one), float(two)
-        if abs(large - 2 * small) > 0.02 * abs(2 * small) + 1e-6:
-            return (
-                f"criterion: its {what} for two samples given twice is {large:.6g}, and for the two alone {small:.6g}: "
-                f"it is no sum over samples, so that the length of a step would depend on how a batch is shared; {_SUM}"
-                ". A loss that looks at samples together is for a step of your own (strategy.name: custom)"
-            )
+    once, twice = found
+    for name, loss in once.items():
+        for what, one, other in (("value", loss.total, twice[name].total), ("weight", loss.weight, twice[name].weight)):
+            if one is None or other is None:
+                continue
+            single, double = float(one), float(other)
+            if abs(double - 2 * single) > 0.02 * abs(2 * single) + 1e-6:
+                which = f"the {what} of the loss{f' {name!r}' if name else ''}"
+                return (
+                    f"{objective.where}: {which} for two samples given twice is {double:.6g}, and for the two alone "
+                    f"{single:.6g}: it is no sum over samples, so that the length of a step would depend on how a "
+                    f"batch is shared; {HOW}. A loss that looks at samples together is for a step of your own "
+                    "(strategy.name: custom)"
+                )
     return None
-
-
-def _rows(times: int, leaf: Any) -> Any:
-    return torch.cat([leaf[:2]] * times) if isinstance(leaf, Tensor) else leaf
 
 
 # ------------------------------------------------------------------------------------- a cut model and the whole one
@@ -239,12 +268,12 @@ class WholePass:
     Rank 0 alone has the whole model. Every rank makes this before the model is cut, and calls :meth:`compare` after.
     """
 
-    def __init__(self, model: nn.Module, cut: Mapping[str, int | None], inputs: Tensor) -> None:
-        self._cut, self._inputs = cut, inputs
+    def __init__(self, model: nn.Module, cut: Mapping[str, int | None], trial: TrialPass) -> None:
+        self._cut, self._trial = cut, trial
         self._seen: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         if dist.get_rank() == 0:
             try:
-                _pass(model, cut, inputs, self._keep)
+                _pass(model, cut, trial, self._keep)
             except Exception as error:  # a kernel that only a GPU has, say
                 self._seen.clear()
                 log.warning("the whole model cannot be run on this host, and is not compared with the cut one: "
@@ -266,9 +295,9 @@ class WholePass:
             if name in shapes:
                 found[name] = _some(local(tensor), shapes[name], self._cut.get(name.partition("#")[0]), here)
 
-        _pass(model, self._cut, self._inputs, keep)
+        _pass(model, self._cut, self._trial, keep)
         rows = torch.stack([found.get(name, torch.full((SAMPLED,), torch.nan)) for name in shapes] or [torch.zeros(0)])
-        every = rows.new_empty((ranks, *rows.shape)).to(self._inputs.device)
+        every = rows.new_empty((ranks, *rows.shape)).to(self._trial.device)
         dist.all_gather_into_tensor(every.view(-1), rows.to(every.device).view(-1), group)
         told = [self._first_difference(every.cpu(), tolerance) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(told, 0)
@@ -291,7 +320,7 @@ class WholePass:
 
 
 @torch.no_grad()
-def _pass(model: nn.Module, layers: Collection[str], inputs: Tensor, keep: Callable[[str, Tensor], None]) -> None:
+def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Callable[[str, Tensor], None]) -> None:
     """A pass in evaluation mode; ``keep`` gets what each call of ``layers`` is given, and the output."""
     calls: Counter[str] = Counter()
 
@@ -304,7 +333,7 @@ def _pass(model: nn.Module, layers: Collection[str], inputs: Tensor, keep: Calla
     hooks = [model.get_submodule(n).register_forward_pre_hook(partial(before, n), prepend=True) for n in layers]
     try:
         with undone(model), torch.compiler.set_stance("force_eager"):
-            output = model.eval()(inputs.to(next(model.parameters()).device))
+            output = trial(model.eval())
         if isinstance(output, Tensor):
             keep(OUTPUT, output)
     finally:

@@ -7,10 +7,11 @@ Accumulation, scaling, communication and the update straddle any finer cut, so a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,18 +19,10 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.collectives import sum_by_name
 from toolkit.dist.state import Json, State
 from toolkit.metrics.stopwatch import Stopwatch
+from toolkit.strategies.objective import Measure, Objective, Sums
 
 ModelFactory: TypeAlias = Callable[[], nn.Module]
 OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
-
-#: ``criterion(outputs, targets) -> (sum, weight)``: the loss summed over the samples given, a scalar, and what the sum
-#: is to be divided by over the whole global batch. ``None`` means one for each sample; a tensor (a number of tokens)
-#: is added up over all ranks. Which of the two it is must not change from one call to the next. A criterion that is a
-#: torch.nn.Module with parameters learns: these are trained and saved with the model's (``criterion/<name>``).
-Criterion: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-
-#: ``measure(outputs, targets) -> {name: sum over the samples given}``, scalars, such as the number of right answers.
-Measure: TypeAlias = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 
 #: ``again(step, share)``: any share of any step's global batch, with the random generators seeded as for that share.
 Again: TypeAlias = Callable[[int, Share], Batch]
@@ -45,18 +38,21 @@ class StepOutput:
     #: Scalar, equal on all ranks: 0 where the step was made, else why it was left out (``verdict.WHY``). None where
     #: no step ever is.
     skipped: Tensor | None = None
+    #: The losses that ``loss`` is the sum of, by the names that the job gave; empty where it has one without a name.
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def counted_loss(self) -> Tensor:
-        """The loss, or 0 where the step was left out: one that is not finite would spoil every mean."""
-        return self.loss if self.skipped is None else torch.where(self.skipped == 0, self.loss, 0.0)
+    @classmethod
+    def of(cls, means: Mapping[str, Tensor], skipped: Tensor | None) -> StepOutput:
+        """Make one of this rank's part of each mean loss, by name."""
+        loss, *others = means.values()
+        return cls(sum(others, loss), skipped, {} if [*means] == [""] else means)
 
-
-@dataclass(frozen=True)
-class Sums:
-    """What :meth:`Strategy.evaluate` found in one batch, on this rank alone."""
-
-    values: Mapping[str, Tensor]  # each a scalar on the device, summed over ``count`` samples
-    count: int
+    def counted(self) -> dict[str, Tensor]:
+        """``loss`` and the parts by name, or 0 where the step was left out: what is not finite would spoil a mean."""
+        values = {**self.parts, "loss": self.loss}
+        if self.skipped is None:
+            return values
+        return {name: torch.where(self.skipped == 0, value, 0.0) for name, value in values.items()}
 
 
 class Strategy(Protocol):
@@ -88,7 +84,7 @@ class Strategy(Protocol):
         """Started by the loop as each step begins; stopped in :meth:`step`, before the first wait for another rank."""
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
 
@@ -112,6 +108,9 @@ class Strategy(Protocol):
 
         Every rank with samples gives the same names; ranks that have died add nothing.
         """
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank, on every rank; all call it. Raises ConfigError where ranks may die."""
 
     def settle(self) -> None:
         """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
@@ -159,6 +158,12 @@ class AllNeeded:
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """One all-reduce."""
         return sum_by_name(values, self._device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """One collective of pickled values, between the ranks of this run."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     def settle(self) -> None:
         """Every step has been waited for by all."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from toolkit.activity import PRIMING
 from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import broadcast_tensors, start_sum, sum_tensors
+from toolkit.dist.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
 from toolkit.dist.session import Session
 from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError
@@ -33,16 +33,20 @@ from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import Layout, entry, local
 from toolkit.strategies.learnt import placed
 from toolkit.strategies.modes import evaluating, in_training
-from toolkit.strategies.priming import CheckedCriterion, refuse_together, refuse_unused, undone
-from toolkit.strategies.protocol import (
-    AllNeeded,
-    Criterion,
+from toolkit.strategies.objective import (
+    Loss,
     Measure,
-    ModelFactory,
-    OptimizerFactory,
-    StepOutput,
+    Objective,
     Sums,
+    TrialPass,
+    common_weight,
+    means_of,
+    measured,
+    refuse_other_weights,
+    weights_of,
 )
+from toolkit.strategies.priming import CheckedObjective, refuse_together, refuse_unused, undone
+from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update import Update
 
 
@@ -52,9 +56,9 @@ class Spmd(AllNeeded):
     _model: nn.Module
     _update: Update
     _extra: ExtraState
-    _criterion: Criterion
-    _learnt: nn.Module | None  #: the criterion, where it has parameters to train
-    _stand_in: Tensor  #: of which a rank that has nothing to evaluate makes its passes
+    _objective: Objective
+    _learnt: nn.Module | None  #: what the objective learns beside the model
+    _stand_in: Batch  #: of which a rank that has nothing left to evaluate makes its passes
 
     def __init__(self, session: Session, layout: Layout, train: TrainConfig) -> None:
         self.share = layout.share
@@ -69,17 +73,16 @@ class Spmd(AllNeeded):
         self.own_time = stopwatch(session.device)
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         """Raises ConfigError when a rank would have no sample, a parameter no gradient, or compiling fails."""
         batch = self._checked(sample)
-        self._stand_in = batch.inputs[:1].to(self._device)
         if self._train.sync_batch_norm:
             model = synchronised(model)
-        self._model = in_training(self._layout.place(model, batch.inputs[:2]))
+        self._model = in_training(self._layout.place(model, TrialPass(objective, batch, self._device)))
         broadcast_tensors(self._model.buffers(), source=0)  # the first ones are as each rank made them
         self._buffers_equal = True
-        self._criterion, self._learnt = criterion, placed(criterion, self._device)
+        self._objective, self._learnt = objective, placed(objective, self._device)
         self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
         self._extra = ExtraState(self._model)
         self._layout.compare()
@@ -93,8 +96,8 @@ class Spmd(AllNeeded):
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False
         self._update.begin()
-        loss = self._forward_backward(batch.to(self._device))
-        return StepOutput(loss, self._update.apply(lr))
+        means = self._forward_backward(batch.to(self._device))
+        return StepOutput.of(means, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -104,9 +107,11 @@ class Spmd(AllNeeded):
         with evaluating(self._model), self._layout.precision():
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
-                found = self._counted(measure(self._model(batch.inputs), batch.targets), len(batch))
+                found = self._counted(measured(measure, self._model, batch))
+                if self._layout.passes_are_joint:
+                    self._stand_in = batch
             elif self._layout.passes_are_joint:
-                self._model(self._stand_in)  # the others wait for our part of the weights
+                measure(self._model, self._stand_in)  # the others wait for our part of the weights
         self._layout.rest()
         return found
 
@@ -143,7 +148,7 @@ class Spmd(AllNeeded):
         layers = (
             f"layer {name} ({type(module).__name__})" if name else "the model" for name, module in modules.items()
         )
-        names, found = [*layers, "the criterion"], list[int]()
+        names, found = [*layers, "the loss"], list[int]()
 
         def look(number: int, output: object) -> None:
             if isinstance(output, Tensor) and not found and not local(output).isfinite().all():
@@ -156,7 +161,8 @@ class Spmd(AllNeeded):
         try:
             for part in self._parts(batch.to(self._device)):
                 with self._layout.precision():
-                    look(len(modules), self._criterion(self._layout.forward(part.inputs), part.targets)[0])
+                    for loss in self._objective(self._layout.forward, part).values():
+                        look(len(modules), loss.total)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -165,33 +171,34 @@ class Spmd(AllNeeded):
         return next((names[int(number)] for number, count in counts.items() if count), None)
 
     def close(self) -> None:
-        for name in ("_layout", "_model", "_update", "_extra", "_criterion", "_learnt", "_stand_in"):
+        for name in ("_layout", "_model", "_update", "_extra", "_objective", "_learnt", "_stand_in"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of that loss."""
+    def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of each loss, by name."""
         *early, last = self._parts(batch)
-        losses: list[Tensor] = []
-        weights: list[Tensor | None] = []
+        in_parts = f"train.accumulate: {len(early) + 1}" if early else None
+        passes: list[dict[str, Loss]] = []
         joint = self._layout.passes_are_joint
         if joint:
             self.own_time.stop()  # all that follows waits for the others' parts of the weights
         for part in early:
             with self._layout.without_sync():
-                self._forward(part, losses, weights).backward()  # type: ignore[no-untyped-call]
-        loss = self._forward(last, losses, weights)
+                self._forward(part, passes, in_parts).backward()  # type: ignore[no-untyped-call]
+        loss = self._forward(last, passes, in_parts)
         if not joint:
             self.own_time.stop()  # while the last part goes backward, gradients are summed
-        total = _WeightSum.start(weights, self._layout.counts)
+        total = _WeightSum.start(weights_of(passes), self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
-        mean = (sum(losses[1:], losses[0]) / self.share.count).detach() * self._layout.counts
+        means = means_of(passes, 1 / self.share.count, self._layout.counts)
         if total is not None:  # before gradients are compressed: what is left of them is not weighed again
-            mean = mean * self._reweigh(total.wait(), batch.global_count)
+            factor = self._reweigh(total.wait(), batch.global_count)
+            means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
         self._average_criterion()
-        return mean
+        return means
 
     def _average_criterion(self) -> None:
         """No layout knows of the gradients of what the criterion learns."""
@@ -206,14 +213,33 @@ class Spmd(AllNeeded):
         count = min(self._accumulate, batch.global_count // self.share.count)
         return [batch] if count == 1 else batch.split(count)
 
-    def _forward(self, batch: Batch, losses: list[Tensor], weights: list[Tensor | None]) -> Tensor:
-        """The loss to go backward from, as if each sample of the global batch weighed one."""
+    def _forward(self, batch: Batch, passes: list[dict[str, Loss]], in_parts: str | None) -> Tensor:
+        """The loss to go backward from, as if each sample of the global batch weighed one.
+
+        ``in_parts`` names the key by which this is not the whole of the rank's batch. What is found is added to
+        ``passes``.
+        """
         with self._layout.precision():
-            total, weight = self._criterion(self._layout.forward(batch.inputs), batch.targets)
-        loss = total * (self.share.count / batch.global_count)
-        losses.append(loss.detach())
-        weights.append(weight)
-        return self._update.scaled(loss)
+            losses = self._objective(self._layout.forward, batch)
+        if in_parts is not None:
+            refuse_other_weights(losses, in_parts)
+        elif not common_weight(losses):
+            losses = self._weighed(losses, batch)
+        factor = self.share.count / batch.global_count
+        scaled = {name: loss.total * factor for name, loss in losses.items()}
+        passes.append({name: Loss(total.detach(), losses[name].weight) for name, total in scaled.items()})
+        first, *others = scaled.values()
+        return self._update.scaled(sum(others, first))
+
+    def _weighed(self, losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
+        """Losses with weights of different kinds, as if each sample of the global batch weighed one.
+
+        The gradients of one pass cannot be told apart afterwards: here ranks wait for the weights before it.
+        """
+        own = [loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight for loss in losses.values()]
+        sums = sum_across_ranks(torch.stack([weight.detach().double() for weight in own]) * self._layout.counts)
+        factors = (batch.global_count / sums.clamp(min=1e-30)).to(own[0].dtype)
+        return {name: Loss(loss.total * factors[i]) for i, (name, loss) in enumerate(losses.items())}
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
@@ -228,11 +254,9 @@ class Spmd(AllNeeded):
                 parameter.grad.mul_(factor)
         return factor
 
-    def _counted(self, values: Mapping[str, Tensor], count: int) -> Sums:
+    def _counted(self, sums: Sums) -> Sums:
         """The same names everywhere, but each sample once, of those ranks that look at it together."""
-        if self._layout.counts:
-            return Sums(values, count)
-        return Sums({name: torch.zeros_like(value) for name, value in values.items()}, 0)
+        return sums if self._layout.counts else sums.uncounted()
 
     def _equalise_buffers(self) -> None:
         """See ``Update.equalise``. Once after each step."""
@@ -256,12 +280,15 @@ class Spmd(AllNeeded):
         self._activity.phase = PRIMING
         own = (entry.value for entry in self._layout.state().values())
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
-        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
-        with undone(self._model, criterion):
+        checked = CheckedObjective(
+            self._objective, is_finite=self._train.on_nan == "stop" and not self._train.skip_bad_steps
+        )
+        objective, self._objective = self._objective, checked
+        with undone(self._model, objective.module):
             torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
-        self._criterion = criterion
+        self._objective = objective
         self.own_time.take()  # it may have compiled the model
         self._layout.figures()
         refuse_together(checked.refusal)

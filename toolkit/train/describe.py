@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
+from toolkit.dist import nested
 from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
 
@@ -40,8 +43,10 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
     """Hand over the config as text, its training sections as hyper-parameters and the first images of ``sample``."""
     sink.text("config", dump_config(config))
     sink.hparams(_hparams(config), metrics=("eval/accuracy", "eval/loss"))
-    if sample is not None and sample.inputs.ndim == 4 and sample.inputs.shape[1] in (1, 3):
-        sink.images("samples", sample.inputs[:_IMAGES])
+    for leaf in () if sample is None else nested.leaves(sample.data):
+        if isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in (1, 3):
+            sink.images("samples", leaf[:_IMAGES])
+            return
 
 
 def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:

@@ -1,7 +1,7 @@
 """After training: a run's model on one device, without ranks, as `toolkit evaluate` and `toolkit export` use it.
 
-What the model is and how it is judged, the job says: beside ``main`` it has ``inference(config, folder)``, which
-returns an :class:`Inference`. The job is imported from the run's own copy of the sources, as its ranks did.
+What the model is and how it is judged, the job says (:class:`toolkit.Job`). It is imported from the run's own copy of
+the sources, as its ranks did.
 """
 
 from __future__ import annotations
@@ -21,37 +21,23 @@ from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
-from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.pictures import Pictures
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch.job import load
+from toolkit.launch.job import job_class, load, params_of
 from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast
-from toolkit.strategies.protocol import AllNeeded, Measure, ModelFactory, Strategy, Sums
+from toolkit.strategies.objective import Measure, Sums, measured
+from toolkit.strategies.protocol import AllNeeded, Strategy
 from toolkit.train.initial import fill
-from toolkit.train.loop import Evaluate
+from toolkit.train.job import Job
+from toolkit.train.run_job import evaluation
 
 #: Images that `--images` has in memory at once.
 BATCH = 64
 
 log = logs.get(__name__)
-
-
-@dataclass(frozen=True)
-class Inference:
-    """A job without its training: what ``inference(config, folder)`` of a job returns.
-
-    ``folder`` is the run's, or an empty one where the data are others than the run's: what the job keeps there of its
-    data (a packed text) is found, or made anew.
-    """
-
-    model: ModelFactory  #: the model that is trained, with any weights
-    evaluate: Evaluate  #: as it is given to ``Trainer.fit``
-    eval_set: Samples | BatchedSamples  #: real inputs, to try an exported program on
-    classes: Sequence[str] = ()  #: of a classifier whose outputs are logits (n, classes)
-    pictures: Pictures | None = None  #: how an image file becomes an input
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class Trained:
     checkpoint: Path
     manifest: Manifest
     weights: str
-    job: Inference
+    job: Job
     model: nn.Module
     device: torch.device
 
@@ -92,15 +78,17 @@ def trained(
     config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
-        job = _inference_of(run, config)(config, Path(scratch) if data else run.path)
+        job = _job_of(run, config, Path(scratch) if data else run.path, device)
         model = job.model()
+        if not isinstance(model, nn.Module):  # networks of a step of one's own
+            model = nn.ModuleDict(model)
         path, (manifest, chosen) = whole.from_newest(paths, lambda path, found: _load(model, path, found, weights))
         log.info("%s: %s", run.id, path.name)
         yield Trained(run, config, path, manifest, chosen, job, model.to(device).eval(), device)
 
 
-def _inference_of(run: RunDir, config: JobConfig) -> Any:
-    """The job's function, from the run's copy of the sources."""
+def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) -> Job:
+    """The job, from the run's copy of the sources; it keeps its data in ``folder``."""
     if config.job == FOREIGN_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
     if run.code.is_dir():
@@ -112,13 +100,14 @@ def _inference_of(run: RunDir, config: JobConfig) -> Any:
             f"is made and judged; `toolkit checkpoint export {run.id} --to PATH` writes its weights"
         )
     module = load(config.job, sources)
-    if not hasattr(module, "inference"):
+    kind = job_class(module)
+    if kind is None:
         raise RequestError(
-            f"job: {config.job} of run {run.id} ({module.__file__}) has no function inference(config, folder) -> "
-            "Inference, which says how to make its model and how to judge it without training; add one, such as "
-            "jobs/classify.py has"
+            f"job: {config.job} of run {run.id} ({module.__file__}) has no class derived from toolkit.Job, which says "
+            "how to make its model and how to judge it without training; see jobs/classify.py"
         )
-    return module.inference
+    job: Job = kind(config, params_of(module, config), folder, device)
+    return job
 
 
 def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | None) -> tuple[Manifest, str]:
@@ -153,11 +142,15 @@ class Alone(AllNeeded):
             return Sums({}, 0)
         here = batch.to(self._trained.device)
         with precision(self._trained):
-            return Sums(measure(self._trained.model(here.inputs), here.targets), len(here))
+            return measured(measure, self._trained.model, here)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """What there is."""
         return {name: float(value) for name, value in values.items()}
+
+    def gather(self, value: Any) -> list[Any]:
+        """What there is."""
+        return [value]
 
 
 def precision(trained: Trained) -> AbstractContextManager[object]:
@@ -167,7 +160,10 @@ def precision(trained: Trained) -> AbstractContextManager[object]:
 
 def figures(trained: Trained) -> dict[str, float]:
     """``eval/<name>``: what the job's own evaluation finds over its whole eval set."""
-    found = trained.job.evaluate(cast(Strategy, Alone(trained)), lambda: False)
+    evaluate = evaluation(trained.job)
+    if evaluate is None:
+        raise RequestError(f"job: {trained.config.job} of run {trained.run.id} has no eval_set() to evaluate on")
+    found = evaluate(cast(Strategy, Alone(trained)), lambda: False)
     assert found is not None, "only a stop cuts an evaluation short, and nobody asks for one here"
     return {f"eval/{name}": value for name, value in found.items()}
 
@@ -181,7 +177,7 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
     if pictures is None or not classes:
         raise RequestError(
             f"--images: {trained.config.job} on data.name {trained.config.data.name} does not say how image files "
-            "become its inputs: Inference(classes=..., pictures=...) does"
+            "become its inputs: the attributes `classes` and `pictures` of its class do"
         )
     for start in range(0, len(files), BATCH):
         some = files[start : start + BATCH]

@@ -22,8 +22,9 @@ from toolkit.dist.stop import STOP
 from toolkit.errors import RankLostError
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
-from toolkit.strategies.protocol import Strategy
+from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.train.balance import build_balance
+from toolkit.train.hooks import Hooks
 from toolkit.train.lifecycle import Lifecycle
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.optim import Schedule
@@ -130,18 +131,22 @@ class Trainer:
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
         self._weights_are_finite = True
-        self._show: Show = lambda sink, step: None
         self._evaluated: int | None = None
+        self._evaluations: list[dict[str, float]] = []  #: the figures of each, where the job asks for them
 
     def fit(
-        self, evaluate: Evaluate, describe: Describe = lambda sink: None, show: Show = lambda sink, step: None
+        self,
+        evaluate: Evaluate | None,
+        describe: Describe = lambda sink: None,
+        show: Show = lambda sink, step: None,
+        hooks: Hooks | None = None,
     ) -> Result:
         """Train to the last step, with evaluations, checkpoints and metrics on the way; the session gets the result.
 
         A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and done. Raises
         StoppedError, with everything committed, when the ranks have agreed to stop.
         """
-        self._show = show
+        self._evaluate_model, self._show, self._hooks = evaluate, show, hooks or Hooks()
         loaded = self._life.resume()
         if loaded is not None:
             self._restore(loaded.meta)
@@ -152,8 +157,8 @@ class Trainer:
                 describe(self._life.sink)
             self._life.begin()
             if loaded is not None:
-                self._make_up(evaluate)
-            self._train(evaluate)
+                self._make_up()
+            self._train()
         samples = self._step * self._loader.global_batch_size
         result = Result(self._step, self._epochs(self._step), samples, dict(self._life.metrics))
         self._life.finish(asdict(result))
@@ -165,25 +170,34 @@ class Trainer:
 
     def _restore(self, meta: Mapping[str, Any]) -> None:
         self._evaluated = self._step if meta.get("evaluated") == self._step else None
+        self._evaluations = [dict(figures) for figures in meta.get("evaluations", ())]
+        if self._evaluated is not None:
+            self._end_if_done()
         self._loss.restore(meta.get("loss_window"))
         self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
-    def _make_up(self, evaluate: Evaluate) -> None:
+    def _make_up(self) -> None:
         """An evaluation that was due at the checkpoint and was cut short by the stop that made it."""
         if self._step and self._evaluation_due() and self._evaluated != self._step:
-            self._evaluate(evaluate)
+            self._evaluate()
 
-    def _train(self, evaluate: Evaluate) -> None:
+    def _train(self) -> None:
         share = self._strategy.share.index  # once: the strategy's is another one for evaluations when a rank has died
         self._life.throughput.reset()
         self._life.boundary()
+        begun: int | None = None  # the epoch that the job has heard of
         while self._step < self._total:
+            if begun != (epoch := self._epochs(self._step)):
+                self._hooks.on_epoch_start(epoch)
+                begun = epoch
             self._train_step(share)
             if self._due(self._config.log_every):
                 self._log()
-            is_best = self._evaluation_due() and self._evaluate(evaluate)
+            is_best = self._evaluation_due() and self._evaluate()
+            if self._epochs(self._step) > epoch:
+                self._hooks.on_epoch_end(self._epochs(self._step) - 1, self._life.metrics)
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._life.save(must=self._step == self._total)
             self._life.boundary()
@@ -198,7 +212,7 @@ class Trainer:
         self._activity.phase = activity.IN_STEP
         output = self._strategy.step(batch, self._lr(n))
         self._skipped.note(n, output.skipped)
-        self._loss.add(output.counted_loss())
+        self._loss.add(output)
         self._life.step_done(self._loader.global_batch_size, self._loader.data_wait_s)
 
     def _again(self, step: int, share: Share) -> Batch:
@@ -215,6 +229,8 @@ class Trainer:
 
     def _evaluation_due(self) -> bool:
         every = self._config.eval_every
+        if self._evaluate_model is None:
+            return False
         if isinstance(every, int):
             return self._due(every)
         return self._epochs(self._step) > self._epochs(self._step - 1) or self._step == self._total
@@ -231,7 +247,7 @@ class Trainer:
         self._read_skipped()
         if self._skipped.rollback_due:
             self._roll_back()
-        loss, own_s = self._loss.take(self._strategy.own_time.take())
+        losses, own_s = self._loss.take(self._strategy.own_time.take())
         values = {
             "train/lr": self._lr(self._step - 1),
             **self._life.figures(),
@@ -246,9 +262,10 @@ class Trainer:
             else:
                 values[tag] = figure
         metrics = self._life.metrics
-        if loss is not None:
-            metrics["train/loss"] = values["train/loss"] = loss
-            self._not_finite.judge(self._step, loss, self._loss.taken)
+        values |= {f"train/{name}": loss for name, loss in losses.items()}
+        if losses:
+            metrics["train/loss"] = losses["loss"]
+            self._not_finite.judge(self._step, losses["loss"], self._loss.taken)
         if self._not_finite.count:
             metrics[NOT_FINITE] = values[NOT_FINITE] = self._not_finite.count
         metrics |= self._skipped.figures()
@@ -265,12 +282,12 @@ class Trainer:
         self._skipped.rolled_back(self._step, to)
         self._activity.phase = activity.LOGGING
 
-    def _evaluate(self, evaluate: Evaluate) -> bool:
+    def _evaluate(self) -> bool:
         """Whether the model has never been as good."""
         self._life.report("evaluate")
         self._activity.phase = activity.EVALUATING
         with self._life.sheet.on("evaluation"):
-            found = self._evaluated_by_the_living(evaluate)
+            found = self._evaluated_by_the_living()
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
@@ -280,15 +297,24 @@ class Trainer:
         self._life.sink.scalars(self._step, figures)
         self._show(self._life.sink, self._step)
         log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        if type(self._hooks).is_done is not Hooks.is_done:
+            self._evaluations.append(figures)
+            self._end_if_done()
         self._life.report("train")
         self._life.throughput.pause()
         return self._checkpoints.is_best(self._life.metrics)
 
-    def _evaluated_by_the_living(self, evaluate: Evaluate) -> Mapping[str, float] | None:
+    def _end_if_done(self) -> None:
+        if self._step < self._total and self._evaluations and self._hooks.is_done(self._evaluations):
+            log.info("step %d of %d: the job says that it is done", self._step, self._total)
+            self._total = self._step
+
+    def _evaluated_by_the_living(self) -> Mapping[str, float] | None:
         """Again, if a rank dies over it: all hear of that at the same point."""
+        assert self._evaluate_model is not None
         while True:
             try:
-                return evaluate(self._strategy, self._is_cut)
+                return self._evaluate_model(self._strategy, self._is_cut)
             except RankLostError as error:
                 log.warning("step %d: evaluating again: %s", self._step, error)
 
@@ -325,6 +351,7 @@ class Trainer:
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
             "finite": self._weights_are_finite,
+            **({"evaluations": [*self._evaluations]} if self._evaluations else {}),
         }
         self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
         return kept
@@ -340,7 +367,7 @@ class Trainer:
 
 
 class LossWindow:
-    """The mean of the global loss over the steps since it was last taken; kept on the device until then.
+    """The means of the global losses over the steps since they were last taken; kept on the device until then.
 
     ``total`` is :meth:`Strategy.sum`.
     """
@@ -349,49 +376,58 @@ class LossWindow:
         self, rank: int, world_size: int, total: Callable[[Mapping[str, float | Tensor]], Mapping[str, float]]
     ) -> None:
         self._rank, self._world_size, self._total = rank, world_size, total
-        self._sum: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        #: The losses that were added since the last :meth:`take`, and before it.
         self._losses: list[Tensor] = []
-        #: What was added before the last :meth:`take`, since the one before it.
         self.taken: list[Tensor] = []
         self._steps = 0
-        self._before = 0.0  # of a restored window, until the first step tells the type and the device
+        self._before: dict[str, float] = {}  # of a restored window, until the first step tells the type and the device
 
-    def add(self, loss: Tensor) -> None:
-        """Add one step's ``StepOutput.loss``."""
-        self._sum = loss + self._before if self._sum is None else self._sum.add_(loss)
-        self._losses.append(loss)
+    def add(self, output: StepOutput) -> None:
+        """Add one step's losses: their sum as ``loss``, and each that has a name."""
+        counted = output.counted()
+        for name, loss in counted.items():
+            if name in self._sums:
+                self._sums[name].add_(loss)
+            else:
+                self._sums[name] = loss + self._before.get(name, 0.0)
+        self._losses.append(counted["loss"])
         self._steps += 1
 
     def leave_out(self, steps: int) -> None:
-        """So many of the losses added were 0 because their steps were left out: the mean is over the others."""
+        """So many of the losses added were 0 because their steps were left out: the means are over the others."""
         self._steps -= steps
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
-        if self._sum is None:
-            return {"steps": 0, "sums": []}
-        return {"steps": self._steps, "sums": [*self._total(self._by_rank(self._sum)).values()]}
+        if not self._sums:
+            return {"steps": 0, "sums": {}}
+        by_rank = {f"{rank}/{name}": own for name, loss in self._sums.items() for rank, own in self._by_rank(loss)}
+        totals = self._total(by_rank)
+        sums = {name: [totals[f"{rank}/{name}"] for rank in range(self._world_size)] for name in self._sums}
+        return {"steps": self._steps, "sums": sums}
 
     def restore(self, saved: Any) -> None:
         """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
-        saved = saved or {"steps": 0, "sums": []}
-        sums = saved["sums"]
-        if len(sums) != self._world_size:
-            sums = [sum(sums), *[0.0] * (self._world_size - 1)]
-        self._steps, self._before = saved["steps"], sums[self._rank]
+        saved = saved or {"steps": 0, "sums": {}}
+        self._steps = saved["steps"]
+        for name, sums in saved["sums"].items():
+            is_same = len(sums) == self._world_size
+            self._before[name] = sums[self._rank] if is_same else float(self._rank == 0) * sum(sums)
 
-    def take(self, figure: float) -> tuple[float | None, list[float]]:
-        """The mean, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
+    def take(self, figure: float) -> tuple[dict[str, float], list[float]]:
+        """The means by name, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
 
-        The mean is None where each step was left out.
+        There are no means where each step was left out.
         """
-        assert self._sum is not None, "a step comes before each logging step"
-        loss, *figures = self._total({"loss": self._sum, **self._by_rank(figure)}).values()
-        mean = loss / self._steps if self._steps else None
+        assert self._sums, "a step comes before each logging step"
+        figures = {f"/{rank}": own for rank, own in self._by_rank(figure)}
+        totals = self._total({**self._sums, **figures})
+        means = {name: totals[name] / self._steps for name in self._sums} if self._steps else {}
         self.taken, self._losses = self._losses, []
-        self._sum, self._steps, self._before = None, 0, 0.0
-        return mean, figures
+        self._sums, self._steps, self._before = {}, 0, {}
+        return means, [totals[name] for name in figures]
 
-    def _by_rank(self, own: float | Tensor) -> dict[str, float | Tensor]:
+    def _by_rank(self, own: float | Tensor) -> list[tuple[int, float | Tensor]]:
         """``own`` under this rank's number, nothing under the others'."""
-        return {str(rank): own if rank == self._rank else 0.0 for rank in range(self._world_size)}
+        return [(rank, own if rank == self._rank else 0.0) for rank in range(self._world_size)]

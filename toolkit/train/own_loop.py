@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +105,6 @@ class TrainingRun:
         self._loader: Loader | None = None
         self._stack = ExitStack()
         self._feeds: dict[int, ForeignFeed] = {}
-        self._blocks = 0  #: calls of main_first
         self._not_finite = 0  #: mean losses in a row that were not finite
         self._epoch = self._batch = 0  #: where the data stand: whole epochs, and batches of the one that is begun
         self._epochs: int | None = None  #: that the loop in progress makes
@@ -367,24 +366,12 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------------------------- among the ranks
 
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0, then on all others: a download into a shared folder, say.
 
         Where it raises on rank 0, the others raise ToolkitError.
         """
-        self._blocks += 1
-        topic = f"main_first/{self._blocks}"
-        if self.rank:
-            self._session.from_main(topic, dict)
-            yield
-            return
-        is_done = False
-        try:
-            yield
-            is_done = True
-        finally:
-            self._session.store.set(f"toolkit/{topic}/{self._session.attempt}", "{}" if is_done else "null")
+        return self._session.main_first()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank: tensors of one shape and type, or what JSON can say."""

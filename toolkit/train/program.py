@@ -24,7 +24,8 @@ from toolkit import __version__, fsio, logs
 from toolkit.checkpoint.export import export as export_weights
 from toolkit.data.loader import eval_batches
 from toolkit.dist.batch import Share
-from toolkit.errors import JobFailedError
+from toolkit.errors import JobFailedError, RequestError
+from toolkit.strategies.objective import given_to_model
 from toolkit.train.inference import Trained
 
 WEIGHTS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "model.json"
@@ -82,9 +83,18 @@ def _write_weights(trained: Trained, path: Path) -> None:
 
 def _example(trained: Trained) -> Tensor:
     """The first real inputs of the eval set, as the model gets them; two or more, for one would count as constant."""
-    first = next(eval_batches(trained.job.eval_set, Share(0, 1), SAMPLES))
+    eval_set = trained.job.eval_set()
+    if eval_set is None:
+        raise RequestError(f"job: {trained.config.job} has no eval_set(), whose samples a program is tried on")
+    first = next(eval_batches(eval_set, Share(0, 1), SAMPLES, collate=trained.job.collate))
     assert first is not None
-    return first.inputs if len(first) > 1 else first.inputs.repeat_interleave(2, dim=0)
+    args, kwargs = given_to_model(trained.job.evaluate, first) or ((), {})
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        raise JobFailedError(
+            "torch.export: the job calls the model with other arguments than one tensor, of which no program is made; "
+            "use --format safetensors"
+        )
+    return args[0] if len(first) > 1 else args[0].repeat_interleave(2, dim=0)
 
 
 def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:

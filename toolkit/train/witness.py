@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from toolkit import fsio
 from toolkit.checkpoint.tensors import to_bytes
+from toolkit.dist import nested
 from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
@@ -70,11 +70,15 @@ class Witness:
         if batch is None:
             return
         if not isinstance(batch, Batch):
-            self._line["inputs"] = [_digest(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        else:
-            self._line["positions"] = batch.positions.tolist()
-            self._line["inputs"] = [_digest(value) for value in batch.inputs]
-            self._line["targets"] = [_digest(value) for value in batch.targets]
+            self._line["inputs"] = [_digest(leaf) for leaf in nested.leaves(batch) if isinstance(leaf, Tensor)]
+            return
+        self._line["positions"] = batch.positions.tolist()
+        is_pair = isinstance(batch.data, (tuple, list)) and len(batch.data) == 2
+        parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}
+        for name, data in parts.items():
+            tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
+            rows = zip(*tensors, strict=True) if all(len(t) == len(batch) for t in tensors if t.ndim) else [tensors]
+            self._line[name] = [" ".join(map(_digest, row)) for row in rows]
 
     def take_start(self, lr: float) -> None:
         """The learning rate, and what the step will draw its random numbers from."""

@@ -122,7 +122,7 @@ class Run:
         """``bad``: index and position of each."""
         found = tuple(BadSample(index, position, f"OSError: {index}") for index, position in bad)
         nothing = torch.empty(0)
-        self.ends[rank].note(Batch(nothing, nothing, nothing, 4, found))
+        self.ends[rank].note(Batch((nothing, nothing), nothing, 4, found))
 
     def collect(self) -> None:
         for end in self.ends:

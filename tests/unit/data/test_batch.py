@@ -7,7 +7,7 @@ from toolkit.dist.batch import Batch, Share
 
 
 def batch_of(count: int) -> Batch:
-    return Batch(torch.arange(count * 2.0).view(count, 2), torch.arange(count), torch.arange(count) + 100, 64)
+    return Batch((torch.arange(count * 2.0).view(count, 2), torch.arange(count)), torch.arange(count) + 100, 64)
 
 
 def test_micro_batches_are_the_batch_in_order() -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def all_of(path: Path, *, held_out: bool) -> list[tuple[list[int], list[int]]]:
-    windows = text.Windows(path, LENGTH, held_out=held_out)
+    windows = text.TextWindows(path, LENGTH, held_out=held_out)
     inputs, targets = windows.batch(np.arange(len(windows)))
     return list(zip(inputs.tolist(), targets.tolist(), strict=True))
 
@@ -40,7 +38,7 @@ def test_windows_are_the_text_in_order_each_once_in_training_or_held_out(packed:
 def test_of_a_long_text_no_more_is_held_out_than_an_evaluation_needs(tmp_path: Path) -> None:
     path = tmp_path / "long"
     path.write_bytes(bytes(20_000 * LENGTH + 1))
-    held_out, others = (len(text.Windows(path, LENGTH, held_out=is_it)) for is_it in (True, False))
+    held_out, others = (len(text.TextWindows(path, LENGTH, held_out=is_it)) for is_it in (True, False))
     assert 256 <= held_out <= 260
     assert held_out + others == 20_000
 
@@ -48,7 +46,7 @@ def test_of_a_long_text_no_more_is_held_out_than_an_evaluation_needs(tmp_path: P
 def test_text_too_short_for_two_windows_is_refused_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"12345678")
     with pytest.raises(ConfigError, match=r"data\.root: 8 bytes of text make 1 windows of 4"):
-        text.Windows(tmp_path / "short", LENGTH, held_out=False)
+        text.TextWindows(tmp_path / "short", LENGTH, held_out=False)
 
 
 def make_files(root: Path) -> None:
@@ -58,18 +56,14 @@ def make_files(root: Path) -> None:
         path.write_bytes(content)
 
 
-def test_the_text_of_a_run_is_packed_once_and_stays_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+def test_the_text_of_a_run_is_packed_once_and_stays_what_it_was(tmp_path: Path) -> None:
     make_files(tmp_path / "books")
     (tmp_path / "run").mkdir()
-    session: Any = SimpleNamespace(is_main=True, run_dir=tmp_path / "run", activity=SimpleNamespace(move=lambda: None))
-    path = text.of_run(str(tmp_path / "books"), session)
+    path = text.pack_text(str(tmp_path / "books"), tmp_path / "run")
     assert path.read_bytes() == b"one\0two\0"
     assert path.stat().st_mode & 0o777 == 0o600
     (tmp_path / "books/b.txt").write_text("another")
-    assert text.of_run(str(tmp_path / "books"), session).read_bytes() == b"one\0two\0"
+    assert text.pack_text(str(tmp_path / "books"), tmp_path / "run").read_bytes() == b"one\0two\0"
 
 
 def test_without_a_root_the_text_is_the_standard_library_without_what_was_installed() -> None:

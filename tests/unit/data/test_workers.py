@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.unit.data.samples import Damaged, Noisy
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
-from toolkit.data.workers import collate
+from toolkit.data.workers import stacked
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import JobFailedError
 
@@ -249,17 +249,14 @@ def test_an_evaluation_left_early_ends_its_workers() -> None:
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        ([{"input_ids": torch.zeros(2), "labels": 1}] * 2, "data: a sample is a dict of 2; today a sample is a pair"),
-        ([(torch.zeros(2), torch.zeros(2), 1)] * 2, "data: a sample is a tuple of 3; "),
-        ([torch.zeros(2)] * 2, "data: a sample is a Tensor; "),
-        ([(torch.zeros(3), 1), (torch.zeros(5), 1)], r"two samples have the shapes \(3,\) and \(5,\); today a sample"),
-        ([({"x": torch.zeros(2)}, 1)] * 2, "data: the input of a sample is a dict; "),
-        ([(torch.zeros(2), "cat")] * 2, "data: the target of a sample is a str; "),
-        ([(torch.zeros(2), None)] * 2, "data: samples cannot be stacked: .*NoneType"),
+        ([(torch.zeros(3), 1), (torch.zeros(5), 1)], r"batch\[0\] has the shapes \(3,\) and \(5,\) in two samples"),
+        ([{"x": {"y": torch.zeros(3)}}, {"x": {"y": torch.zeros(5)}}], r"batch\['x'\]\['y'\] has the shapes"),
+        ([{"x": 1}, {"z": 1}], r"batch has 'x' in one sample only"),
+        ([(1, [1, 2]), (1, [1, 2, 3])], r"batch\[1\] has 2 elements in one sample, 3 in another"),
+        ([(1, 2), [1, 2]], "batch is a tuple in one sample, a list in another"),
+        ([(torch.zeros(2), None)] * 2, r"batch\[1\] is a NoneType: .*"),
     ],
 )
-def test_samples_that_are_no_pairs_of_tensors_of_one_shape_are_refused_with_what_is_supported(
-    samples: list[Any], words: str
-) -> None:
+def test_samples_that_cannot_be_stacked_are_refused_by_their_place(samples: list[Any], words: str) -> None:
     with pytest.raises(JobFailedError, match=words):
-        collate(samples)
+        stacked(samples)

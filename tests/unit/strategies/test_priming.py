@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from toolkit.dist.batch import Batch
 from toolkit.dist.state import Sharded
-from toolkit.errors import ConfigError
-from toolkit.strategies.priming import CheckedCriterion, undone, unused_message
+from toolkit.errors import ConfigError, JobFailedError
+from toolkit.strategies import Loss, Objective, of_pairs
+from toolkit.strategies.priming import CheckedObjective, undone, unused_message
 
 OUTPUTS, TARGETS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1, 1, 0])
 
@@ -70,6 +72,13 @@ def losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")
 
 
+def refusal_of(objective: Objective, samples: int) -> str | None:
+    checked = CheckedObjective(objective, is_finite=True)
+    places = torch.arange(samples)
+    checked(lambda inputs: inputs, Batch((OUTPUTS[:samples].requires_grad_(), TARGETS[:samples]), places, samples))
+    return checked.refusal
+
+
 @pytest.mark.parametrize(
     "criterion",
     [
@@ -82,17 +91,18 @@ def losses(outputs: Tensor, targets: Tensor) -> Tensor:
     ids=["sum", "weights", "nothing", "drawn", "bf16"],
 )
 def test_a_sum_over_samples_is_taken(criterion: Any) -> None:
-    checked = CheckedCriterion(criterion)
-    assert len(checked(OUTPUTS, TARGETS)) == 2
-    assert checked.refusal is None
+    assert refusal_of(of_pairs(criterion), len(OUTPUTS)) is None
 
 
 @pytest.mark.parametrize(
     ("criterion", "words"),
     [
         (lambda o, t: (losses(o, t).mean(), None), "it is no sum over samples"),
-        (lambda o, t: (losses(o, t).mean(), torch.tensor(len(t))), "criterion: its for two"),
-        (lambda o, t: (losses(o, t).sum(), torch.tensor(1.0)), "its weight for two samples given twice is 1, and"),
+        (lambda o, t: (losses(o, t).mean(), torch.tensor(len(t))), "the value of the loss for two samples"),
+        (
+            lambda o, t: (losses(o, t).sum(), torch.tensor(1.0)),
+            "the weight of the loss for two samples given",
+        ),
         (lambda o, t: (losses(o, t).sum() + 3, None), "it is no sum over samples"),
         (lambda o, t: (losses(o @ o.t(), torch.arange(len(o))).sum(), None), "strategy.name: custom"),
     ],
@@ -100,16 +110,16 @@ def test_a_sum_over_samples_is_taken(criterion: Any) -> None:
 )
 @pytest.mark.parametrize("samples", [1, 5])
 def test_what_is_no_sum_over_samples_is_refused_with_what_to_do(criterion: Any, words: str, samples: int) -> None:
-    checked = CheckedCriterion(criterion)
-    checked(OUTPUTS[:samples], TARGETS[:samples])
-    assert checked.refusal is not None
-    assert words.replace("its for", "its value for") in checked.refusal
-    assert "reduction='sum'" in checked.refusal
+    refusal = refusal_of(of_pairs(criterion), samples)
+    assert refusal is not None
+    assert words in refusal
+    assert "toolkit.Loss.sum(value) of a sum over the batch's samples" in refusal
+    assert f"{__file__}:" in refusal or "objective.py:" in refusal
 
 
 def test_a_criterion_that_returns_a_loss_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned a Tensor and no \(sum, weight\)"):
-        CheckedCriterion(losses)(OUTPUTS, TARGETS)  # type: ignore[arg-type]
+        refusal_of(of_pairs(losses), 5)  # type: ignore[arg-type]
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
@@ -131,3 +141,40 @@ def test_the_pieces_of_all_ranks_and_shards_make_up_the_tensor_once(parts: int, 
                 seen[row : row + len(value)] += 1
             start += len(own)
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, batch: losses(model(batch.inputs), batch.targets), None),
+        (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).mean()), None),
+        (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).mean(), len(batch)), None),
+        (lambda model, batch: Loss.sum(losses(model(batch.inputs), batch.targets).mean()), "it is no sum over samples"),
+        (lambda model, batch: Loss.mean(losses(model(batch.inputs), batch.targets).sum()), "it is no sum over samples"),
+        (lambda model, batch: Loss.sum(losses(model(batch.inputs), batch.targets).sum().detach()), "on no parameter"),
+        (lambda model, batch: Loss.sum(model(batch.inputs).sum() / 0), "inf: look at the data"),
+        (
+            lambda model, batch: {"a": Loss.sum(model(batch[0]).sum()), "b": 0.1 * Loss.sum(model(batch[0]).mean())},
+            "the value of the loss 'b' for two",
+        ),
+    ],
+)
+def test_a_loss_says_whether_it_is_a_sum_or_a_mean_and_is_believed_after_a_look(loss: Any, words: str | None) -> None:
+    refusal = refusal_of(Objective(loss), 5)
+    assert refusal is None if words is None else words in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, batch: model(batch.inputs).sum(), "the loss is a tensor of shape ()"),
+        (lambda model, batch: 1.0, "the loss is a float"),
+        (lambda model, batch: Loss.sum(model(batch.inputs)), r"the loss has the shape (5, 3) and is no scalar"),
+        (lambda model, batch: {"rows": model(batch.inputs)}, "the loss 'rows' is a tensor of shape (5, 3)"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_its_file_and_line(loss: Any, words: str) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        refusal_of(Objective(loss), 5)
+    assert words in str(caught.value)
+    assert f"{__file__}:" in str(caught.value)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.errors import ConfigError
+from toolkit.strategies import StepOutput
 from toolkit.strategies.update import Update
 from toolkit.strategies.update.parts import Parts
 from toolkit.strategies.update.pruning import Pruning, level
@@ -227,6 +228,10 @@ def test_an_average_that_does_not_say_how_old_it_is_does_not_begin_again() -> No
 def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
     window = LossWindow(0, 1, lambda values: {name: float(value) for name, value in values.items()})
     for loss in (4.0, 0.0, 2.0):
-        window.add(torch.tensor(loss))
+        window.add(StepOutput(torch.tensor(loss), parts={"kl": torch.tensor(loss / 4)}))
     window.leave_out(1)
-    assert window._steps == 2
+    again = LossWindow(0, 1, window._total)
+    again.restore(window.state())
+    again.add(StepOutput(torch.tensor(3.0), parts={"kl": torch.tensor(0.0)}))
+    assert window.take(0.5) == ({"loss": 3.0, "kl": 0.75}, [0.5])
+    assert again.take(0.5) == ({"loss": 3.0, "kl": 0.5}, [0.5])

@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +186,9 @@ def test_a_wrong_request_is_refused_with_what_to_do(
 
 def test_a_job_whose_data_are_no_images_classifies_none(run: RunDir, tmp_path: Path) -> None:
     with inference.trained(run, store(run).list()) as trained:
-        blind = replace(trained, job=replace(trained.job, pictures=None))
+        trained.job.pictures = None
         with pytest.raises(RequestError, match="does not say how image files become its inputs"):
-            next(inference.predictions(blind, tmp_path, [tmp_path / "a.png"]))
+            next(inference.predictions(trained, tmp_path, [tmp_path / "a.png"]))
 
 
 def test_a_job_that_does_not_say_how_it_is_judged_is_told_what_to_add(
@@ -200,7 +199,7 @@ def test_a_job_that_does_not_say_how_it_is_judged_is_told_what_to_add(
     (run.code / "mine/train.py").write_text("def main(config):\n    pass\n")
     run.config.write_text(run.config.read_text().replace("job: jobs.classify", "job: mine.train"))
     assert cli.main(["evaluate", run.id]) == EXIT_REQUEST
-    assert "has no function inference(config, folder)" in capsys.readouterr().err
+    assert "has no class derived from toolkit.Job" in capsys.readouterr().err
 
 
 def test_another_model_than_the_configs_is_refused_by_its_tensors(
@@ -304,12 +303,13 @@ def test_a_job_by_path_is_imported_from_the_runs_sources_with_its_neighbours_and
     (run.code / "tasks").mkdir(parents=True)
     (run.code / "tasks/nets.py").write_text("WIDTH = 3\n")
     params = "from dataclasses import dataclass\nfrom nets import WIDTH\n@dataclass\nclass Params:\n  depth: int = 1\n"
-    job = f"{params}def main(config): ...\ndef inference(config, folder):\n  return WIDTH, config.params\n"
+    job = f"import toolkit\n{params}class Mine(toolkit.Job):\n  def model(self):\n    return WIDTH, self.params.depth\n"
     (run.code / "tasks/by_path.py").write_text(job)
     settings = ["job=tasks/by_path.py", "params.depth=5"]
     run.config.write_text(configs.dump_config(configs.load_config(None, settings, project=run.code)))
     config = configs.load_config(run.config, site=False)
-    assert inference._inference_of(run, config)(config, run.path) == (3, {"depth": 5})
+    job_of_run = inference._job_of(run, config, run.path, torch.device("cpu"))
+    assert job_of_run.model() == (3, 5)
 
 
 # --------------------------------------------------------------------------------------------- other users' runs
@@ -320,7 +320,9 @@ def strange(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A run of somebody else's, whose job leaves a mark where it is imported."""
     run.code.mkdir()
     mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()"
-    (run.code / "strange_job.py").write_text(f"{mark}\ndef inference(config, folder): raise OSError\n")
+    (run.code / "strange_job.py").write_text(
+        f"{mark}\nimport toolkit\nclass Strange(toolkit.Job):\n    def setup(self): raise OSError\n"
+    )
     run.config.write_text(configs.dump_config(configs.load_config(None, ["job=strange_job"], site=False)))
     give(STRANGER, [run.path, run.code, run.config], monkeypatch)
     monkeypatch.setenv(TRUST_VARIABLE, "")

@@ -27,6 +27,7 @@ from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
 from toolkit.strategies.layouts.alone import Alone
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +51,9 @@ class Compressed(Alone):
         self._windows = 0  #: times that figures were asked for; in the first one the strategy primes
         self._error: Tensor | None = None  #: of the first step of each of them
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Raises ConfigError for what cannot be compressed, and for a pattern that matches no parameter."""
-        self._model = super().place(make, inputs)
+        self._model = super().place(make, trial)
         self._wire = Wire()
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)

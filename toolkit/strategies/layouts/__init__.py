@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.dist.batch import Share
 from toolkit.dist.state import Entry, Replicated, Sharded
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 
@@ -30,10 +31,10 @@ class Layout(Protocol):
     #: Whether what this rank finds counts in sums over all ranks: of those that work on one share together, one does.
     counts: bool
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls.
 
-        ``inputs`` are a few samples, to try the model on.
+        ``trial`` passes a few samples through a model.
         """
 
     def compare(self) -> None:
@@ -41,7 +42,7 @@ class Layout(Protocol):
         once buffers are equal."""
         return
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A pass whose backward pass sums the gradients over the ranks and divides by their number."""
 
     def without_sync(self) -> AbstractContextManager[object]:
@@ -64,7 +65,7 @@ class Layout(Protocol):
         return {}
 
     def precision(self) -> AbstractContextManager[object]:
-        """What passes and the criterion run in."""
+        """What passes and the losses are computed in."""
 
     def rest(self) -> None:
         """After passes without a backward pass: the model's parameters are again those that the optimizer has."""

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit import logs
 from toolkit.dist.collectives import broadcast_tensors
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
 from toolkit.strategies.layouts.replicas import Replicas
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -31,15 +32,14 @@ class Alone(Replicas):
         super().__init__(session, **passes)
         self._wrap = wrap
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
         broadcast_tensors(model.parameters(), source=0)
         self._passes = self._wrap(model)
         return model
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._passes(inputs)
-        return outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._passes(*args, **kwargs)
 
     def without_sync(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -38,6 +38,7 @@ from toolkit.config import TENSOR_STYLES, tensor_style
 from toolkit.dist.state import Entry, Sharded
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.strategies.layouts import local
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import TOLERANCE, TOLERANCE_BF16, WholePass
 
 #: What models call their number of heads, by which no part of a layer may be cut in two.
@@ -55,11 +56,11 @@ class Plan:
     layers: Mapping[str, str]
     sequence: bool = False
 
-    def cut(self, model: nn.Module, mesh: DeviceMesh | None, inputs: Tensor) -> CutLayers:
+    def cut(self, model: nn.Module, mesh: DeviceMesh | None, trial: TrialPass) -> CutLayers:
         """Let the ranks of the one-dimensional ``mesh`` compute the layers together; parameters keep their names.
 
         What lies in ``model`` before (nothing, on ``meta``) is not sent to anyone. Rank 0, which has the whole model,
-        first passes ``inputs`` through it. Raises ConfigError for a plan that does not fit the model, or the number of
+        first makes the ``trial`` with it. Raises ConfigError for a plan that does not fit the model, or the number of
         ranks.
         """
         assert mesh is not None, "the mesh of strategy.name tensor has this dimension, be it of one rank"
@@ -67,7 +68,7 @@ class Plan:
         for name, style in styles.items():
             _refuse(model, name, style, mesh.size())
         ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
-        cut = CutLayers.before(model, styles, inputs, mesh.size(), sequence=self.sequence)
+        cut = CutLayers.before(model, styles, trial, mesh.size(), sequence=self.sequence)
         _refuse_tied(ties, cut.fused)
         for name, style in styles.items():
             layer = model.get_submodule(name)
@@ -125,7 +126,7 @@ class CutLayers:
 
     @classmethod
     def before(
-        cls, model: nn.Module, styles: Mapping[str, str], inputs: Tensor, ranks: int, *, sequence: bool
+        cls, model: nn.Module, styles: Mapping[str, str], trial: TrialPass, ranks: int, *, sequence: bool
     ) -> CutLayers:
         """Look at ``model`` while it is whole."""
         fused: dict[str, tuple[int, int]] = {}
@@ -137,7 +138,7 @@ class CutLayers:
                 fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
             takes_columns = kind == "rowwise" and isinstance(layer, nn.Linear)
             dimensions[name] = -1 if takes_columns else _LENGTH if sequence else None
-        return cls(styles, fused, sequence, WholePass(model, dimensions, inputs))
+        return cls(styles, fused, sequence, WholePass(model, dimensions, trial))
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
         """Raise ConfigError, on all ranks, where the cut ``model`` gives other numbers than the whole one."""

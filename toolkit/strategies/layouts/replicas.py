@@ -6,7 +6,7 @@ import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.dist.batch import Share
@@ -15,6 +15,7 @@ from toolkit.errors import ConfigError
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.memory_format import use_channels_last
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import refuse_unused
 from toolkit.strategies.protocol import ModelFactory
 
@@ -53,7 +54,7 @@ class Replicas(Layout):
         self._compile = compile
         self._recompute = recompute
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
         self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
         return model
@@ -68,9 +69,9 @@ class Replicas(Layout):
             model.compile()  # in place: the names in state() stay those of the model
         return model
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            outputs: Tensor = self._ddp(inputs)
+            return self._ddp(*args, **kwargs)
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
@@ -78,7 +79,6 @@ class Replicas(Layout):
                 "model: a parameter was used in an early part of the last step (train.accumulate) and not in its last "
                 "one, whose pass sends gradients: ddp wants every parameter in every pass"
             ) from error
-        return outputs
 
     def average(self) -> None:
         """The backward pass has done it, if every parameter took part. DDP itself complains in the next step, if any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -72,7 +74,7 @@ class Shards(Layout):
         self._recompute = recompute
         self._reshards = reshard_after_forward
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Raises ConfigError for a model that cannot be sharded."""
         mesh = device_mesh(self._session, self._sizes, ("shards",))
         model = made(make)
@@ -81,7 +83,7 @@ class Shards(Layout):
         self._refuse(model)
         if self._plan is not None:
             self._unchecked = self._group = part_of(mesh, "tensor")
-            self._cut = self._plan.cut(model, self._group, inputs)
+            self._cut = self._plan.cut(model, self._group, trial)
         data = part_of(mesh, "replicas", "shards")
         assert data is not None
         self._shard(model, data)
@@ -105,9 +107,8 @@ class Shards(Layout):
     def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         return entries if self._cut is None else self._cut.uncut(entries)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._model(inputs)  # type: ignore[operator]
-        return outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)  # type: ignore[operator]
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from toolkit.strategies.layouts import Layout, autocast, local
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)
@@ -55,14 +57,14 @@ class TensorParallel(Layout):
         self._recompute = recompute
         self._is_checked = False
 
-    def place(self, make: ModelFactory, inputs: Tensor) -> nn.Module:
+    def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Raises ConfigError for a plan that does not fit the model."""
         mesh = device_mesh(self._session, self._sizes, ("tensor",))
         self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
         self._model = model = made(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         ties = tied(model)
-        self._cut = self._plan.cut(model, self._mesh, inputs)
+        self._cut = self._plan.cut(model, self._mesh, trial)
         if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
             model.to_empty(device=self._device)
             tie(model, ties)  # which are two parameters now
@@ -80,9 +82,8 @@ class TensorParallel(Layout):
     def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
         return self._cut.uncut(entries)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._model(inputs)
-        return outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
 
     def without_sync(self) -> AbstractContextManager[object]:
         """Nothing is sent between the copies before :meth:`average`."""

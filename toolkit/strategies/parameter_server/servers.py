@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
+from toolkit.strategies.objective import Measure, Objective, Sums
 from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.mail import Kind, Message
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push
-from toolkit.strategies.protocol import Again, Criterion, Measure, StepOutput, Sums
+from toolkit.strategies.protocol import Again, StepOutput
 
 
 class Server(Side):
@@ -27,7 +28,7 @@ class Server(Side):
         self._serving = False  #: in a step; who dies between two is missed when the next one begins
         self._asked: dict[int, int] = {}  #: the worker that computes a share in place of a dead one
 
-    def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
+    def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         assert self._server is not None
         self._model = self._part
         self._parameters = [p for p, _ in self._exchanged(self._part, self._server)]

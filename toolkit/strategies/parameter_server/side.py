@@ -21,10 +21,11 @@ from toolkit.metrics.stopwatch import stopwatch
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import in_training
+from toolkit.strategies.objective import Objective
 from toolkit.strategies.parameter_server import cuts
 from toolkit.strategies.parameter_server.cuts import Cut, Flat
 from toolkit.strategies.parameter_server.mail import Kind, Mail, Message, decode, encode
-from toolkit.strategies.protocol import Again, Criterion, ModelFactory, OptimizerFactory
+from toolkit.strategies.protocol import Again, ModelFactory, OptimizerFactory
 from toolkit.strategies.update import Update
 
 
@@ -68,11 +69,11 @@ class Side:
     # ------------------------------------------------------------------------------------------------------ building
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         """Raises ConfigError, on all ranks, when a worker would have no sample or a parameter no gradient, and when the
         optimizer keeps something that cannot be cut like a parameter."""
-        refuse_learnt(criterion, "parameter_server")
+        refuse_learnt(objective, "parameter_server")
         peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
         self._mail = Mail(peers, self._noticed)
         made = in_training(model().to(self._device))
@@ -83,7 +84,7 @@ class Side:
         self._part = cuts.shadow(made, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
         self._update = Update(self._part, optimizer(self._part), self._train)
-        checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, criterion, sample)
+        checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, objective, sample)
         self._agree([self._refusal(check) for check in checks])
         self._mail.open()
 
@@ -91,7 +92,7 @@ class Side:
         """Servers have a connection to everybody, workers to the servers."""
         return rank != self._rank and (self._server is not None or rank in self._servers)
 
-    def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
+    def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         raise AssertionError("each side does it in its own way")
 
     def _refuse(self) -> None:
@@ -191,6 +192,12 @@ class Side:
     def _tell(self, kind: Kind, payload: Tensor) -> None:
         for rank in range(1, self._session.world_size):
             self._mail.send(rank, kind, payload=payload)
+
+    def gather(self, value: Any) -> list[Any]:
+        raise ConfigError(
+            "strategy.name: under parameter_server an evaluation gathers no rows (toolkit.Rows), for workers may die; "
+            "use ddp or fsdp, or figures that are averaged"
+        )
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Over rank 0, which adds what came in the order of the ranks, and says who has died."""

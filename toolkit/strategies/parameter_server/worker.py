@@ -15,12 +15,22 @@ from toolkit.errors import ConfigError
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.modes import evaluating
+from toolkit.strategies.objective import (
+    Loss,
+    Measure,
+    Objective,
+    Sums,
+    means_of,
+    measured,
+    refuse_other_weights,
+    weights_of,
+)
 from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.mail import Kind, Message
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push, Told
-from toolkit.strategies.priming import CheckedCriterion, undone, unused_message, without_gradient
-from toolkit.strategies.protocol import Criterion, Measure, StepOutput, Sums
+from toolkit.strategies.priming import CheckedObjective, undone, unused_message, without_gradient
+from toolkit.strategies.protocol import StepOutput
 from toolkit.strategies.spmd import compile_errors
 
 
@@ -40,14 +50,14 @@ class Worker(Side):
         living = [rank for rank in self._workers if rank not in self.lost]
         return Share(living.index(self._rank), len(living))
 
-    def _get_ready(self, model: nn.Module, criterion: Criterion, sample: Batch | None) -> None:
+    def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         if sample is None or sample.global_count < self._count:
             size = "fewer samples than workers" if sample is None else f"{sample.global_count} samples"
             raise ConfigError(
                 f"data.global_batch_size: {size} cannot be shared by {self._count} workers: some would have none; "
                 f"use {self._count} or more"
             )
-        self._model, self._criterion = model, criterion
+        self._model, self._objective = model, objective
         if self._recompute:
             checkpoint_activations(model)
         if self._train.compile:
@@ -63,10 +73,11 @@ class Worker(Side):
     def _prime(self, sample: Batch) -> None:
         """One pass that leaves nothing behind: it compiles, and tells which parameters are not used."""
         self._session.activity.phase = PRIMING
-        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
-        with undone(self._model, criterion):
+        stops = self._train.on_nan == "stop" and not self._train.skip_bad_steps
+        objective, self._objective = self._objective, (checked := CheckedObjective(self._objective, is_finite=stops))
+        with undone(self._model):
             self._pass(sample)
-        self._criterion = criterion
+        self._objective = objective
         unused = without_gradient(self._model)
         self._model.zero_grad()
         if checked.refusal or unused:
@@ -91,15 +102,18 @@ class Worker(Side):
         """Leave the gradient in ``.grad``; what else a push says of it, from the loss on."""
         batch = batch.to(self._device)
         parts = min(self._train.accumulate, batch.global_count // self._count)
-        losses, weights = [], []
+        passes: list[dict[str, Loss]] = []
         for part in [batch] if parts == 1 else batch.split(parts):
             with self._precision():
-                total, weight = self._criterion(self._model(part.inputs), part.targets)
-            loss = total / batch.global_count
+                losses = self._objective(self._model, part)
+            refuse_other_weights(losses, "strategy.name: parameter_server")
+            first, *others = [loss.total / batch.global_count for loss in losses.values()]
+            loss = sum(others, first)
             loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            weights.append(torch.tensor(len(part)) if weight is None else weight.detach().double())
-        return float(sum(losses)), float(sum(weights)), len(batch), batch.global_count
+            passes.append({"": Loss(loss.detach(), next(iter(losses.values())).weight)})
+        weights = [weight for weight in weights_of(passes) if weight is not None]
+        weight = float(sum(weight.detach().double() for weight in weights)) if weights else float(len(batch))
+        return float(means_of(passes)[""]), weight, len(batch), batch.global_count
 
     def _precision(self) -> AbstractContextManager[object]:
         return autocast(self._device, self._train.precision)
@@ -159,7 +173,7 @@ class Worker(Side):
             return Sums({}, 0)
         with evaluating(self._model), self._precision():
             batch = batch.to(self._device)
-            return Sums(measure(self._model(batch.inputs), batch.targets), len(batch))
+            return measured(measure, self._model, batch)
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:

@@ -45,10 +45,30 @@ from toolkit.strategies.layouts.first_values import made
 from toolkit.strategies.layouts.mesh import open_mesh
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import evaluating, in_training
+from toolkit.strategies.objective import (
+    Forward,
+    Loss,
+    Measure,
+    Objective,
+    Sums,
+    given_to_model,
+    means_of,
+    measured,
+    refuse_other_weights,
+    weights_of,
+)
 from toolkit.strategies.pipeline import stages as layers
 from toolkit.strategies.pipeline.scattered import on_every_rank
-from toolkit.strategies.priming import CheckedCriterion, refuse_together, undone, unused_message, without_gradient
-from toolkit.strategies.protocol import AllNeeded, Criterion, Measure, ModelFactory, OptimizerFactory, StepOutput, Sums
+from toolkit.strategies.priming import (
+    CheckedObjective,
+    random_state,
+    refuse_together,
+    same_randomness,
+    undone,
+    unused_message,
+    without_gradient,
+)
+from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.spmd import compile_errors
 from toolkit.strategies.update import Update
 
@@ -64,11 +84,12 @@ class Pipeline(AllNeeded):
     _parts: list[_Part]  #: its stages, in the order of the pipeline
     _schedule: Any
     _update: Update
-    _criterion: Criterion
+    _objective: Objective
     _outputs: _Shape  #: of the model, for one sample
-    _weighs: bool  #: whether the criterion gives weights of its own
+    _weighs: bool  #: whether the losses have weights of their own
+    _names: tuple[str, ...]  #: of the losses
     _batches: list[Batch]  #: the micro-batches of the step
-    _found: dict[int, tuple[Tensor, Tensor | None]]  #: loss and weight of each, on the rank of the last stage
+    _found: dict[int, dict[str, Loss]]  #: the losses of each, on the rank of the last stage
 
     def __init__(self, session: Session, config: StrategyConfig, train: TrainConfig) -> None:
         """Raises ConfigError when the mesh is not that of the ranks that there are."""
@@ -99,19 +120,18 @@ class Pipeline(AllNeeded):
         return self._place == self._ranks - 1
 
     def build(
-        self, model: ModelFactory, optimizer: OptimizerFactory, criterion: Criterion, sample: Batch | None
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
         """Raises ConfigError when the model cannot be cut, a parameter gets no gradient, or compiling fails."""
-        refuse_learnt(criterion, "pipeline")
+        refuse_learnt(objective, "pipeline")
         batch = self._checked(sample)
         mesh = open_mesh(self._session, {"stage": self._ranks, "replica": self._replicas})
         self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")
-        self._criterion = criterion
-        self._stand_in = batch.targets[:1].to(self._device)
+        self._objective = objective
         smallest = batch.global_count // self._replicas
         self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
         self._size = -(-len(batch) // self._micro_batches)
-        self._place_model(model, torch.cat([batch.inputs[:1]] * 2))
+        self._place_model(model, torch.cat([self._inputs(objective, batch.part(0, 1))] * 2))
         total = partial(sum_in_order, group=self._line)
         self._update = Update(self._model, optimizer(self._model), self._train, total)
         self._schedule = self._make_schedule()
@@ -126,8 +146,8 @@ class Pipeline(AllNeeded):
         assert batch is not None, "build() made sure that every share holds a sample"
         self._buffers_equal = False
         self._update.begin()
-        loss = self._forward_backward(batch)
-        return StepOutput(loss, self._update.apply(lr))
+        means = self._forward_backward(batch)
+        return StepOutput.of(means, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -137,12 +157,14 @@ class Pipeline(AllNeeded):
             return Sums({}, 0)
         batch = batch.to(self._device)
         with evaluating(self._model):
-            outputs = self._pass(batch.split(min(self._micro_batches, len(batch))))
+            parts = batch.split(min(self._micro_batches, len(batch)))
+            outputs = self._pass([self._inputs(measure, part) for part in parts])
         with self._precision():
             if self._is_last:
-                return Sums(measure(torch.cat(outputs), batch.targets), len(batch))
-            names = measure(self._outputs.empty(1, self._device).zero_(), self._stand_in)
-        return Sums({name: torch.zeros_like(value) for name, value in names.items()}, 0)
+                made = torch.cat(outputs)
+                return measured(measure, lambda *_: made, batch)
+            nothing = self._outputs.empty(len(batch), self._device).zero_()
+            return measured(measure, lambda *_: nothing, batch).uncounted()
 
     def state(self) -> dict[str, Entry]:
         """``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective. See :mod:`.scattered`."""
@@ -167,20 +189,21 @@ class Pipeline(AllNeeded):
         self._buffers_equal = True
 
     def close(self) -> None:
-        for name in ("_model", "_parts", "_schedule", "_update", "_criterion", "_batches", "_found"):
+        for name in ("_model", "_parts", "_schedule", "_update", "_objective", "_batches", "_found"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of that loss."""
+    def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of each loss, by name."""
         self._batches = batch.to(self._device).split(self._micro_batches)
         self._found = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
         for part in self._parts:
             part.begin(seed)
         self.own_time.stop()  # from here on ranks wait for each other
-        inputs = (torch.cat([_filled(each.inputs, self._size) for each in self._batches]),) if self._is_first else ()
+        given = [self._inputs(self._objective, each) for each in self._batches] if self._is_first else []
+        inputs = (torch.cat([_filled(each, self._size) for each in given]),) if given else ()
         numbers = torch.arange(self._micro_batches) if self._is_last else None
         self._schedule.step(*inputs, target=numbers, return_outputs=False)
         return self._complete(batch.global_count)
@@ -189,25 +212,39 @@ class Pipeline(AllNeeded):
         """Of micro-batch ``number``, as if each sample of the global batch weighed one; also called to probe."""
         batch = self._batches[int(number)]
         with self._precision():
-            total, weight = self._criterion(outputs[: len(batch)], batch.targets)
-        loss = total / batch.global_count
-        self._found[int(number)] = loss.detach(), weight
-        return loss
+            losses = self._objective(lambda *_: outputs[: len(batch)], batch)
+        refuse_other_weights(losses, "strategy.name: pipeline")
+        parts = {name: loss.total / batch.global_count for name, loss in losses.items()}
+        self._found[int(number)] = {name: Loss(part.detach(), losses[name].weight) for name, part in parts.items()}
+        first, *others = parts.values()
+        return sum(others, first)
 
-    def _complete(self, samples: int) -> Tensor:
+    def _inputs(self, call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
+        """What a loss or a measure gives the model for ``batch``. Raises ConfigError unless that is one tensor."""
+        args, kwargs = given_to_model(call, batch) or ((), {})
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            given = [type(value).__name__ for value in args] + [f"{name}=..." for name in kwargs]
+            raise ConfigError(
+                "strategy.name: pipeline hands one tensor from layer to layer, and the job calls the model with "
+                f"({', '.join(given)}): give it one tensor, or use ddp or fsdp"
+            )
+        return args[0]
+
+    def _complete(self, samples: int) -> dict[str, Tensor]:
         """From the gradients of this pipeline to those of the global batch."""
         gradients = self._gradients()
         if self._replicas > 1:
             sum_tensors(gradients, self._replica_group)
-        losses = [loss for loss, _ in self._found.values()]
-        mean = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self._device)
+        passes = [*self._found.values()]
+        nothing = {name: torch.zeros((), device=self._device) for name in self._names}
+        means = means_of(passes) if passes else nothing
         if not self._weighs:
-            return mean
-        weights = [weight.detach().double() for _, weight in self._found.values() if weight is not None]
+            return means
+        weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
         weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self._device)
         factor = (samples / sum_across_ranks(weight).clamp(min=1e-30)).float()  # a weight of 0 leaves gradients of 0
         torch._foreach_mul_(gradients, factor)
-        return mean * factor
+        return {name: mean * factor for name, mean in means.items()}
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
@@ -227,8 +264,8 @@ class Pipeline(AllNeeded):
 
     # ----------------------------------------------------------------------------------------- forward passes only
 
-    def _pass(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The outputs for each batch, on the rank of the last stage. Micro-batches may differ in size here.
+    def _pass(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for the inputs of each batch, on the last stage's rank. Micro-batches may differ in size here.
 
         All ranks move in ticks: in each a rank passes one micro-batch through one of its stages and hands the result to
         the next rank, which takes it in the next tick. A round is as many micro-batches as there are ranks; these go
@@ -243,7 +280,7 @@ class Pipeline(AllNeeded):
             if (turn := self._turn(tick, len(batches))) is not None:
                 stage, number = turn
                 part = self._parts[stage // self._ranks]
-                made = part(batches[number].inputs if received is None else received)
+                made = part(batches[number] if received is None else received)
                 if stage == self._count - 1:
                     outputs.append(made)
                     made = None
@@ -260,7 +297,7 @@ class Pipeline(AllNeeded):
         number += finished * self._ranks
         return (lap * self._ranks + self._place, number) if number < batches else None
 
-    def _expected(self, tick: int, batches: Sequence[Batch]) -> Tensor | None:
+    def _expected(self, tick: int, batches: Sequence[Tensor]) -> Tensor | None:
         """Memory for what this rank needs for its turn at ``tick``, unless that is the batch itself."""
         turn = self._turn(tick, len(batches))
         if turn is None or turn[0] == 0:
@@ -337,27 +374,45 @@ class Pipeline(AllNeeded):
     def _prime(self, batch: Batch) -> None:
         """One pass that leaves its mark on torch's pipeline (and the compiler's cache) only."""
         self._activity.phase = PRIMING
-        self._weighs = False
-        self._criterion = checked = CheckedCriterion(criterion := self._criterion)
-        with undone(self._model, criterion):
+        self._weighs, self._names = False, ("",)
+        stops = self._train.on_nan == "stop" and not self._train.skip_bad_steps
+        objective, self._objective = (
+            self._objective,
+            (checked := CheckedObjective(self._objective, is_finite=stops, probes=1)),
+        )
+        self._refuse_random(objective, batch)
+        with undone(self._model):
             self.own_time.start()
             self._forward_backward(batch)
-        self._criterion = criterion
+        self._objective, self._names = objective, checked.names
         self.own_time.take()  # it may have compiled the model
         refuse_together(checked.refusal)
         self._learn()
         self._update.drop()
 
+    def _refuse_random(self, objective: Objective, batch: Batch) -> None:
+        """Refuse a loss that draws random numbers for the model's inputs: the last stage would draw other ones."""
+        with same_randomness():
+            before = random_state()
+            self._inputs(objective, batch.part(0, 1))
+            drawn = random_state() != before
+        if drawn:
+            raise ConfigError(
+                "strategy.name: pipeline makes the model's inputs on one rank and the loss on another, and the loss "
+                f"({objective.where}) draws random numbers before it calls the model; draw them in the data set, or "
+                "use ddp or fsdp"
+            )
+
     def _learn(self) -> None:
         """What priming showed; every rank hears of every stage. Raises ConfigError, on all ranks alike."""
         unused = without_gradient(self._model)
-        weighs = any(weight is not None for _, weight in self._found.values())
+        weighs = any(weight is not None for weight in weights_of([*self._found.values()]))
         told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, (unused, self._parts[-1].gives, weighs))
+        dist.all_gather_object(told, (unused, self._parts[-1].gives, weighs, self._names))
         if unused := [name for found in told for name in found[0]]:
             raise ConfigError(unused_message(sorted(set(unused), key=unused.index)))
         self._outputs = told[-1][1]  # of the last rank, which has the last stage
-        self._weighs = told[-1][2]
+        self._weighs, self._names = told[-1][2:]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Nested data: dictionaries, lists, tuples, named tuples and dataclasses, in any order, with leaves of any kind.
+
+torch.utils._pytree knows no dataclasses that were not registered, and torch's default_collate knows none at all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Path of the outermost value.
+ROOT = "batch"
+
+
+class NestingError(ValueError):
+    """Two values are not nested alike, or a leaf cannot be cut; says where."""
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Return ``tree`` with each leaf replaced by ``function(leaf, *leaves of others at the same place)``.
+
+    Raises NestingError where ``others`` are nested otherwise.
+    """
+    return _mapped(lambda _, *leaves: function(*leaves), ROOT, tree, *others)
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """As :func:`map_leaves`, with the leaf's path (``batch['ids'][0]``) as first argument."""
+    return _mapped(function, ROOT, tree, *others)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of ``tree``, in the order of its containers."""
+    found = list[Any]()
+    map_leaves(found.append, tree)
+    yield from found
+
+
+def rows(tree: Any, count: int, part: slice, *, is_stacked: bool = True) -> Any:
+    """Return the samples ``part`` of a batch ``tree`` of ``count`` samples.
+
+    Every tensor and array has ``count`` rows; so has a list of texts. With ``is_stacked`` false, a list or a tuple of
+    ``count`` elements might hold one element for each sample, and is refused. Raises NestingError.
+    """
+
+    def cut(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, np.ndarray, _Texts)):
+            shape = (len(leaf),) if isinstance(leaf, _Texts) else tuple(leaf.shape)
+            if shape[:1] == (count,):
+                return leaf[part]
+            raise NestingError(f"{path} has the shape {shape}, and the batch has {count} samples")
+        raise NestingError(f"{path} is a {type(leaf).__name__}, which has no rows")
+
+    return _mapped(cut, ROOT, _marked(tree, ROOT, None if is_stacked else count))
+
+
+def twice(tree: Any) -> Any:
+    """Return a batch ``tree`` with all of its samples twice."""
+
+    def double(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return torch.cat([leaf, leaf])
+        if isinstance(leaf, np.ndarray):
+            return np.concatenate([leaf, leaf])
+        return leaf + leaf if isinstance(leaf, _Texts) else leaf
+
+    return map_leaves(double, _marked(tree, ROOT, None))
+
+
+class _Texts(list[Any]):
+    """A list with a text, or another plain value, for each sample."""
+
+
+def _marked(tree: Any, path: str, ambiguous: int | None) -> Any:
+    if isinstance(tree, list) and tree and all(isinstance(each, (str, bytes, int, float, type(None))) for each in tree):
+        return _Texts(tree)
+    if isinstance(tree, (list, tuple)) and len(tree) == ambiguous and len(tree) > 1:
+        raise NestingError(
+            f"{path} is a {type(tree).__name__} of {len(tree)}, as many as there are samples: one element for each?"
+        )
+    return _children(tree, path, lambda inner, child, *_: _marked(child, inner, ambiguous)) if _is_node(tree) else tree
+
+
+def _is_node(tree: Any) -> bool:
+    if isinstance(tree, _Texts):
+        return False
+    return isinstance(tree, (Mapping, list, tuple)) or (is_dataclass(tree) and not isinstance(tree, type))
+
+
+def _mapped(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
+    if not _is_node(tree):
+        return function(path, tree, *others)
+    return _children(tree, path, lambda inner, *trees: _mapped(function, inner, *trees), *others)
+
+
+def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) -> Any:
+    """Return ``tree`` with each child replaced by ``function(path, child, *children of others)``."""
+    for other in others:
+        if type(other) is not type(tree):
+            raise NestingError(f"{path} is a {type(tree).__name__} in one sample, a {type(other).__name__} in another")
+    if isinstance(tree, Mapping):
+        for other in others:
+            if differing := sorted(map(repr, tree.keys() ^ other.keys())):
+                raise NestingError(f"{path} has {differing[0]} in one sample only")
+        made = {key: function(f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in tree}
+        return _like(tree, made)
+    if isinstance(tree, (list, tuple)):
+        for other in others:
+            if len(other) != len(tree):
+                raise NestingError(f"{path} has {len(tree)} elements in one sample, {len(other)} in another")
+        items = [function(f"{path}[{i}]", *each) for i, each in enumerate(zip(tree, *others, strict=True))]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    names = [field.name for field in fields(tree) if field.init]
+    trees = (tree, *others)
+    return replace(tree, **{name: function(f"{path}.{name}", *(getattr(t, name) for t in trees)) for name in names})
+
+
+def _like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Return ``made`` as a mapping of the same type: tokenizers of the Hugging Face kind have one of their own."""
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
+        return made
+    same = copy.copy(tree)
+    same.update(made)
+    return same
+
+
+def transposed(samples: Sequence[Any], stack: Callable[[str, list[Any]], Any]) -> Any:
+    """Return one value nested like each of ``samples``, whose leaves are ``stack(path, leaves of all samples)``."""
+    first, *others = samples
+    return map_with_path(lambda path, *leaves: stack(path, list(leaves)), first, *others)

@@ -1,0 +1,288 @@
+"""What a strategy trains on: losses over a batch, each with what its sum is divided by over the whole global batch.
+
+A job says of a loss whether it is a sum or a mean. A strategy adds the sums up over micro-batches and ranks and divides
+once, so that the length of a step does not depend on how a batch is shared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.dist.batch import Batch
+from toolkit.errors import ConfigError, JobFailedError
+
+#: A pass through the model, with whatever arguments its ``forward`` takes.
+Forward: TypeAlias = Callable[..., Any]
+
+#: Stands behind a figure's name in the sums of an evaluation: what the figure is divided by.
+WEIGHT = "\0weight"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, or another figure, of a batch: a sum, and what that sum is to be divided by over the global batch.
+
+    Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss`` is a multiple of it::
+
+        return toolkit.Loss.mean(cross_entropy(model(batch["ids"]), batch["labels"]))
+        return {"pixels": toolkit.Loss.sum(errors.sum()), "kl": 0.1 * toolkit.Loss.mean(kl)}
+        return toolkit.Loss.sum(token_losses[is_real].sum(), weight=is_real.sum())
+    """
+
+    total: Tensor
+    weight: Tensor | None = None
+    is_mean_over_samples: bool = False
+
+    @classmethod
+    def sum(cls, value: Tensor, weight: Tensor | float | None = None) -> Loss:
+        """Make a loss of ``value``, a scalar summed over the batch; ``weight``: what the sums of all are divided by.
+
+        Without a weight each sample weighs one.
+        """
+        return cls(value, _weight(weight, value))
+
+    @classmethod
+    def mean(cls, value: Tensor, count: Tensor | float | None = None) -> Loss:
+        """Make a loss of ``value``, a scalar that is the mean over ``count`` things, by default the batch's samples."""
+        if count is None:
+            return cls(value, None, is_mean_over_samples=True)
+        weight = _weight(count, value)
+        assert weight is not None
+        return cls(value * weight, weight)
+
+    def __mul__(self, factor: float) -> Loss:
+        """Return this loss times a number."""
+        return replace(self, total=self.total * factor)
+
+    __rmul__ = __mul__
+
+
+def _weight(value: Tensor | float | None, like: Tensor) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.tensor(float(value), device=like.device)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A figure of an evaluation that is gathered and not averaged: one row for each sample, (n, ...).
+
+    A job's ``summary`` gets the rows of the whole eval set, in its order, on the CPU::
+
+        return {"scores": toolkit.Rows(model(batch.inputs)), "classes": toolkit.Rows(batch.targets)}
+    """
+
+    values: Tensor
+
+
+#: What a job's ``loss`` returns: a loss, one value for each sample (n,), or several of these by name.
+Losses: TypeAlias = Loss | Tensor | Mapping[str, Loss | Tensor]
+
+#: ``measure(model, batch)``: figures by name, each one value for each sample (n,), a :class:`Loss`, or :class:`Rows`.
+Measure: TypeAlias = Callable[[Forward, Batch], Mapping[str, Loss | Tensor | Rows]]
+
+#: ``criterion(outputs, targets) -> (sum, weight)`` for batches that are pairs; see :func:`of_pairs`.
+Criterion: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``loss(model, batch)`` of a job; ``module`` has parameters that are trained beside the model's.
+
+    Calling it gives the losses by name, as sums; a loss without a name has the name "".
+    """
+
+    loss: Callable[[Forward, Batch], Losses]
+    module: nn.Module | None = None
+
+    def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
+        """Raises JobFailedError for what is no loss."""
+        given = self.loss(model, batch)
+        if isinstance(given, Mapping):
+            return {name: self._summed(name, value, len(batch)) for name, value in given.items()}
+        return {"": self._summed("", given, len(batch))}
+
+    def _summed(self, name: str, value: Any, samples: int) -> Loss:
+        if isinstance(value, Tensor) and value.shape == (samples,):
+            return Loss(value.sum())
+        if not isinstance(value, Loss):
+            kind = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise JobFailedError(f"{self.where}: the loss{_called(name)} is {kind}; {HOW}")
+        if not isinstance(value.total, Tensor) or value.total.numel() != 1:
+            shape = tuple(getattr(value.total, "shape", ()))
+            raise JobFailedError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
+        total = value.total.reshape(())
+        return Loss(total * samples if value.is_mean_over_samples else total, value.weight)
+
+    @property
+    def where(self) -> str:
+        """The file and line of the job's loss."""
+        return where(self.loss)
+
+
+HOW = (
+    "return toolkit.Loss.sum(value) of a sum over the batch's samples, toolkit.Loss.mean(value) of a mean over them, "
+    "toolkit.Loss.mean(value, count) of a mean over something else such as tokens, or one value for each sample (n,)"
+)
+
+
+def _called(name: str) -> str:
+    return f" {name!r}" if name else ""
+
+
+def where(function: Callable[..., Any]) -> str:
+    """Return ``file:line`` of a function, or its name where that is not known."""
+    try:
+        function = inspect.unwrap(function)
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):
+        return repr(function)
+
+
+def of_pairs(criterion: Criterion) -> Objective:
+    """Return the objective that a criterion of (outputs, targets) is, where samples are pairs (input, target).
+
+    A criterion that is a module with parameters learns.
+    """
+
+    def loss(model: Forward, batch: Batch) -> Loss:
+        found = criterion(model(batch.inputs), batch.targets)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ConfigError(f"criterion: it returned a {type(found).__name__} and no (sum, weight); {HOW}")
+        return Loss.sum(*found)
+
+    return Objective(loss, criterion if isinstance(criterion, nn.Module) else None)
+
+
+def common_weight(losses: Mapping[str, Loss]) -> bool:
+    """True if the sums of all losses are divided by the same."""
+    first, *others = losses.values()
+    return all(other.weight is first.weight for other in others)
+
+
+def refuse_other_weights(losses: Mapping[str, Loss], key: str) -> None:
+    """Raise ConfigError, naming ``key``, unless the sums of all losses are divided by the same."""
+    if not common_weight(losses):
+        names = ", ".join(
+            f"{name} ({'samples' if loss.weight is None else 'its own'})" for name, loss in losses.items()
+        )
+        raise ConfigError(
+            f"{key}: the job's losses are divided by different weights: {names}; that takes one pass for the whole "
+            "batch of a rank, under ddp, fsdp, zero or tensor: give all of them the same weight (one tensor)"
+        )
+
+
+def weights_of(passes: Sequence[Mapping[str, Loss]]) -> list[Tensor | None]:
+    """Return what the losses of each pass, all alike, are divided by."""
+    return [next(iter(losses.values())).weight for losses in passes]
+
+
+def means_of(passes: Sequence[Mapping[str, Loss]], *factors: Tensor | float) -> dict[str, Tensor]:
+    """Return the sum of each loss over ``passes``, by name, times ``factors``."""
+    means = {}
+    for name in passes[0]:
+        first, *others = [losses[name].total.detach() for losses in passes]
+        means[name] = sum(others, first)
+        for factor in factors:
+            means[name] = means[name] * factor
+    return means
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an evaluation found in one batch, on this rank alone."""
+
+    values: Mapping[str, Tensor]  #: sums over ``count`` samples by name, and by name and ``WEIGHT`` their weights
+    count: int
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  #: (count, ...), of the samples at ``positions``
+    positions: Tensor | None = None
+
+    def uncounted(self) -> Sums:
+        """Return the same names with nothing in them: another rank's count."""
+        return Sums({name: torch.zeros_like(value) for name, value in self.values.items()}, 0)
+
+
+def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
+    """Return the sums of an evaluation's figures over ``batch``. Raises JobFailedError for what is no figure."""
+    figures = measure(model, batch)
+    if not isinstance(figures, Mapping):
+        raise JobFailedError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
+    sums, rows = dict[str, Tensor](), dict[str, Tensor]()
+    for name, figure in figures.items():
+        if isinstance(figure, Rows):
+            rows[name] = _checked_rows(measure, name, figure.values, len(batch))
+            continue
+        summed = _figure(measure, name, figure, len(batch))
+        sums[name] = summed.total.detach()
+        if summed.weight is not None:
+            sums[name + WEIGHT] = summed.weight.detach()
+    return Sums(sums, len(batch), rows, batch.positions)
+
+
+def _checked_rows(measure: Measure, name: str, values: Any, samples: int) -> Tensor:
+    if isinstance(values, Tensor) and values.ndim and len(values) == samples:
+        return values.detach()
+    shape = tuple(getattr(values, "shape", ()))
+    raise JobFailedError(
+        f"{where(measure)}: the rows {name!r} have the shape {shape}, and the batch has {samples} samples"
+    )
+
+
+def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
+    if isinstance(figure, Tensor) and figure.shape == (samples,):
+        return Loss(figure.sum(dtype=torch.float64))
+    if isinstance(figure, Loss) and isinstance(figure.total, Tensor) and figure.total.numel() == 1:
+        total = figure.total.reshape(())
+        return Loss(total * samples if figure.is_mean_over_samples else total, figure.weight)
+    shape = f" of shape {tuple(figure.shape)}" if isinstance(figure, Tensor) else ""
+    raise JobFailedError(
+        f"{where(measure)}: the figure {name!r} is a {type(figure).__name__}{shape}; return one value for each sample "
+        f"({samples},), or toolkit.Loss.sum(value) of a sum over the batch, or toolkit.Loss.mean(value)"
+    )
+
+
+class Captured(BaseException):
+    """Carries what the model would have been given; not an Exception, for a job may catch these."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_given, self.kwargs_given = args, kwargs
+
+
+def given_to_model(
+    call: Callable[[Forward, Batch], object], batch: Batch
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments that ``call`` gives the model first, or None where it does not call it."""
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        raise Captured(args, kwargs)
+
+    try:
+        call(capture, batch)
+    except Captured as captured:
+        return captured.args_given, captured.kwargs_given
+    return None
+
+
+class TrialPass:
+    """A pass of two samples of a real batch through a model, with the arguments that the objective gives it."""
+
+    def __init__(self, objective: Objective, batch: Batch, device: torch.device) -> None:
+        self._objective, self._batch = objective, batch
+        self.device = device  #: of this rank
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Return the model's output. Raises ConfigError where the loss does not call the model."""
+        two = self._batch.part(0, min(2, len(self._batch))).to(next(model.parameters()).device)
+        given = given_to_model(self._objective, two)
+        if given is None:
+            raise ConfigError(f"{self._objective.where}: the loss never calls the model that it is given")
+        return model(*given[0], **given[1])

@@ -1,0 +1,152 @@
+"""``toolkit.Job``: what a training is about, without the training.
+
+    class Job(toolkit.Job):
+        def train_set(self):
+            return MyImages("train")
+
+        def model(self):
+            return Net(width=self.params.width)
+
+        def loss(self, model, batch):
+            return toolkit.Loss.mean(cross_entropy(model(batch["image"]), batch["label"]))
+
+Every method but these three has a default. The same class serves the ranks of a training and, afterwards, one process
+that evaluates or exports what was learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.config import JobConfig
+from toolkit.data.datasets import Dataset
+from toolkit.data.pictures import Pictures
+from toolkit.data.stream import Streams
+from toolkit.dist.batch import Batch
+from toolkit.strategies import Custom
+from toolkit.strategies.objective import Forward, Loss, Losses, Rows
+from toolkit.train.hooks import Hooks
+from toolkit.train.optim import Schedule, build_optimizer, build_schedule
+
+
+class Job(Hooks):
+    """The data, the model and the loss of a training. A job's file has one class derived from it.
+
+    What may be done on the way is in :class:`~toolkit.train.hooks.Hooks`. Methods are called on every rank, in the same
+    order, and do the same on each.
+    """
+
+    config: JobConfig  #: the whole config
+    params: Any  #: the config's ``params`` section: an instance of the dataclass ``Params`` of the job's file, if any
+    folder: Path  #: the run's folder, which all ranks share; an empty one where other data than the run's are evaluated
+    eval_batch_size = 256  #: samples that a rank evaluates at once
+    classes: Sequence[str] = ()  #: of a classifier whose outputs are logits (n, classes)
+    #: How an image file becomes an input of the model, for `toolkit evaluate --images`.
+    pictures: Pictures | None = None
+    #: Has parameters that the loss needs and the model does not: they are trained and saved with the model's.
+    criterion: nn.Module | None = None
+
+    def __init__(
+        self,
+        config: JobConfig,
+        params: Any,
+        folder: Path,
+        device: torch.device,
+        main_first: Callable[[], AbstractContextManager[object]] = nullcontext,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Made by the toolkit; a subclass prepares in :meth:`setup`."""
+        self.config, self.params, self.folder = config, params, folder
+        self.device = device  #: of this rank
+        self.main_first = main_first  #: ``with self.main_first():`` runs a block on rank 0, then on the others
+        self.alive = alive  #: to be called now and then in a long preparation, or it is taken for a hang
+        self.setup()
+
+    def setup(self) -> None:
+        """Prepare what the other methods share, such as a data set that is read once."""
+
+    @classmethod
+    def main(cls, config: JobConfig, params: Any) -> None:
+        """Be one rank of the training; every rank calls it."""
+        from toolkit.train.run_job import train  # which needs this class
+
+        train(cls, config, params)
+
+    # ------------------------------------------------------------------------------------------------------ the data
+
+    def train_set(self) -> Dataset | Streams:
+        """Return the samples to train on: anything with ``len()`` and an index, such as a torch ``Dataset``.
+
+        A sample may be nested: dictionaries, tuples, dataclasses of tensors, arrays, numbers and texts. Samples without
+        an index come from :class:`toolkit.Streams`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no train_set(); see toolkit.Job")
+
+    def eval_set(self) -> Dataset | None:
+        """Return the samples to evaluate on; None: nothing is evaluated."""
+        return None
+
+    #: ``collate(samples)`` makes the data of a batch of a list of samples; None stacks them.
+    collate: Callable[[list[Any]], Any] | None = None
+
+    #: ``order(epoch)`` gives the samples of an epoch as indices of the training set: drawn by weight, sorted by length,
+    #: by group. It must give the same whenever it is asked, and equally many in each epoch. None: each sample once.
+    order: Callable[[int], Sequence[int]] | None = None
+
+    # --------------------------------------------------------------------------------------- the model and the training
+
+    def model(self) -> nn.Module | Mapping[str, nn.Module]:
+        """Return a fresh model; with a :meth:`train_step` of one's own, several by name."""
+        raise NotImplementedError(f"{type(self).__name__} has no model(); see toolkit.Job")
+
+    def loss(self, model: Forward, batch: Batch) -> Losses:
+        """Return the loss of a batch: a :class:`toolkit.Loss`, or several by name, which are added up and logged.
+
+        ``model`` is to be called as the module's ``forward``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss(); see toolkit.Job")
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer for ``model``; by default as the config's ``optim`` section says."""
+        return build_optimizer(self.config.optim, model)
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """Return the learning rate as a function of the step; by default as the config's ``optim`` section says."""
+        return build_schedule(self.config.optim, total_steps)
+
+    def train_step(self, step: Custom, batch: Batch) -> Tensor:
+        """Make a whole step on this rank's samples, by calls of ``step.descend(network, loss)``; return what is logged.
+
+        For a training with several optimizers, which has ``strategy.name: custom``. A loss summed over the samples of
+        the batch and divided by ``batch.global_count`` makes the gradient of the mean over the global batch.
+        """
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------------------- the evaluation
+
+    @torch.no_grad()
+    def evaluate(self, model: Forward, batch: Batch) -> Mapping[str, Loss | Tensor | Rows]:
+        """Return figures by name: one value for each sample (n,), or a :class:`toolkit.Loss`; by default the losses.
+
+        They are averaged over the eval set. :class:`toolkit.Rows` are gathered instead, in the eval set's order.
+        """
+        losses = self.loss(model, batch)
+        return losses if isinstance(losses, Mapping) else {"loss": losses}
+
+    def summary(self, figures: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return what an evaluation found, from the averages and gathered rows of :meth:`evaluate`."""
+        return figures
+
+    def show(self, model: Forward, batch: Batch) -> Mapping[str, Tensor | str]:
+        """Return what TensorBoard is to show after each evaluation, by tag, for some samples of the eval set.
+
+        Images (n, channels, height, width), numbers (n,) as a histogram, or a text.
+        """
+        return {}

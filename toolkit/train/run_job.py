@@ -1,0 +1,148 @@
+"""A :class:`toolkit.Job` on the ranks of a training: what every job would have to write is written here once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from toolkit.config import JobConfig
+from toolkit.data.loader import build_loader, eval_batches
+from toolkit.data.stream import Streams, build_stream_loader
+from toolkit.dist.batch import Batch, Share
+from toolkit.dist.session import Session, open_session
+from toolkit.errors import JobFailedError
+from toolkit.metrics.sinks import Sink
+from toolkit.strategies import Custom, Objective, Strategy, build_strategy
+from toolkit.strategies.objective import Forward
+from toolkit.train.describe import describe_run
+from toolkit.train.evaluate import evaluate
+from toolkit.train.initial import initialised
+from toolkit.train.job import Job
+from toolkit.train.loop import Describe, Evaluate, Result, Trainer
+from toolkit.train.seeds import prepare
+from toolkit.train.state import Checkpoints, identity
+
+#: Samples of the eval set that a job's ``show`` gets.
+SHOWN = 16
+
+
+def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
+    """Be one rank of the training of a job of class ``kind``; every rank calls it."""
+    with open_session(config.dist) as session, closing(trainer_of(kind, config, params, session)) as training:
+        return training.fit()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job with the model, the loader and the loop of one rank."""
+
+    job: Job
+    strategy: Strategy
+    trainer: Trainer
+    describe: Describe
+    close: Callable[[], None]
+
+    def fit(self) -> Result:
+        """Train to the last step; see :meth:`Trainer.fit`."""
+        show = partial(_show, self.job, self.strategy)
+        return self.trainer.fit(evaluation(self.job), self.describe, show, self.job)
+
+
+def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
+    """Make all that a rank needs to train a job of class ``kind``; every rank calls it."""
+    prepare(config.train.seed, deterministic=config.train.deterministic)
+    job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.move)
+    with ExitStack() as stack:
+        strategy = stack.enter_context(closing(_strategy(job, config, session)))
+        loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
+        sample = loader.at(0)
+        _build(job, strategy, config, session, sample)
+        checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
+        trainer = Trainer(config.train, session, strategy, loader, schedule=job.schedule, checkpoints=checkpoints)
+        return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)
+
+
+def _loader(job: Job, config: JobConfig, share: Share, session: Session) -> Any:
+    given: dict[str, Any] = {"seed": config.train.seed, "device": session.device, "collate": job.collate}
+    samples = job.train_set()
+    if isinstance(samples, Streams):
+        return build_stream_loader(samples.make, config.data, share, dataset_size=samples.epoch_size, **given)
+    return build_loader(samples, config.data, share, order=job.order, **given)
+
+
+def _strategy(job: Job, config: JobConfig, session: Session) -> Strategy:
+    if type(job).train_step is Job.train_step:
+        return build_strategy(config.strategy, session, config.train)
+    return cast(Strategy, Custom(config.strategy, session, job.train_step))
+
+
+def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sample: Batch | None) -> None:
+    if type(job).train_step is not Job.train_step:
+        networks = cast(Mapping[str, nn.Module], job.model())
+        if not isinstance(networks, Mapping):
+            raise JobFailedError(
+                f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}"
+            )
+        cast(Custom, strategy).build(
+            {name: (partial(_same, network), job.optimizer) for name, network in networks.items()}
+        )
+        return
+    model = partial(initialised, cast(Callable[[], nn.Module], job.model), config.model, session)
+    strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
+
+
+def _same(network: nn.Module) -> nn.Module:
+    return network
+
+
+def evaluation(job: Job) -> Evaluate | None:
+    """Return what evaluates ``job`` on its eval set, on any number of ranks; None where it has none."""
+    eval_set = job.eval_set()
+    if eval_set is None:
+        return None
+
+    def judge(strategy: Strategy, is_cut: Callable[[], bool]) -> Mapping[str, float] | None:
+        workers = job.config.data.workers
+        size = job.eval_batch_size
+        batches = eval_batches(eval_set, strategy.share, size, workers=workers, collate=job.collate)
+        averages = evaluate(strategy, batches, len(eval_set), job.evaluate, is_cut)
+        return None if averages is None else _numbers(job.summary(averages))
+
+    return judge
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    for name, figure in figures.items():
+        if isinstance(figure, Tensor) and figure.numel() != 1:
+            raise JobFailedError(
+                f"job: an evaluation gathered the rows {name!r}, of shape {tuple(figure.shape)}: summary(figures) is "
+                "to make numbers of them"
+            )
+    return {name: float(figure) for name, figure in figures.items()}
+
+
+def _show(job: Job, strategy: Strategy, sink: Sink, step: int) -> None:
+    """Hand over what the job shows of the first samples of its eval set. Every rank calls it: passes may be joint."""
+    eval_set = job.eval_set()
+    if type(job).show is Job.show or eval_set is None:
+        return
+    batch = next(eval_batches(eval_set, Share(0, 1), min(SHOWN, len(eval_set)), collate=job.collate))
+    shown: dict[str, Tensor | str] = {}
+
+    def look(model: Forward, batch: Batch) -> dict[str, Tensor]:
+        shown.update(job.show(model, batch))
+        return {}
+
+    strategy.evaluate(batch, look)
+    for tag, value in shown.items():
+        if isinstance(value, str):
+            sink.text(tag, value, step)
+        elif value.ndim == 4:
+            sink.images(tag, value.float(), step)
+        else:
+            sink.histogram(step, tag, value.flatten())
