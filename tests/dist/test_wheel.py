@@ -102,7 +102,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(installed: I
     )
     there = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
     held = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
-    assert held == there
+    examples = {name for name in held if name.startswith("toolkit/examples/")}
+    assert held - examples == there
+    assert {"toolkit/examples/jobs/classify.py", "toolkit/examples/configs/digits_ddp.yaml"} <= examples
     assert {"toolkit/py.typed", "toolkit/config/sbatch_flags.txt", "toolkit/data/files/digits.csv.gz"} <= held
 
 
@@ -118,6 +120,23 @@ def test_a_script_of_ones_own_trains_in_an_empty_folder(installed: Installed, tm
     assert f"from {installed.toolkit.parents[1]}/lib/" in log.read_text()
     assert "completed" in toolkit(installed, tmp_path, "why", "train")
     assert opens_tensorboard(installed, tmp_path)
+
+
+def test_a_new_project_trains_and_its_own_test_passes(installed: Installed, tmp_path: Path) -> None:
+    toolkit(installed, tmp_path, "new", "demo")
+    toolkit(installed, tmp_path / "demo", "submit", "demo.yaml", "train.epochs=2", "--executor", "local", "--follow")
+    python = str(installed.toolkit.with_name("python"))
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path / "demo",
+        env=installed.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * END_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def opens_tensorboard(installed: Installed, folder: Path) -> bool:

@@ -100,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     submit.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
 
+    new = _add(commands, "new", _new, "make a project of your own from an example")
+    new.add_argument("folder", metavar="NAME", help="its folder, which is made")
+    new.add_argument(
+        "--from", dest="example", default="classify", metavar="EXAMPLE", help="classify (default), language_model, loop"
+    )
+
     supervise = _add(commands, "supervise", _supervise, "run the whole lifecycle inside an sbatch or salloc allocation")
     _takes_config(supervise)
 
@@ -262,6 +268,17 @@ def _submit(args: argparse.Namespace) -> int:
         print(submit.dry_run(args.config, args.overrides, executor=args.executor))
         return EXIT_DONE
     return _see_through(submit.submit(args.config, args.overrides, executor=args.executor), args)
+
+
+def _new(args: argparse.Namespace) -> int:
+    from toolkit import fsio
+    from toolkit.cli import new
+
+    folder = fsio.expand(args.folder)
+    for path in new.create(folder, args.example):
+        print(path)
+    print(f"next: cd {folder} && toolkit submit {folder.name}.yaml --follow")
+    return EXIT_DONE
 
 
 def _resume(args: argparse.Namespace) -> int:
