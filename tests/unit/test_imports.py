@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
 
-#: A module may import modules of a lower rank, and its own package. docs: the map in README.md.
+#: A module may import modules of a lower rank, and its own package. docs: the map in docs/contributing.md.
 RANKS = {
     "activity": 0,
     "chaos": 0,
