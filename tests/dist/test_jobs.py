@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,7 +146,7 @@ def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobC
     with closing(run_job.trainer_of(kind, config, None, session)) as training:
         result = training.fit()
         state = {name: entry.value for name, entry in training.strategy.state().items()}
-    return {"metrics": dict(result.metrics), "state": state}
+    return {"metrics": dict(result.metrics), "state": state, "step": result.step}
 
 
 def by_hand(kind: str) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -282,3 +282,47 @@ def test_what_a_job_does_that_would_train_something_else_is_refused_with_its_lin
     assert "gathers no rows (toolkit.Rows)" in server
     assert "batch['packed'] has the shape (20,), and the batch has 4 samples" in uncut
     assert packed == ""
+
+
+class Watched(Translate):
+    """Notes what it is told, and is done once the loss has not fallen by a thousandth for two evaluations."""
+
+    def setup(self) -> None:
+        self.told: list[str] = []
+        Watched.newest = self
+
+    newest: Watched
+
+    def on_epoch_start(self, epoch: int) -> None:
+        self.told.append(f"start {epoch}")
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.told.append(f"end {epoch}")
+
+    def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
+        self.told.append(f"asked {len(evaluations)}")
+        return len(evaluations) >= 4
+
+    def show(self, model: Any, batch: toolkit.Batch) -> dict[str, Tensor | str]:
+        return {"shown/at": batch.positions.float(), "shown/text": "a text"}
+
+
+def watched(session: Session, run_dir: Path) -> tuple[list[str], int, list[str], int]:
+    """One run that is cut off after six steps, and goes on; it has 20 steps to make, an evaluation every two."""
+    config = config_of("ddp")
+    short = replace(config, train=replace(config.train, max_steps=6))
+    long = replace(config, train=replace(config.train, max_steps=20, epochs=99))
+    train(session, run_dir, Watched, short)
+    first = Watched.newest.told
+    ended = train(session, run_dir, Watched, long)
+    second = Watched.newest.told
+    again = train(session, run_dir, Watched, long)
+    return first, ended["step"], second, again["step"]
+
+
+def test_a_job_hears_of_epochs_and_ends_early_also_where_that_was_decided_before_a_resume(tmp_path: Path) -> None:
+    for first, ended, second, again in run_ranks(2, watched, tmp_path):
+        # 22 samples, batches of 8: the first epoch ends within step 3, the second within step 6
+        assert first == ["start 0", "asked 1", "end 0", "start 1", "asked 2", "end 1"], "not at the last step"
+        assert second == ["asked 3", "start 2", "asked 4"]
+        assert ended == again == 8
