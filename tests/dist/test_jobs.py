@@ -284,6 +284,66 @@ def test_what_a_job_does_that_would_train_something_else_is_refused_with_its_lin
     assert packed == ""
 
 
+class Branching(nn.Module):
+    """Which of its two branches a rank takes follows from its first sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.left, self.right, self.idle = nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        taken = self.left if numbers[0, 0] % 2 else self.right
+        return taken(numbers / SAMPLES)  # type: ignore[no-any-return]
+
+
+class Branches(Translate):
+    def model(self) -> nn.Module:
+        return Branching()
+
+    def loss(self, model: Any, batch: toolkit.Batch) -> Any:
+        return toolkit.Loss.mean((model(batch["pair"][1]) - 1).square().mean())
+
+    def evaluate(self, model: Any, batch: toolkit.Batch) -> Any:
+        return {"loss": (model(batch["pair"][1]) - 1).square()[:, 0]}
+
+    def summary(self, figures: Mapping[str, Any]) -> Any:
+        return figures
+
+
+def branching(session: Session, run_dir: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of a run in one go, and of one in two parts."""
+    config = replace(config_of("ddp"), strategy=StrategyConfig("ddp", find_unused=True))
+    half = replace(config, train=replace(config.train, max_steps=2))
+    found = []
+    for name, parts in {"whole": [config], "parts": [half, config]}.items():
+        (run_dir / name).mkdir(exist_ok=True)
+        dist.barrier()
+        for part in parts:
+            state = train(session, run_dir / name, Branches, part)["state"]
+        found.append({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+    return found[0], found[1]
+
+
+def test_branches_that_not_every_step_takes_train_on_request_as_with_gradients_of_zero(tmp_path: Path) -> None:
+    from toolkit.data.permutation import Order
+
+    whole, parts = run_ranks(2, branching, tmp_path)[0]
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    model, order = Branching(), Order(SAMPLES, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
+    for step in range(STEPS):
+        numbers = torch.stack([torch.arange(2.0) + i for i in order.at(np.arange(step * 8, step * 8 + 8)).tolist()])
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for shared in numbers.split(4):
+            ((model(shared) - 1).square().sum() / BATCH).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(whole[f"model/{name}"], value, atol=1e-6, rtol=0)
+
+
 class Watched(Translate):
     """Notes what it is told, and is done once the loss has not fallen by a thousandth for two evaluations."""
 

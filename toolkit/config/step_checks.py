@@ -85,6 +85,11 @@ def _check_pruning(pruning: PruningConfig) -> None:
 
 def check_compression(config: JobConfig) -> None:
     strategy, kind = config.strategy, config.strategy.compression
+    if strategy.find_unused and (strategy.name != "ddp" or kind != "none"):
+        other = f"strategy.name: {strategy.name}" if strategy.name != "ddp" else f"strategy.compression: {kind}"
+        raise ConfigError(
+            f"strategy.find_unused: goes with strategy.name: ddp only, and not with {other}; leave it out"
+        )
     if kind != "none" and strategy.name != "ddp":
         raise ConfigError(
             f"strategy.compression: {kind} goes with strategy.name: ddp only, whose gradients lie whole on every rank; "

@@ -64,7 +64,7 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
     if config.compression == "none":
-        return Replicas(session, channels_last=train.channels_last, **how)
+        return Replicas(session, channels_last=train.channels_last, find_unused=config.find_unused, **how)
     from toolkit.strategies.compression.compressed import Compressed
 
     return Compressed(session, config=config, channels_last=train.channels_last, **how)

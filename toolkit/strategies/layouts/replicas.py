@@ -6,6 +6,7 @@ import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,17 +47,22 @@ class Replicas(Layout):
         compile: bool,
         recompute: bool,
         channels_last: bool = False,
+        find_unused: bool = False,
     ) -> None:
+        """``find_unused``: a parameter that no rank used in a step has a gradient of zero in it."""
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
         self._precision = precision
         self._channels_last = channels_last
         self._compile = compile
         self._recompute = recompute
+        self._find_unused = find_unused
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
-        self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+        self._ddp = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, find_unused_parameters=self._find_unused, **_KEEP_BUFFERS
+        )
         return model
 
     def _made(self, make: ModelFactory) -> nn.Module:
@@ -83,7 +89,12 @@ class Replicas(Layout):
     def average(self) -> None:
         """The backward pass has done it, if every parameter took part. DDP itself complains in the next step, if any:
         until then weights would be those of this rank's gradients alone."""
-        refuse_unused(self._ddp.module)
+        if not self._find_unused:
+            refuse_unused(self._ddp.module)
+            return
+        for parameter in self._ddp.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def without_sync(self) -> AbstractContextManager[object]:
         return self._ddp.no_sync()
