@@ -30,6 +30,7 @@ RANKS = {
     "stacks": 0,
     "config": 0,
     "cluster": 1,
+    "testing": 2,
     "launch": 2,
     "dist": 2,
     "checkpoint": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
         return
     assert thing.__doc__, f"toolkit.{name} has no docstring"
     assert f"`toolkit.{name}`" in (ROOT / "docs/api.md").read_text(), f"docs/api.md does not tell of {name}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_package_lists_its_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__doc__
+    assert module.__all__ == sorted(module.__all__)
 
 
 def test_the_package_is_imported_without_torch() -> None:

@@ -1,0 +1,16 @@
+"""For tests of code that stands on the toolkit: a Slurm in memory, and faults at an exact point.
+
+    slurm = FakeSlurm()
+    slurm.preempt(slurm.sbatch(["--requeue", "job.sh"]))
+
+``watch`` sees each operation on a file before it is done, and may raise there; ``CHAOS_VARIABLE`` names the environment
+variable that lets a rank of a real run fail: see docs/lifecycle.md.
+"""
+
+from __future__ import annotations
+
+from toolkit.chaos import VARIABLE as CHAOS_VARIABLE
+from toolkit.chaos import watch
+from toolkit.cluster.fake import FakeSlurm
+
+__all__ = ["CHAOS_VARIABLE", "FakeSlurm", "watch"]
