@@ -103,7 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     new = _add(commands, "new", _new, "make a project of your own from an example")
     new.add_argument("folder", metavar="NAME", help="its folder, which is made")
     new.add_argument(
-        "--from", dest="example", default="classify", metavar="EXAMPLE", help="classify (default), language_model, loop"
+        "--from",
+        dest="example",
+        default="classify",
+        metavar="EXAMPLE",
+        help="classify (default), language_model, loop, lightning, transformers, accelerate",
     )
 
     supervise = _add(commands, "supervise", _supervise, "run the whole lifecycle inside an sbatch or salloc allocation")
@@ -275,9 +279,11 @@ def _new(args: argparse.Namespace) -> int:
     from toolkit.cli import new
 
     folder = fsio.expand(args.folder)
-    for path in new.create(folder, args.example):
-        print(path)
-    print(f"next: cd {folder} && toolkit submit {folder.name}.yaml --follow")
+    files = new.create(folder, args.example)
+    print(*files, sep="\n")
+    is_script = new.EXAMPLES[args.example].config is None
+    target = f"{folder.name}.py cluster.tasks_per_node=2" if is_script else f"{folder.name}.yaml"
+    print(f"next: cd {folder} && toolkit submit {target} --follow")
     return EXIT_DONE
 
 

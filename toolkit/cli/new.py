@@ -12,17 +12,24 @@ from toolkit.errors import RequestError, nearest
 
 @dataclass(frozen=True)
 class Example:
-    """An example to begin with: files of ``jobs/``, the first of them the job, and its file in ``configs/``."""
+    """An example to begin with: the job's file, those beside it, and its config; a script has none."""
 
-    jobs: tuple[str, ...]
-    config: str
+    job: str
+    others: tuple[str, ...] = ()
+    config: str | None = None
 
 
+_SCRIPTS = "tests/dist/library_scripts"
 EXAMPLES = {
-    "classify": Example(("classify.py", "models.py"), "digits_ddp.yaml"),
-    "language_model": Example(("language_model.py", "gpt.py"), "gpt_fsdp.yaml"),
-    "loop": Example(("loop.py",), "digits_loop.yaml"),
+    "classify": Example("jobs/classify.py", ("jobs/models.py",), "configs/digits_ddp.yaml"),
+    "language_model": Example("jobs/language_model.py", ("jobs/gpt.py",), "configs/gpt_fsdp.yaml"),
+    "loop": Example("jobs/loop.py", (), "configs/digits_loop.yaml"),
+    "lightning": Example(f"{_SCRIPTS}/lightning_after.py"),
+    "transformers": Example(f"{_SCRIPTS}/transformers_after.py"),
+    "accelerate": Example(f"{_SCRIPTS}/accelerate_after.py"),
 }
+#: The size of a script's run, where no config says it.
+_SIZE = "cluster.tasks_per_node=2"
 
 SBATCH = """#!/bin/bash
 # sbatch {name}.sh [key=value ...], in this folder; sbatch's own arguments (--nodes=4) win over the lines below.
@@ -36,10 +43,10 @@ SBATCH = """#!/bin/bash
 set -euo pipefail
 cd "${{SLURM_SUBMIT_DIR:-$PWD}}"
 # Load your environment here: module load python; source .venv/bin/activate
-exec toolkit supervise {name}.yaml "$@"
+exec toolkit {within}
 """
 
-TEST = '''"""A few steps on this machine: `pytest`."""
+TEST = '''"""A run on this machine: `pytest`."""
 
 from pathlib import Path
 
@@ -51,20 +58,18 @@ import toolkit
 def test_{name}_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path))
-    run = toolkit.submit("{name}.yaml", ["train.max_steps=20"], executor="local")
-    assert run.wait()["step"] == 20
+    run = toolkit.submit("{target}", ["{override}"], executor="local")
+    assert run.wait()["state"] == "completed"
 '''
 
 README = """# {name}
 
-    toolkit submit {name}.yaml --follow      # to Slurm, or on this machine where there is none
-    toolkit submit {name}.yaml --help        # every key that can be set
+    toolkit submit {target}{size} --follow      # to Slurm, or on this machine where there is none
     sbatch {name}.sh                         # the same as a batch script
     toolkit tensorboard                     # the curves
-    toolkit resume-check {name}.yaml         # a killed run ends with the same bits
-    pytest                                  # a few steps, on this machine
+    pytest                                  # a run on this machine
 
-`{name}.py` is the job: change its data, its model, its loss.
+`{name}.py` is yours: change its data, its model, its loss.{more}
 """
 
 
@@ -80,15 +85,10 @@ def create(folder: Path, example: str) -> list[Path]:
         raise RequestError(f"toolkit new: {folder} is there already; choose another name")
     if not folder.absolute().parent.is_dir():
         raise RequestError(f"toolkit new: {folder} is in a folder that does not exist")
-    source, chosen = _sources(), EXAMPLES[example]
-    if name in {Path(file).stem for file in chosen.jobs[1:]}:
+    chosen = EXAMPLES[example]
+    if name in {Path(file).stem for file in chosen.others}:
         raise RequestError(f"toolkit new: the example has a file {name}.py beside its job; choose another name")
-    files = {"README.md": README.format(name=name), f"{name}.sh": SBATCH.format(name=name)}
-    files[f"test_{name}.py"] = TEST.format(name=name)
-    files[f"{name}.yaml"] = _config((source / "configs" / chosen.config).read_text(), name)
-    for number, file in enumerate(chosen.jobs):
-        text = (source / "jobs" / file).read_text().replace("from jobs.", "from ")
-        files[file if number else f"{name}.py"] = _as_own(text, chosen, name)
+    files = _files(name, chosen)
     with fsio.new_path(folder) as made:
         made.mkdir()
         for file, text in files.items():
@@ -96,8 +96,31 @@ def create(folder: Path, example: str) -> list[Path]:
     return [folder / file for file in sorted(files)]
 
 
+def _files(name: str, example: Example) -> dict[str, str]:
+    """Return the text of each file of the project."""
+    source = _sources()
+    is_script = example.config is None
+    words = {
+        "name": name,
+        "target": f"{name}.py" if is_script else f"{name}.yaml",
+        "size": f" {_SIZE}" if is_script else "",
+        "override": _SIZE if is_script else "train.max_steps=20",
+        "within": f'exec "$@" -- python {name}.py' if is_script else f'supervise {name}.yaml "$@"',
+        "more": "" if is_script else f" `toolkit submit {name}.yaml --help` lists every\nkey that can be set.",
+    }
+    files = {"README.md": README.format(**words), f"{name}.sh": SBATCH.format(**words)}
+    files[f"test_{name}.py"] = TEST.format(**words)
+    if example.config is not None:
+        files[f"{name}.yaml"] = _config((source / example.config).read_text(), name)
+    for file in (example.job, *example.others):
+        text = (source / file).read_text().replace("from jobs.", "from ").replace(example.job, f"{name}.py")
+        text = text.replace(example.config or "\0", f"{name}.yaml")
+        files[f"{name}.py" if file == example.job else Path(file).name] = text
+    return files
+
+
 def _sources() -> Path:
-    """Return the folder with ``jobs/`` and ``configs/``: in the installed package, or the checkout that it is in."""
+    """Return the folder that the examples' paths begin in: of the installed package, or of the checkout."""
     package = Path(__file__).parents[1]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 
@@ -106,9 +129,3 @@ def _config(text: str, name: str) -> str:
     text = re.sub(r"^name: .*$", f"name: {name}", text, count=1, flags=re.M)
     text = re.sub(r"^job: .*$", f"job: ./{name}.py", text, count=1, flags=re.M)
     return re.sub(r"\A(#.*\n)+", "", text)
-
-
-def _as_own(text: str, example: Example, name: str) -> str:
-    """Return an example's source with its commands for the new project's files."""
-    stem = Path(example.jobs[0]).stem
-    return text.replace(f"configs/{example.config}", f"{name}.yaml").replace(f"jobs/{stem}.py", f"{name}.py")
