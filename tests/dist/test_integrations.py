@@ -48,11 +48,7 @@ class Script:
 
     def end(self, run: str) -> dict[str, torch.Tensor]:
         """The weights that the script has saved at its end."""
-        path = self._folder / run / "cwd" / END[self.library]
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["state_dict"]
-        return weights
+        return weights(self._folder / run / "cwd" / END[self.library])
 
     def saved(self, run: str) -> list[int]:
         """The steps of the run's checkpoints, each verified byte by byte."""
@@ -63,6 +59,13 @@ class Script:
         mine, others = self.end(one), self.end(other)
         assert mine.keys() == others.keys()
         assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["state_dict"]
+    return found
 
 
 @pytest.fixture

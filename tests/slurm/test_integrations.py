@@ -1,0 +1,64 @@
+"""Scripts of other libraries, preempted and killed on a real Slurm, end as the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.dist.test_integrations import END, PRELOAD, SCRIPTS, STEPS, weights
+from tests.slurm.site import END_S, Site
+from tests.waiting import wait_for
+from toolkit.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+SIZE = ["cluster.nodes=1", "cluster.tasks_per_node=2", "checkpoint.every_steps=20"]
+#: Put before what a script does in each step.
+STEP = {
+    "accelerate": "        optimizer.zero_grad()",
+    "lightning": "        inputs, targets = batch\n        loss",
+    "transformers": "resume = ",
+}
+SLOWER = {
+    "accelerate": "        __import__('time').sleep(0.05)\n",
+    "lightning": "        __import__('time').sleep(0.05)\n",
+    "transformers": "model.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))\n",
+}
+
+
+def submitted(site: Site, library: str, name: str, *, is_slow: bool) -> RunDir:
+    project = site.folder / name
+    project.mkdir()
+    text = (SCRIPTS / f"{library}_after.py").read_text()
+    assert text.count(STEP[library]) == 1
+    slower = SLOWER[library] if is_slow else ""
+    (project / f"{name}.py").write_text(text.replace(STEP[library], slower + STEP[library]))
+    site.run("toolkit", "submit", f"{name}.py", *SIZE, cwd=project)
+    return site.find(name)
+
+
+@pytest.mark.parametrize(
+    "library", [pytest.param(name, marks=[] if name == "accelerate" else pytest.mark.soak) for name in PRELOAD]
+)
+def test_a_preempted_and_killed_script_of_a_library_ends_as_the_undisturbed_one(site: Site, library: str) -> None:
+    quick = submitted(site, library, "quick", is_slow=False)
+    assert wait_for(quick.result, END_S, "a result")["state"] == "completed"
+    run = submitted(site, library, "slow", is_slow=True)
+    wait_for(lambda: list(run.checkpoints.glob("step-*/manifest.json")), END_S, "a checkpoint")
+    site.preempt()
+    second = run.rank_log(2, 0)
+    wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
+    os.kill(ranks(site)[-1], signal.SIGKILL)
+    result = wait_for(run.result, END_S, "a result")
+    assert (result["state"], result["step"]) == ("completed", STEPS[library])
+    assert [attempt["decision"] for attempt in run.attempts()] == ["requeue", "restart", "finish"]
+    ends = [weights(site.folder / name / END[library]) for name in ("quick", "slow")]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not ends[0][name].equal(ends[1][name])] == []
+
+
+def ranks(site: Site) -> list[int]:
+    found = site.box.processes()
+    return [pid for pid, command in found if "toolkit run" in command and not command.startswith("srun")]
