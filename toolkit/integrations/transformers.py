@@ -27,6 +27,7 @@ class TransformersCallback(TrainerCallback):
         self._run.refuse_other_world(trainer.args.world_size)
         args = trainer.args
         self._samples = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        self._is_put_off = False  #: no save or stop after this step, but after the next
         trainer.add_callback(self)
 
     @property
@@ -48,7 +49,10 @@ class TransformersCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # After the last step the trainer is on its way out. From a checkpoint of that step it would make one more.
-        self._run.step_made(self._samples, may_save=state.global_step < state.max_steps)
+        # An evaluation that comes now would be left out after a resume, and with it the random numbers that it draws.
+        is_before_more = control.should_evaluate or (state.epoch or 0.5) % 1 == 0
+        self._is_put_off = is_before_more and not self._is_put_off  # in epochs of one step only every second time
+        self._run.step_made(self._samples, may_save=not self._is_put_off and state.global_step < state.max_steps)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._run.finish()
