@@ -28,10 +28,10 @@ PRELOAD = {
 
 
 class ScriptServer:
-    """Starts attempts of the scripts of one library."""
+    """Starts attempts of scripts, in processes that have imported ``modules`` already."""
 
-    def __init__(self, library: str) -> None:
-        argv = [sys.executable, "-m", "tests.dist.script_ranks", *PRELOAD[library]]
+    def __init__(self, modules: Sequence[str]) -> None:
+        argv = [sys.executable, "-m", "tests.dist.script_ranks", *modules]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT

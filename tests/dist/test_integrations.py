@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.dist.script_ranks import PRELOAD, ROOT, ScriptServer
+from tests.dist.test_own_scripts import LOOPS
 from toolkit.checkpoint.store import CheckpointStore
 
 SCRIPTS = Path(__file__).parent / "library_scripts"
@@ -37,7 +38,7 @@ class Script:
 
     def __init__(self, servers: dict[str, ScriptServer], library: str, folder: Path) -> None:
         self.library, self._folder = library, folder
-        self._server = servers.get(library) or servers.setdefault(library, ScriptServer(library))
+        self._server = servers.get(library) or servers.setdefault(library, ScriptServer(PRELOAD[library]))
 
     def attempt(self, run: str, *strikes: tuple[int, int, str, str], kind: str = "after") -> list[int]:
         told = [{"rank": rank, "step": step, "signal": signal, "at": at} for rank, step, signal, at in strikes]
@@ -122,14 +123,16 @@ def test_wherever_a_script_is_hit_it_ends_bit_for_bit_as_an_undisturbed_one(scri
         script.must_end_alike("whole", "plain")
 
 
-@pytest.mark.parametrize("library", PRELOAD)
-def test_the_docs_show_what_changes_in_a_script_and_it_is_at_most_ten_lines(library: str) -> None:
-    before, after = ((SCRIPTS / f"{library}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
+@pytest.mark.parametrize(
+    ("name", "page"), [(name, "docs/integrations.md") for name in PRELOAD] + [(name, "docs/loop.md") for name in LOOPS]
+)
+def test_the_docs_show_what_changes_in_a_script_and_it_is_at_most_ten_lines(name: str, page: str) -> None:
+    before, after = ((SCRIPTS / f"{name}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
     lines = [
         line for line in difflib.unified_diff(before, after, n=0, lineterm="") if not re.match(r"---|\+\+\+", line)
     ]
     changed = [line for line in lines if not line.startswith("@@")]
     assert sum(line.startswith("+") for line in changed) <= 10
     shown = [line.rstrip() for line in changed if line.strip("+- ")]
-    blocks: list[Any] = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/integrations.md").read_text(), re.DOTALL)
+    blocks: list[Any] = re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert shown in [[line for line in block.splitlines() if line[:1] in "+-"] for block in blocks]
