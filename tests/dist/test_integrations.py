@@ -65,8 +65,8 @@ class Script:
 def weights(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         return load_file(path)
-    found: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["state_dict"]
-    return found
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=path.suffix == ".pt")
+    return found if path.suffix == ".pt" else found["state_dict"]  # type: ignore[return-value]
 
 
 @pytest.fixture

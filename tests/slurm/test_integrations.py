@@ -1,4 +1,4 @@
-"""Scripts of other libraries, preempted and killed on a real Slurm, end as the one that nobody disturbed."""
+"""Scripts of other libraries and loops of one's own, preempted and killed on a real Slurm, end as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from tests.dist.test_integrations import END, PRELOAD, SCRIPTS, STEPS, weights
+from tests.dist.test_integrations import END, SCRIPTS, STEPS, weights
+from tests.dist.test_own_scripts import LOOPS
 from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
 from toolkit.rundir import RunDir
@@ -20,11 +21,13 @@ STEP = {
     "accelerate": "        optimizer.zero_grad()",
     "lightning": "        inputs, targets = batch\n        loss",
     "transformers": "resume = ",
+    **dict.fromkeys(LOOPS, "            loss = "),
 }
 SLOWER = {
     "accelerate": "        __import__('time').sleep(0.05)\n",
     "lightning": "        __import__('time').sleep(0.05)\n",
     "transformers": "model.register_forward_pre_hook(lambda *_: __import__('time').sleep(0.05))\n",
+    **dict.fromkeys(LOOPS, "            __import__('time').sleep(0.05)\n"),
 }
 
 
@@ -40,9 +43,9 @@ def submitted(site: Site, library: str, name: str, *, is_slow: bool) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    "library", [pytest.param(name, marks=[] if name == "accelerate" else pytest.mark.soak) for name in PRELOAD]
+    "library", [pytest.param(name, marks=[] if name == "accelerate" else pytest.mark.soak) for name in STEP]
 )
-def test_a_preempted_and_killed_script_of_a_library_ends_as_the_undisturbed_one(site: Site, library: str) -> None:
+def test_a_preempted_and_killed_script_ends_as_the_undisturbed_one(site: Site, library: str) -> None:
     quick = submitted(site, library, "quick", is_slow=False)
     assert wait_for(quick.result, END_S, "a result")["state"] == "completed"
     run = submitted(site, library, "slow", is_slow=True)
@@ -52,9 +55,9 @@ def test_a_preempted_and_killed_script_of_a_library_ends_as_the_undisturbed_one(
     wait_for(lambda: second.exists() and "resuming from" in second.read_text(), END_S, "the second attempt")
     os.kill(ranks(site)[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
-    assert (result["state"], result["step"]) == ("completed", STEPS[library])
+    assert (result["state"], result["step"]) == ("completed", STEPS.get(library, 96))
     assert [attempt["decision"] for attempt in run.attempts()] == ["requeue", "restart", "finish"]
-    ends = [weights(site.folder / name / END[library]) for name in ("quick", "slow")]
+    ends = [weights(site.folder / name / END.get(library, "end.pt")) for name in ("quick", "slow")]
     assert ends[0].keys() == ends[1].keys()
     assert [name for name in ends[0] if not ends[0][name].equal(ends[1][name])] == []
 

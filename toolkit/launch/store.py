@@ -23,8 +23,6 @@ from toolkit.launch.steps import Events, open_log, tethered
 
 #: Of a rank to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; reports; saves.
 CONNECTIONS_A_RANK = 5
-#: Of a foreign script's rank: torch's own.
-CONNECTIONS_A_FOREIGN_RANK = 2
 #: What the store host has open beside its connections.
 OTHER_FILES = 64
 
@@ -144,13 +142,12 @@ def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds:
         )
 
 
-def refuse_too_many_ranks(world_size: int, *, foreign: bool) -> None:
+def refuse_too_many_ranks(world_size: int) -> None:
     """Raise RequestError where the ranks' connections are more than a store host on this node may have open."""
-    connections = CONNECTIONS_A_FOREIGN_RANK if foreign else CONNECTIONS_A_RANK
-    needed, limit = connections * world_size + OTHER_FILES, open_files.hard_limit()
+    needed, limit = CONNECTIONS_A_RANK * world_size + OTHER_FILES, open_files.hard_limit()
     if needed > limit:
         raise RequestError(
             f"{world_size} ranks need {needed} open files on {socket.gethostname()}, where their store is "
-            f"({connections} connections each), and its hard limit is {limit}: raise it (`ulimit -Hn`; LimitNOFILE of "
-            f"slurmd), or run at most {(limit - OTHER_FILES) // connections} ranks"
+            f"({CONNECTIONS_A_RANK} connections each), and its hard limit is {limit}: raise it (`ulimit -Hn`; "
+            f"LimitNOFILE of slurmd), or run at most {(limit - OTHER_FILES) // CONNECTIONS_A_RANK} ranks"
         )

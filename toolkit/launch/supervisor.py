@@ -152,7 +152,7 @@ class Supervisor:
         if self._has_ended(last_words):
             return EXIT_DONE
         ranks = self._allocation.without(self._config.cluster.spare_nodes).world_size
-        refuse_too_many_ranks(ranks, foreign=self._foreign)
+        refuse_too_many_ranks(ranks)
         if self._slurm is not None:
             _record_size(self._run, self._config, self._allocation)
             _remember_job(self._run, self._allocation)
