@@ -35,6 +35,7 @@ from toolkit.dist.report import NullReporter, StoreReporter
 from toolkit.dist.session import Session
 from toolkit.dist.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
@@ -143,7 +144,8 @@ def ours(session: Session) -> Round:
         trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
         trainer._life.step = done - steps
         trainer._life.begin()
-        trainer._train(lambda strategy, is_cut: {})
+        trainer._evaluate_model, trainer._hooks = None, Hooks()
+        trainer._train()
 
     return timed(train)
 

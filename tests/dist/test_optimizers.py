@@ -132,7 +132,7 @@ def leave_out(session: Session) -> list[str]:
         batch = part(made.share, step, SIZE)
         assert batch is not None
         factor = torch.nan if session.rank == 1 and step != 1 else 1.0
-        made.step(Batch(batch.inputs * factor, batch.targets, batch.positions, batch.global_count), LR)
+        made.step(Batch((batch.inputs * factor, batch.targets), batch.positions, batch.global_count), LR)
         after = snapshot(made)
         same = [name for name in after if name in before and torch.equal(before[name], after[name])]
         changed += [f"{step} {name}" for name in {*before, *after} - {*same}]

@@ -108,8 +108,8 @@ class _Reader:
         problems = _differences(manifest, state, self.rank, self.world_size)
         if problems:
             raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
-        if self.rank == 0:
-            check_digests(path, replace(manifest, tensors=_library_files(manifest)))
+        if self.rank == 0 and (files := _library_files(manifest)):
+            check_digests(path, replace(manifest, tensors=files))
         self._fill_all(path, manifest, state)
         values = {key: record.value for key, record in manifest.values.items() if key in state}
         return Loaded(manifest.step, manifest.meta, values, path)

@@ -22,7 +22,7 @@ _BASE = "toolkit.Job"
 def check_job(config: JobConfig, project: Path | None) -> None:
     """Raise ConfigError unless the file holds one job. It is parsed and not imported, for it imports torch."""
     source = PythonSource(job_source(config.job, project))
-    jobs = _job_classes(source)
+    jobs = _job_classes(source, project)
     if len(jobs) > 1:
         lines = " and ".join(f"{node.name} (line {node.lineno})" for node in jobs)
         raise ConfigError(f"job: {source.path}: {lines} are both jobs; leave one in this file, and move the other out")
@@ -51,14 +51,30 @@ def _check_main(job: str, source: PythonSource) -> None:
         )
 
 
-def _job_classes(source: PythonSource) -> list[ast.ClassDef]:
+def _job_classes(source: PythonSource, project: Path | None) -> list[ast.ClassDef]:
     """Return the classes of a file that derive from ``toolkit.Job``, but those that others of it derive from."""
-    derived: dict[str, ast.ClassDef] = {}
-    for name, node in source.classes.items():  # a base stands before what derives from it
-        if any(source.full_name(base) in (_BASE, *derived) for base in node.bases):
-            derived[name] = node
+    derived = _derived(source, project or Path.cwd())
     above = {source.full_name(base) for node in derived.values() for base in node.bases}
     return [node for name, node in derived.items() if name not in above]
+
+
+def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
+    """Return all classes of a file that derive from ``toolkit.Job``, also by way of other files of the project."""
+    derived: dict[str, ast.ClassDef] = {}
+    for name, node in source.classes.items():  # a base stands before what derives from it
+        bases = [source.full_name(base) for base in node.bases]
+        if any(base in (_BASE, *derived) or _is_elsewhere(base, source, project) for base in bases):
+            derived[name] = node
+    return derived
+
+
+def _is_elsewhere(name: str, source: PythonSource, project: Path) -> bool:
+    """True if ``name`` is a job's class in another file of the project."""
+    module, _, kind = name.rpartition(".")
+    path = Path(module.replace(".", "/") + ".py")
+    files = [folder / path for folder in (project, project / "src", source.path.parent)] if module else []
+    file = next((file for file in files if file.is_file() and file != source.path), None)
+    return file is not None and kind in _derived(PythonSource(file), project)
 
 
 def is_loop(job: str, project: Path | None = None) -> bool:
@@ -74,7 +90,7 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
 def is_job(job: str, project: Path | None = None) -> bool:
     """True for a script that is no foreign one: it has a loop of its own or a job class. Raises ConfigError."""
-    return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project))))
+    return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project)), project))
 
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
