@@ -288,12 +288,14 @@ def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> d
 
 
 def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
-    """Of one global batch: what stands at each position, whichever rank had it."""
+    """Of one global batch: what stands at each position, whichever rank had it. Other loaders tell no positions."""
     found: dict[int, tuple[Any, ...]] = {}
     for line in lines.values():
-        found |= dict(
-            zip(line.get("positions", ()), zip(*(line[kind] for kind in OF_SAMPLES), strict=True), strict=True)
-        )
+        positions = line.get("positions", ())
+        columns = [line.get(kind, ()) for kind in OF_SAMPLES]
+        # a batch that is no pair has no targets, and one that a collate function has packed no row for each sample
+        known = [column if len(column) == len(positions) else [None] * len(positions) for column in columns]
+        found |= dict(zip(positions, zip(*known, strict=True), strict=True))
     return found
 
 
