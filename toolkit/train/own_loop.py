@@ -319,7 +319,7 @@ class TrainingRun:
             self._in_step = False
             self._batch += 1
             if self._witness is not None and self._state is not None:
-                self._witness.take_end(self._window.last("train/loss"), self._state.live())
+                self._witness.take_end(self._window.last("train/loss") / self.world_size, self._state.live())
             self._life.step_done(self._samples, self._wait_s)
 
     def _boundary(self) -> None:
