@@ -279,11 +279,8 @@ def _new(args: argparse.Namespace) -> int:
     from toolkit.cli import new
 
     folder = fsio.expand(args.folder)
-    files = new.create(folder, args.example)
-    print(*files, sep="\n")
-    is_script = new.EXAMPLES[args.example].config is None
-    target = f"{folder.name}.py cluster.tasks_per_node=2" if is_script else f"{folder.name}.yaml"
-    print(f"next: cd {folder} && toolkit submit {target} --follow")
+    print(*new.create(folder, args.example), sep="\n")
+    print(f"next: cd {folder} && toolkit submit {new.target(folder.name, args.example)} --follow")
     return EXIT_DONE
 
 

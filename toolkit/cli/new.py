@@ -73,6 +73,11 @@ README = """# {name}
 """
 
 
+def target(name: str, example: str) -> str:
+    """Return what `toolkit submit` takes to run the project ``name``."""
+    return f"{name}.py {_SIZE}" if EXAMPLES[example].config is None else f"{name}.yaml"
+
+
 def create(folder: Path, example: str) -> list[Path]:
     """Make the project ``folder``, named by its last part, from an example; return its files. Raises RequestError."""
     name = folder.name

@@ -65,14 +65,14 @@ def stacked(samples: list[Any]) -> Any:
     Raises JobFailedError for what cannot be stacked.
     """
     try:
-        return nested.transposed(samples, _stacked_leaves)
+        return nested.map_with_path(_stacked_leaves, *samples)
     except nested.NestingError as error:
         raise JobFailedError(f"data: samples cannot be stacked: {error}; {_SAMPLES}") from error
 
 
-def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
+def _stacked_leaves(path: str, *leaves: Any) -> Any:
     try:
-        return default_collate(leaves)
+        return default_collate(list(leaves))
     except (RuntimeError, TypeError) as error:
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
         other = next((shape for shape in shapes if shape != shapes[0]), None)

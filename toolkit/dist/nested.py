@@ -6,7 +6,7 @@ torch.utils._pytree knows no dataclasses that were not registered, and torch's d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -128,9 +128,3 @@ def _like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
     same = copy.copy(tree)
     same.update(made)
     return same
-
-
-def transposed(samples: Sequence[Any], stack: Callable[[str, list[Any]], Any]) -> Any:
-    """Return one value nested like each of ``samples``, whose leaves are ``stack(path, leaves of all samples)``."""
-    first, *others = samples
-    return map_with_path(lambda path, *leaves: stack(path, list(leaves)), first, *others)

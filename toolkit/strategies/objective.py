@@ -56,6 +56,11 @@ class Loss:
         assert weight is not None
         return cls(value * weight, weight)
 
+    def summed(self, samples: int) -> Loss:
+        """Return this loss as a sum over a batch of so many samples, a tensor without dimensions."""
+        total = self.total.reshape(())
+        return Loss(total * samples if self.is_mean_over_samples else total, self.weight)
+
     def __mul__(self, factor: float) -> Loss:
         """Return this loss times a number."""
         return replace(self, total=self.total * factor)
@@ -91,7 +96,7 @@ Measure: TypeAlias = Callable[[Forward, Batch], Mapping[str, Loss | Tensor | Row
 Criterion: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Objective:
     """``loss(model, batch)`` of a job; ``module`` has parameters that are trained beside the model's.
 
@@ -119,8 +124,7 @@ class Objective:
         if not isinstance(value.total, Tensor) or value.total.numel() != 1:
             shape = tuple(getattr(value.total, "shape", ()))
             raise JobFailedError(f"{self.where}: the loss{_called(name)} has the shape {shape} and is no scalar; {HOW}")
-        total = value.total.reshape(())
-        return Loss(total * samples if value.is_mean_over_samples else total, value.weight)
+        return value.summed(samples)
 
     @property
     def where(self) -> str:
@@ -240,8 +244,7 @@ def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
     if isinstance(figure, Tensor) and figure.shape == (samples,):
         return Loss(figure.sum(dtype=torch.float64))
     if isinstance(figure, Loss) and isinstance(figure.total, Tensor) and figure.total.numel() == 1:
-        total = figure.total.reshape(())
-        return Loss(total * samples if figure.is_mean_over_samples else total, figure.weight)
+        return figure.summed(samples)
     shape = f" of shape {tuple(figure.shape)}" if isinstance(figure, Tensor) else ""
     raise JobFailedError(
         f"{where(measure)}: the figure {name!r} is a {type(figure).__name__}{shape}; return one value for each sample "

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit import logs
+from toolkit.config import TrainConfig
 from toolkit.dist import nested
 from toolkit.dist.batch import Batch
 from toolkit.errors import ConfigError, JobFailedError, listing
@@ -180,15 +181,16 @@ class CheckedObjective(Objective):
     The first call may tell nothing: torch's pipelining tries the loss on memory that nobody has filled.
     """
 
-    def __init__(self, objective: Objective, *, is_finite: bool, probes: int = 0) -> None:
-        """``is_finite``: a loss that is not is refused, too, but in the first ``probes`` calls."""
-        super().__init__(objective.loss, objective.module)
-        self.__dict__ |= {"refusal": None, "names": (), "_is_finite": is_finite, "_probes": probes}
+    def __init__(self, objective: Objective, train: TrainConfig, *, probes: int = 0) -> None:
+        """Where ``train`` does not train on after it, a loss that is not finite is refused, too.
 
-    refusal: str | None
-    names: tuple[str, ...]  #: of the losses
-    _is_finite: bool
-    _probes: int
+        The first ``probes`` calls are not looked at for that.
+        """
+        super().__init__(objective.loss, objective.module)
+        self.refusal: str | None = None
+        self.names: tuple[str, ...] = ()  #: of the losses
+        self._is_finite = train.on_nan == "stop" and not train.skip_bad_steps
+        self._probes = probes
 
     def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
         outputs: list[Any] = []
@@ -198,8 +200,9 @@ class CheckedObjective(Objective):
             return outputs[-1]
 
         losses = super().__call__(recorded, batch)
-        refusal = self._refused(losses) or self.refusal or _no_sum(self, outputs, batch)
-        self.__dict__ |= {"refusal": refusal, "names": tuple(losses), "_probes": self._probes - 1}
+        self.refusal = self._refused(losses) or self.refusal or _no_sum(self, outputs, batch)
+        self.names = tuple(losses)
+        self._probes -= 1
         return losses
 
     def _refused(self, losses: Mapping[str, Loss]) -> str | None:

@@ -280,9 +280,7 @@ class Spmd(AllNeeded):
         self._activity.phase = PRIMING
         own = (entry.value for entry in self._layout.state().values())
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
-        checked = CheckedObjective(
-            self._objective, is_finite=self._train.on_nan == "stop" and not self._train.skip_bad_steps
-        )
+        checked = CheckedObjective(self._objective, self._train)
         objective, self._objective = self._objective, checked
         with undone(self._model, objective.module):
             torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers

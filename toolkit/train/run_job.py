@@ -23,7 +23,7 @@ from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
-from toolkit.train.loop import Describe, Evaluate, Result, Trainer
+from toolkit.train.loop import Describe, Evaluate, Result, Show, Trainer
 from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, identity
 
@@ -49,8 +49,7 @@ class Training:
 
     def fit(self) -> Result:
         """Train to the last step; see :meth:`Trainer.fit`."""
-        show = partial(_show, self.job, self.strategy)
-        return self.trainer.fit(evaluation(self.job), self.describe, show, self.job)
+        return self.trainer.fit(evaluation(self.job), self.describe, _showing(self.job, self.strategy), self.job)
 
 
 def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
@@ -126,12 +125,18 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def _show(job: Job, strategy: Strategy, sink: Sink, step: int) -> None:
-    """Hand over what the job shows of the first samples of its eval set. Every rank calls it: passes may be joint."""
-    eval_set = job.eval_set()
-    if type(job).show is Job.show or eval_set is None:
-        return
+def _showing(job: Job, strategy: Strategy) -> Show:
+    """Return what hands over what ``job`` shows of the first samples of its eval set, which are read once.
+
+    Every rank calls it: passes may be joint.
+    """
+    if type(job).show is Job.show or (eval_set := job.eval_set()) is None:
+        return lambda sink, step: None
     batch = next(eval_batches(eval_set, Share(0, 1), min(SHOWN, len(eval_set)), collate=job.collate))
+    return partial(_show, job, strategy, batch)
+
+
+def _show(job: Job, strategy: Strategy, batch: Batch | None, sink: Sink, step: int) -> None:
     shown: dict[str, Tensor | str] = {}
 
     def look(model: Forward, batch: Batch) -> dict[str, Tensor]:

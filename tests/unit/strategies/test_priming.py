@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from toolkit.config import TrainConfig
 from toolkit.dist.batch import Batch
 from toolkit.dist.state import Sharded
 from toolkit.errors import ConfigError, JobFailedError
@@ -73,7 +74,7 @@ def losses(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def refusal_of(objective: Objective, samples: int) -> str | None:
-    checked = CheckedObjective(objective, is_finite=True)
+    checked = CheckedObjective(objective, TrainConfig())
     places = torch.arange(samples)
     checked(lambda inputs: inputs, Batch((OUTPUTS[:samples].requires_grad_(), TARGETS[:samples]), places, samples))
     return checked.refusal

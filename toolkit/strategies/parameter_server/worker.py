@@ -73,8 +73,7 @@ class Worker(Side):
     def _prime(self, sample: Batch) -> None:
         """One pass that leaves nothing behind: it compiles, and tells which parameters are not used."""
         self._session.activity.phase = PRIMING
-        stops = self._train.on_nan == "stop" and not self._train.skip_bad_steps
-        objective, self._objective = self._objective, (checked := CheckedObjective(self._objective, is_finite=stops))
+        objective, self._objective = self._objective, (checked := CheckedObjective(self._objective, self._train))
         with undone(self._model):
             self._pass(sample)
         self._objective = objective

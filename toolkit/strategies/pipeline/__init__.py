@@ -375,10 +375,9 @@ class Pipeline(AllNeeded):
         """One pass that leaves its mark on torch's pipeline (and the compiler's cache) only."""
         self._activity.phase = PRIMING
         self._weighs, self._names = False, ("",)
-        stops = self._train.on_nan == "stop" and not self._train.skip_bad_steps
         objective, self._objective = (
             self._objective,
-            (checked := CheckedObjective(self._objective, is_finite=stops, probes=1)),
+            (checked := CheckedObjective(self._objective, self._train, probes=1)),
         )
         self._refuse_random(objective, batch)
         with undone(self._model):
