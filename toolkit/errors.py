@@ -40,7 +40,12 @@ class RequestError(ToolkitError):
 
 
 class ConfigError(RequestError):
-    """A config key, value or combination is wrong."""
+    """A config key, value or combination is wrong::
+
+    >>> toolkit.load_config(None, ["train.epoch=3"])
+    Traceback (most recent call last):
+    toolkit.errors.ConfigError: argument 'train.epoch=3': unknown key 'train.epoch'; did you mean 'train.epochs'...
+    """
 
 
 class PlacementError(RequestError):

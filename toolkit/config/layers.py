@@ -68,7 +68,10 @@ def load_config(
     values are checked; whether the config fits a machine is the business of :func:`validate`. Raises ConfigError.
 
     ``params`` are checked by the class ``Params`` of the job's file, which is looked for in ``project``, the current
-    folder if None. With ``site=False`` and no ``project`` they are taken as they are: those of a run were checked.
+    folder if None. With ``site=False`` and no ``project`` they are taken as they are: those of a run were checked::
+
+        >>> toolkit.load_config("configs/digits_ddp.yaml", ["optim.lr=0.1"]).optim.lr
+        0.1
     """
     merged, own = merged_layers(path, overrides, site=site, project=project)
     references = _References(merged)

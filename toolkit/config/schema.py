@@ -262,7 +262,12 @@ class CheckpointConfig:
 
 @dataclass
 class JobConfig:
-    """A whole job; each component is handed its own section, never this."""
+    """A whole job; each component is handed its own section, never this::
+
+    >>> config = toolkit.JobConfig()
+    >>> config.train.epochs, config.checkpoint.keep
+    (10, 2)
+    """
 
     name: str = "run"  #: of the run's folder; the config file's own name where it is left out
     job: str = "jobs.classify"  #: a module (jobs.classify), or the path of a file (train.py)

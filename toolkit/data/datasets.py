@@ -67,7 +67,12 @@ class Datasets:
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """The data sets of the ``data:`` section; :class:`DataMissingError` when their files are not there."""
+    """Return the data sets of the ``data:`` section. Raises DataMissingError where their files are not there::
+
+    >>> digits = toolkit.build_datasets(toolkit.load_config("configs/digits_ddp.yaml").data)
+    >>> len(digits.train), digits.sample_shape
+    (1437, (1, 8, 8))
+    """
     catalog.check_datasets(config)
     builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder, "text": _refuse_text}
     return builders.get(config.name, _from_torchvision)(config)

@@ -61,7 +61,24 @@ MakeStream: TypeAlias = Callable[[Share, int], Stream]
 
 @dataclass(frozen=True)
 class Streams:
-    """A training set of streams: ``make(share, seed)`` gives a rank's own; ``epoch_size`` samples count as an epoch."""
+    """A training set of streams: ``make(share, seed)`` gives a rank's own; ``epoch_size`` samples count as an epoch::
+
+    >>> class Numbers:  # torchdata's stateful data sets have the same three methods
+    ...     def __init__(self, share, seed):
+    ...         self.share, self.at = share, share.index
+    ...     def __iter__(self):
+    ...         while self.at < 1000:
+    ...             self.at += self.share.count
+    ...             yield self.at - self.share.count
+    ...         self.at = self.share.index
+    ...     def state_dict(self):
+    ...         return {"at": self.at}
+    ...     def load_state_dict(self, state):
+    ...         self.at = state["at"]
+    >>> train_set = toolkit.Streams(Numbers, epoch_size=1000)
+    >>> list(train_set.make(toolkit.Share(1, 4), 0))[:3]
+    [1, 5, 9]
+    """
 
     make: MakeStream
     epoch_size: int

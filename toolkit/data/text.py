@@ -27,7 +27,11 @@ _NAME = "text.bin"
 def pack_text(root: str | None, folder: Path, alive: Callable[[], None] = lambda: None) -> Path:
     """Return the copy in ``folder`` of the text that ``root`` names, made where there is none.
 
-    On several ranks call it in ``with self.main_first():`` of a job. ``alive`` is called after each file.
+    On several ranks call it in ``with self.main_first():`` of a job. ``alive`` is called after each file::
+
+        >>> text = toolkit.pack_text(None, folder)
+        >>> text.parent == folder, text.stat().st_size > 1_000_000
+        (True, True)
     """
     path = folder / _NAME
     if not path.exists():
@@ -50,7 +54,14 @@ def pack(files: list[Path], target: Path, alive: Callable[[], None] = lambda: No
 class TextWindows:
     """Those windows of ``length`` bytes of a packed text that are ``held_out``, or all others; none overlap.
 
-    Those held out stand evenly all over the text, so that the evaluation sees of everything a little.
+    Those held out stand evenly all over the text, so that the evaluation sees of everything a little::
+
+        >>> text = toolkit.pack_text(None, folder)
+        >>> train_set = toolkit.TextWindows(text, length=64, held_out=False)
+        >>> eval_set = toolkit.TextWindows(text, length=64, held_out=True)
+        >>> inputs, targets = eval_set.batch(numpy.arange(8))
+        >>> inputs.shape, bool((inputs[:, 1:] == targets[:, :-1]).all())
+        (torch.Size([8, 64]), True)
     """
 
     def __init__(self, path: Path, length: int, *, held_out: bool) -> None:

@@ -17,7 +17,10 @@ from toolkit.errors import JobFailedError
 class Share:
     """Part ``index`` of ``count`` parts of every global batch; with ``count`` 0 this rank gets no data at all.
 
-    Ranks that work on the same samples (of one tensor-parallel group, say) hold equal shares.
+    Ranks that work on the same samples (of one tensor-parallel group, say) hold equal shares::
+
+        >>> toolkit.Share(index=1, count=3).bounds(10)
+        (3, 6)
     """
 
     index: int
@@ -56,7 +59,12 @@ class Batch:
     the eval set). ``global_count`` is the number of samples that all shares together hold in this step: the divisor of
     the loss. ``bad`` names the samples that should have been here and were replaced; ``stream_state``, in JSON, is
     where the stream stands after them, if they come from one. Parts of a batch repeat neither. ``is_stacked`` is false
-    where a collate function of the job's own made ``data``.
+    where a collate function of the job's own made ``data``::
+
+        >>> data = {"image": torch.zeros(2, 8, 8), "label": torch.tensor([3, 5])}
+        >>> batch = toolkit.Batch(data, positions=torch.tensor([6, 7]), global_count=4)
+        >>> len(batch), batch["label"]
+        (2, tensor([3, 5]))
     """
 
     data: Any

@@ -52,7 +52,12 @@ NO_LIMIT_MIN = 60 * 24 * 365
 
 @dataclass(frozen=True)
 class Run:
-    """A submitted run, as seen from the login node."""
+    """A submitted run, as seen from the login node::
+
+    >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=1"], executor="local")
+    >>> run.wait()["state"], run.status()["attempt"]
+    ('completed', 1)
+    """
 
     dir: RunDir
     executor: str
@@ -226,7 +231,11 @@ def submit(
     """Submit ``config`` with ``key=value`` overrides; returns at once. A script (``train.py``) may stand for it.
 
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
-    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything exists.
+    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything exists::
+
+        >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
+        >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
+        True
     """
     folder = Path(project).resolve()
     if str(config).endswith(".py") and not configs.is_job(str(config), folder):

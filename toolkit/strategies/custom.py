@@ -41,7 +41,16 @@ T = TypeVar("T")
 
 
 class Custom(AllNeeded):
-    """A :class:`~.protocol.Strategy` whose step is ``train_step(step, batch)`` of a job; ``step`` is this."""
+    """A :class:`~.protocol.Strategy` whose step is ``train_step(step, batch)`` of a job; ``step`` is this::
+
+    >>> class Autoencoder(toolkit.Job):
+    ...     def train_step(self, step: toolkit.Custom, batch: toolkit.Batch) -> torch.Tensor:
+    ...         decoded = step.networks["decoder"](step.networks["encoder"](batch.inputs))
+    ...         loss = (decoded - batch.inputs).square().sum() / batch.global_count
+    ...         step.descend("encoder", loss, retain_graph=True)
+    ...         step.descend("decoder", loss)
+    ...         return loss.detach()
+    """
 
     evaluates_together = False
 

@@ -28,11 +28,14 @@ WEIGHT = "\0weight"
 class Loss:
     """A loss, or another figure, of a batch: a sum, and what that sum is to be divided by over the global batch.
 
-    Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss`` is a multiple of it::
+    Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss`` is a multiple of it. Of a batch, of several losses by
+    name, and of those tokens of a batch that are real::
 
-        return toolkit.Loss.mean(cross_entropy(model(batch["ids"]), batch["labels"]))
-        return {"pixels": toolkit.Loss.sum(errors.sum()), "kl": 0.1 * toolkit.Loss.mean(kl)}
-        return toolkit.Loss.sum(token_losses[is_real].sum(), weight=is_real.sum())
+        >>> errors, is_real = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
+        >>> loss = toolkit.Loss.mean(errors.mean())
+        >>> losses = {"pixels": toolkit.Loss.sum(errors.sum()), "kl": 0.1 * toolkit.Loss.mean(errors.mean())}
+        >>> toolkit.Loss.sum(errors[is_real].sum(), weight=is_real.sum())
+        Loss(total=tensor(3.), weight=tensor(2), is_mean_over_samples=False)
     """
 
     total: Tensor
@@ -80,7 +83,8 @@ class Rows:
 
     A job's ``summary`` gets the rows of the whole eval set, in its order, on the CPU::
 
-        return {"scores": toolkit.Rows(model(batch.inputs)), "classes": toolkit.Rows(batch.targets)}
+        >>> def evaluate(self, model, batch):
+        ...     return {"scores": toolkit.Rows(model(batch.inputs)), "classes": toolkit.Rows(batch.targets)}
     """
 
     values: Tensor

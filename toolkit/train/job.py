@@ -40,7 +40,15 @@ class Job(Hooks):
     """The data, the model and the loss of a training. A job's file has one class derived from it.
 
     What may be done on the way is in :class:`~toolkit.train.hooks.Hooks`. Methods are called on every rank, in the same
-    order, and do the same on each.
+    order, and do the same on each::
+
+        >>> class Doubling(toolkit.Job):
+        ...     def train_set(self):
+        ...         return [(torch.tensor([x / 10]), torch.tensor([x / 5])) for x in range(100)]
+        ...     def model(self):
+        ...         return torch.nn.Linear(1, 1)
+        ...     def loss(self, model, batch):
+        ...         return toolkit.Loss.mean((model(batch.inputs) - batch.targets).square().mean())
     """
 
     config: JobConfig  #: the whole config

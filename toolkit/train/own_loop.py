@@ -62,7 +62,20 @@ def start() -> Iterator[TrainingRun]:
     """Open the process group, the device and the run's folder for the loop within.
 
     Under ``toolkit submit``, ``toolkit exec``, ``toolkit run``, srun, torchrun, mpirun and alone. Raises ConfigError
-    for a second one in a process. When all ranks have agreed to stop, the process ends with exit code 75.
+    for a second one in a process. When all ranks have agreed to stop, the process ends with exit code 75::
+
+        >>> with toolkit.start() as run:
+        ...     model = torch.nn.Linear(1, 1).to(run.device)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     run.resumable(model=model, optimizer=optimizer)
+        ...     for x in run.steps(torch.ones(20, 1), total=20):
+        ...         loss = (model(x) - 2 * x).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         run.log(loss=loss)
+        >>> loss.item() < 0.1
+        True
     """
     if dist.is_initialized():
         raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
@@ -92,7 +105,13 @@ _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn 
 
 
 class TrainingRun:
-    """One rank's side of a run whose loop is the user's. Every rank makes the same calls in the same order."""
+    """One rank's side of a run whose loop is the user's. Every rank makes the same calls in the same order::
+
+    >>> def prepared(run: toolkit.TrainingRun) -> float:
+    ...     with run.main_first():  # rank 0 downloads, the others find it there
+    ...         numbers = fetch(run.dir)
+    ...     return sum(run.gather(numbers[run.rank :: run.world_size].mean())) / run.world_size
+    """
 
     def __init__(self, config: JobConfig, session: Session) -> None:
         self.config = config  #: the whole config, resolved
