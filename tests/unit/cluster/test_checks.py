@@ -60,7 +60,7 @@ def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
 
 
 def strangers(**demand: float) -> dict[Process, float]:
-    return {Process(number, 1, name, 0.0): cpus for number, (name, cpus) in enumerate(demand.items(), start=100)}
+    return {Process(number, 1, name, 0.0, 0.0): cpus for number, (name, cpus) in enumerate(demand.items(), start=100)}
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_the_worst_takers_are_named() -> None:
 
 def tree(**parents: tuple[int, int]) -> dict[int, Process]:
     """``name=(pid, parent)``."""
-    return {pid: Process(pid, parent, name, 0.0) for name, (pid, parent) in parents.items()}
+    return {pid: Process(pid, parent, name, 0.0, 0.0) for name, (pid, parent) in parents.items()}
 
 
 def test_what_descends_from_a_slurmstepd_belongs_to_a_job_and_the_rest_does_not() -> None:
     ours = {"slurmstepd": (10, 1), "us": (11, 10), "child": (12, 11)}
     table = tree(init=(1, 0), **ours, stepd2=(20, 1), rank=(21, 20), escaped=(30, 1), sshd=(40, 1), shell=(41, 40))
-    table[20] = Process(20, 1, "slurmstepd: [7.0]", 0.0)
+    table[20] = Process(20, 1, "slurmstepd: [7.0]", 0.0, 0.0)
     jobs = {10: "7", 11: "7", 12: "7", 21: "8"}
     use = cpus.sort_out(dict.fromkeys(table.values(), 1.0), table, 11, "7", jobs.get)
     assert {process.name for process in use.strangers} == {"escaped", "sshd", "shell"}
@@ -110,11 +110,20 @@ def test_without_a_job_everybody_but_our_family_is_a_stranger() -> None:
 
 def test_only_demand_that_lasts_through_every_interval_counts() -> None:
     looks = [
-        ({1: Process(1, 0, "steady", at * 1.0), 2: Process(2, 0, "burst", burst)}, at)
+        {1: Process(1, 0, "steady", at * 1.0, at), 2: Process(2, 0, "burst", burst, at)}
         for at, burst in ((0.0, 0.0), (1.0, 5.0), (2.0, 5.0))
     ]
-    demand = cpus.steady_demand([*looks[:2], ({**looks[2][0], 3: Process(3, 0, "new", 9.0)}, 2.0)])
+    demand = cpus.steady_demand([*looks[:2], looks[2] | {3: Process(3, 0, "new", 9.0, 2.0)}])
     assert {process.name: value for process, value in demand.items()} == {"steady": 1.0, "burst": 0.0}
+
+
+def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None:
+    """Each process counts from when it was seen, wherever in its look we were made to wait."""
+    looks = [
+        {1: Process(1, 0, "early", at, at), 2: Process(2, 0, "late", at + wait, at + wait)}
+        for at, wait in ((0.0, 0.0), (0.1, 0.5), (0.7, 0.0))
+    ]
+    assert list(cpus.steady_demand(looks).values()) == pytest.approx([1.0, 1.0])
 
 
 def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
@@ -122,12 +131,13 @@ def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
     with subprocess.Popen([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], stdout=-1) as loop:
         assert loop.stdout is not None
         loop.stdout.readline()
-        before, began = cpus.processes()[loop.pid], time.monotonic()
+        before = cpus.processes()
         threading.Event().wait(0.3)
-        demand = (cpus.processes()[loop.pid].demand_s - before.demand_s) / (time.monotonic() - began)
+        demand = cpus.steady_demand([before, cpus.processes()])
         loop.kill()
-    assert demand == pytest.approx(1.0, abs=0.35)
-    assert before.parent == os.getpid()
+    (ours,) = (process for process in demand if process.pid == loop.pid)
+    assert demand[ours] == pytest.approx(1.0, abs=0.35)
+    assert ours.parent == os.getpid()
 
 
 # ---------------------------------------------------------------------------------------------------------- storage

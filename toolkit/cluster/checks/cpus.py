@@ -75,12 +75,16 @@ def _quota(folder: Path) -> Iterator[float]:
 @dataclass(frozen=True)
 class Process:
     """One process at one moment. ``demand_s`` counts its threads' time on a CPU and their time waiting for one: a
-    process that is starved needs as much as one that is not."""
+    process that is starved needs as much as one that is not.
+
+    ``seen_s`` is when, on a clock that only goes on: on a busy node we are made to wait in the middle of a look.
+    """
 
     pid: int
     parent: int
     name: str
     demand_s: float
+    seen_s: float
 
 
 @dataclass(frozen=True)
@@ -142,22 +146,22 @@ def _owner(pid: int) -> str:
 
 def measure_use(look_s: float = LOOK_S) -> Use:
     """What the processes that we can see, but ours, asked of the CPUs just now."""
-    looks = [(processes(), time.monotonic())]
+    looks = [processes()]
     for _ in range(2):
         time.sleep(look_s)
-        looks.append((processes(), time.monotonic()))
-    return sort_out(steady_demand(looks), looks[-1][0], os.getpid(), os.environ.get("SLURM_JOB_ID"))
+        looks.append(processes())
+    return sort_out(steady_demand(looks), looks[-1], os.getpid(), os.environ.get("SLURM_JOB_ID"))
 
 
-def steady_demand(looks: Sequence[tuple[Mapping[int, Process], float]]) -> dict[Process, float]:
+def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float]:
     """CPUs that each process of the last look asked for in every interval since the first."""
     return {
         process: min(
-            max(0.0, later[pid].demand_s - sooner[pid].demand_s) / (later_s - sooner_s)
-            for (sooner, sooner_s), (later, later_s) in itertools.pairwise(looks)
+            max(0.0, later.demand_s - sooner.demand_s) / (later.seen_s - sooner.seen_s)
+            for sooner, later in itertools.pairwise(look[pid] for look in looks)
         )
-        for pid, process in looks[-1][0].items()
-        if all(pid in table for table, _ in looks)
+        for pid, process in looks[-1].items()
+        if all(pid in look for look in looks)
     }
 
 
@@ -213,14 +217,14 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def _read_process(folder: Path) -> Process | None:
     try:
         pid, _, rest = (folder / "stat").read_text(errors="replace").partition(" (")
-        demand_s = _scheduled_s(folder)
+        demand_s, seen_s = _scheduled_s(folder), time.monotonic()
     except OSError:  # it has just ended
         return None
     name, _, rest = rest.rpartition(") ")
     fields = rest.split()
     if demand_s is None:
         demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
-    return Process(int(pid), int(fields[1]), name, demand_s)
+    return Process(int(pid), int(fields[1]), name, demand_s, seen_s)
 
 
 def _scheduled_s(folder: Path) -> float | None:
