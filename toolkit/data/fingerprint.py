@@ -33,13 +33,13 @@ def digest(dataset: Any) -> str:
     files = getattr(dataset, "samples", None)
     if isinstance(files, list) and files and isinstance(files[0], tuple) and files[0] and isinstance(files[0][0], str):
         root = str(getattr(dataset, "root", ""))
-        return _crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
+        return crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
     if not callable(batch := getattr(dataset, "batch", None)) or not len(dataset):
         return ""
     data = batch(np.array(_some(range(len(dataset)), SAMPLES)))
     tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
     whole = [value for value in tensors if not (value.is_floating_point() or value.is_complex())]
-    return _crc([value.contiguous().numpy().tobytes() for value in whole]) if whole else ""
+    return crc([value.contiguous().numpy().tobytes() for value in whole]) if whole else ""
 
 
 def _some(items: Sequence[Any], most: int) -> list[Any]:
@@ -47,8 +47,9 @@ def _some(items: Sequence[Any], most: int) -> list[Any]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _crc(parts: list[bytes]) -> str:
-    crc = 0
+def crc(parts: list[bytes]) -> str:
+    """Return the CRC-32 of ``parts`` in a row, as eight hexadecimal digits."""
+    value = 0
     for part in parts:
-        crc = zlib.crc32(part, crc)
-    return f"{crc:08x}"
+        value = zlib.crc32(part, value)
+    return f"{value:08x}"

@@ -73,9 +73,9 @@ class Loader:
         self._dataset = dataset
         if order is not None and split != "global":
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
-        given = None if order is None else GivenOrder(order, len(dataset))
+        self._given = None if order is None else GivenOrder(order, len(dataset))
         #: Samples of an epoch.
-        self.dataset_size = len(dataset) if given is None else given.n
+        self.dataset_size = len(dataset) if self._given is None else self._given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
         #: How long the last ``at`` kept its caller waiting, the fetch itself included.
@@ -91,7 +91,7 @@ class Loader:
         self._device = torch.device(device)
         self._clock = clock
         self._samplers = partial(
-            TrainSampler, len(dataset), global_batch_size=global_batch_size, seed=seed, split=split, order=given
+            TrainSampler, len(dataset), global_batch_size=global_batch_size, seed=seed, split=split, order=self._given
         )
         self._sampler = self._samplers(share=share)
         skips = max_bad_samples is not None
@@ -133,8 +133,11 @@ class Loader:
         return None if self._parts is None else {"parts": self._parts}
 
     def fingerprint(self) -> str | None:
-        """What the data set is, see fingerprint.py; of one of which ranks may have a part only (a split) its size."""
-        return fingerprint(self._dataset) if self._parts is None else f"{self.dataset_size} samples"
+        """What the data set is, see fingerprint.py, and the job's own order; of one that is split its size only, for
+        ranks may have a part of it."""
+        if self._parts is not None:
+            return f"{self.dataset_size} samples"
+        return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
         """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""

@@ -21,6 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.fingerprint import crc
 from toolkit.errors import ConfigError
 
 Indices = NDArray[np.int64]
@@ -143,7 +144,9 @@ class GivenOrder:
         """``of_epoch(epoch)`` must give the same indices whenever it is asked, on every rank. Raises ConfigError."""
         self._of_epoch = lru_cache(maxsize=2)(of_epoch)  # a batch may reach over the end of an epoch
         self._dataset_size = dataset_size
-        self.n = len(self._epoch(0, None))
+        first = self._epoch(0, None)
+        self.n = len(first)
+        self.digest = crc([first.tobytes()])  #: of the first epoch: by which a resume can tell that it has the same one
 
     def at(self, positions: Indices) -> Indices:
         """The samples at ``positions``, of any shape, counted from the beginning of the run."""

@@ -46,3 +46,12 @@ def test_steps_go_through_the_given_epochs_whatever_the_number_of_ranks() -> Non
 def test_what_is_no_order_is_refused(order: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Loader(SET, global_batch_size=BATCH, seed=0, share=Share(0, 1), order=order).at(1)  # type: ignore[arg-type]
+
+
+def test_the_order_belongs_to_what_a_resume_must_find_again() -> None:
+    told = [
+        Loader(SET, global_batch_size=BATCH, seed=0, share=Share(rank, 2), order=order).fingerprint()
+        for rank, order in [(0, by_weight), (1, by_weight), (0, lambda epoch: by_weight(epoch)[::-1]), (0, None)]
+    ]
+    assert told[0] == told[1]
+    assert len(set(told)) == 3
