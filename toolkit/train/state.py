@@ -469,7 +469,7 @@ def _refuse_different_data(session: Session, data: str) -> None:
     if others:
         raise ConfigError(
             f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. See "
-            "that all nodes have the same files (data.root), that none is being written, and that the job's order(), if "
+            "that all nodes have the same files (data.root), that none is being written, and that the job's order, if "
             "it has one, is the same on each rank; then start again"
         )
 
