@@ -137,6 +137,7 @@ def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | N
     return {
         "model": config.model.name,
         "job": config.job,
+        "params": config.params,
         "run": trained.run.id,
         "step": manifest.step,
         "weights": trained.weights,
