@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pages import ROOT, blocks
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.dist
-
-ROOT = Path(__file__).parents[2]
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 def ran(*argv: str, cwd: Path, runs: Path) -> str:

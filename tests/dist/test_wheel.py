@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.pages import ROOT, blocks
 from tests.waiting import PATIENCE, processes_with, wait_for
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 END_S = 120
 #: What the script of docs/loop.md has of its own.
 PARTS = """
@@ -110,7 +110,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(installed: I
 
 def test_a_script_of_ones_own_trains_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """The one of docs/loop.md, with a network and a data set; the copy of the package that runs is the wheel's."""
-    (block, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/loop.md").read_text(), re.DOTALL)
+    (block, *_) = blocks("docs/loop.md", "python")
     script = block.replace("with toolkit.start()", f"{PARTS}\nprint('from', toolkit.__file__)\nwith toolkit.start()")
     (tmp_path / "train.py").write_text(script.replace("10_000", "12"))
     assert "submit a run to Slurm" in toolkit(installed, tmp_path, "--help")

@@ -10,22 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import PAGES, ROOT, blocks, console_lines
 from toolkit.cli import main as cli
 from toolkit.config import load_config, validate
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", page.read_text(), re.S | re.M)
 
 
 def commands() -> Iterator[tuple[str, str]]:
     """Each command of the toolkit in the pages' consoles, with the lines that continue it."""
     for page in PAGES:
         for block in blocks(page, "console"):
-            for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", block, re.M):
+            for line in console_lines(block):
                 for part in line.replace("\\\n", " ").split("&&"):
                     words = part.partition("  #")[0].strip()
                     words = re.sub(r"^(?:[A-Z_]+='[^']*' |[A-Z_]+=\S+ )*", "", words)
@@ -62,3 +56,28 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
 def test_every_python_block_of_a_page_is_python(page: Path) -> None:
     for block in blocks(page, "python"):
         compile(textwrap.dedent(block), page.name, "exec")
+
+
+def configs() -> Iterator[tuple[str, str]]:
+    """Each config in the pages' blocks; where a block has a section twice, it shows one config for each."""
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            first = block.partition(":")[0]
+            yield from ((page.stem, part) for part in re.split(rf"(?m)^(?={first}:)", block) if part)
+
+
+@pytest.mark.parametrize(("page", "config"), list(configs()))
+def test_every_config_of_a_page_is_valid(
+    page: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in (ROOT / "configs").glob("*.yaml"):  # what it may extend
+        (tmp_path / other.name).write_text(other.read_text())
+    for name in ("scratch/imagenet/train/dog/1.jpg", "scratch/imagenet/val/dog/2.jpg", "images/torch-2.15.sif"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    declared = blocks(f"docs/{page}.md", "python") if "job:" in config else []
+    (tmp_path / "train.py").write_text("".join(declared[:1]) + "\n\ndef main(config): ...\n")
+    (tmp_path / "shown.yaml").write_text(re.sub(r"/(scratch|images)/", rf"{tmp_path}/\1/", config))
+    monkeypatch.chdir(tmp_path)
+    size = [] if "cluster:" in config else ["cluster.tasks_per_node=4"]
+    validate(load_config("shown.yaml", size, site=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -165,17 +164,6 @@ def test_a_value_that_cannot_be_meant_is_refused_with_its_key(override: str, say
 def test_a_value_that_is_only_unusual_is_taken(override: str) -> None:
     validate(load_config(None, [override]))
     assert not Path("/tmp/not").exists()
-
-
-def test_every_config_that_the_page_on_optimizers_shows_is_taken(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
-    shown = [
-        part for block in re.findall(r"```yaml\n(.*?)```", page, re.S) for part in re.split(r"(?m)^(?=optim:)", block)
-    ]
-    assert len([part for part in shown if part]) == 3
-    for part in shown:
-        (tmp_path / "shown.yaml").write_text(part)
-        validate(load_config(tmp_path / "shown.yaml"))
 
 
 def test_no_number_of_a_config_can_be_huge_or_none() -> None:

@@ -1,0 +1,112 @@
+"""What README.md and docs/ show at a prompt works as it stands there, on a real Slurm.
+
+The size of a job is made to fit the box, and files that a page supposes are made; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from jobs.models import build_model
+from tests.dist.test_wheel import PARTS
+from tests.pages import PAGES, ROOT, blocks, console_lines
+from tests.slurm.site import END_S, Site
+from tests.waiting import wait_for
+from toolkit import rundir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(3)]
+
+#: What needs an index of packages, or is what runs this test.
+ELSEWHERE = re.compile(r"pip install|make (check|test|box|bench|soak)")
+#: A box has four nodes of two CPUs, no GPU, no partition of that name, and no network to fetch MNIST over.
+FITTED = [
+    (r"cluster\.nodes=8", "cluster.nodes=2"),
+    (r"cluster\.tasks_per_node=4", "cluster.tasks_per_node=1"),
+    (r"--ntasks-per-node=4", "--ntasks-per-node=2"),
+    (r" cluster\.gpus_per_node=4", ""),
+    (r" cluster\.partition=gpu", ""),
+    (r"configs/mnist_ddp\.yaml", "configs/digits_ddp_4node.yaml"),
+    (r"/scratch/other_books", "~/books"),
+    (r"CONFIG key=value", "configs/mine.yaml train.epochs=2"),
+    (r"CONFIG", "configs/mine.yaml"),
+]
+#: mpirun refuses root, and more ranks than it counts cores.
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+#: Runs that a page speaks of as made before.
+RUNS = {
+    "digits-ddp": "toolkit submit configs/digits_ddp.yaml train.epochs=2 --wait",
+    "gpt-fsdp": "toolkit submit configs/gpt_fsdp.yaml train.max_steps=10 --wait",
+}
+
+
+def script_of(page: str) -> str:
+    """The ``train.py`` that a page speaks of: its own where it shows one, else the loop of docs/loop.md."""
+    if page == "job.md":
+        return blocks("docs/job.md", "python")[0]
+    loop = blocks("docs/loop.md", "python")[0].replace("10_000", "40")
+    return loop.replace("with toolkit.start()", f"{PARTS}\nwith toolkit.start()")
+
+
+def project_of(site: Site, page: str) -> Path:
+    """A folder with what the page supposes: the checkout's configs and jobs, and files of the reader's own."""
+    project = site.folder / "project"
+    project.mkdir()
+    for folder in ("configs", "jobs", "sbatch"):
+        shutil.copytree(ROOT / folder, project / folder)
+    for name in (".venv", "Makefile", "pyproject.toml", "requirements.lock", "requirements-uv.lock"):  # `make train`
+        (project / name).symlink_to(ROOT / name)
+    (project / "configs/mine.yaml").write_text("extends: digits_ddp.yaml\nname: mine\ntrain: {epochs: 2}\n")
+    (project / "train.py").write_text(script_of(page))
+    (project / "loop.yaml").write_text("job: train.py\n")
+    if page == "job.md":
+        (project / "train.yaml").write_text(blocks("docs/job.md", "yaml")[0])
+    if page == "config.md":
+        declared = blocks("docs/config.md", "python")[0]
+        (project / "keys.py").write_text(f"{declared}\n\n{script_of(page)}")
+        (project / "mine.yaml").write_text("job: keys.py\nparams: {width: 256}\n")
+    return project
+
+
+def fill_home(home: Path) -> None:
+    torch.save(build_model("mlp", 10, (1, 8, 8)).state_dict(), home / "resnet50.pt")
+    for folder in ("scans", "books"):
+        (home / folder).mkdir()
+    Image.new("L", (8, 8), 128).save(home / "scans/one.png")
+    (home / "books/book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+
+
+SHOWN = [
+    pytest.param(page.name, block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(blocks(page, "console"))
+    if not all(ELSEWHERE.search(line) for line in console_lines(block))
+]
+
+
+@pytest.mark.parametrize(("page", "block"), SHOWN)
+def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, block: str) -> None:
+    project = project_of(site, page)
+    fill_home(site.folder)
+    if site.user:
+        site.box.run(["chown", "-R", site.user, str(site.folder)])
+    lines = [line for line in console_lines(block) if not ELSEWHERE.search(line)]
+    text = "\n".join([command for name, command in RUNS.items() if name in block] + lines)
+    for shown, fitting in FITTED:
+        text = re.sub(shown, fitting, text)
+    env = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}
+    site.run("bash", "-euxc", text, cwd=project, timeout=3 * END_S, **env)
+    runs = rundir.all_runs(site.runs)
+    results = [wait_for(run.result, END_S, f"the result of {run.id}") for run in runs]
+    assert [result["state"] for result in results] == ["completed"] * len(runs)
+    assert runs or not re.search(r"submit(?!.*(--help|--dry-run))|exec|sbatch|run configs", text)
