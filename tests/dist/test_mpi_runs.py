@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from tests.dist.mpi import ROOT, mpirun
 from tests.waiting import PATIENCE
@@ -64,6 +66,18 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert f"training from step {SAVED} to {STEPS}" in said
     whole, killed = (last_step(tmp_path / name) / manifest.file_name(0) for name in ("whole", "killed"))
     assert whole.read_bytes() == killed.read_bytes()
+
+
+def test_no_rank_sends_before_the_last_one_has_opened_mpi() -> None:
+    """A message that comes while a rank opens Open MPI crashes it; what else happens there leaves no time to see it."""
+    from toolkit.dist.mpi import _await_all
+
+    store, size = HashStore(), 4
+    with ThreadPoolExecutor(size) as pool:
+        early = [pool.submit(_await_all, store, rank, size) for rank in (3, 0, 2)]
+        assert not wait(early, timeout=0.2).done
+        _await_all(store, 1, size)
+        assert not wait(early, timeout=10).not_done
 
 
 def test_a_launcher_that_mpi_does_not_know_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from tests.dist.ranks import run_ranks
 from toolkit.checkpoint import manifest, whole
@@ -88,6 +90,46 @@ def ddp(run: TrainingRun) -> Iterator[None]:
             yield
         scheduler.step()
     assert seen["samples"] == sum(len(x) for x, _ in loader) * 5 or run.config.train.max_steps
+
+
+class Smoothness(Metric):
+    """The mean of the batches' own values, weighed by the number of updates where a batch is added by ``forward``."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        self.value = logits.std()
+
+    def compute(self) -> Tensor:
+        return self.value
+
+
+def metrics(run: TrainingRun) -> Iterator[None]:
+    """torchmetrics over many batches: counts that two share, a list of all scores, and a mean over updates."""
+    model = DistributedDataParallel(net())
+    optimizer = SGD(model.parameters(), 0.01)
+    counts = MetricCollection({"accuracy": BinaryAccuracy(), "recall": BinaryRecall()})
+    area, smoothness = BinaryAUROC(), Smoothness()
+    run.resumable(model=model, optimizer=optimizer, counts=counts, area=area, smoothness=smoothness)
+    loader = DataLoader(dataset(), 6, sampler=DistributedSampler(dataset(), run.world_size, run.rank))
+    for _ in run.epochs(4):
+        for x, y in run.steps(loader):
+            logits = model(x)
+            loss = cross_entropy(logits, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scores = logits.softmax(1)[:, 1].detach()
+            counts.update(scores, y)
+            area.update(scores, y)
+            smoothness(scores, y)
+            run.log(loss=loss, area=area.compute(), smoothness=smoothness.compute(), **counts.compute())
+            yield
+        counts.reset()
 
 
 def fsdp(run: TrainingRun) -> Iterator[None]:
@@ -167,6 +209,7 @@ def stateful(run: TrainingRun) -> Iterator[None]:
 
 KINDS: dict[str, tuple[Kind, int]] = {
     "ddp": (ddp, 25),
+    "metrics": (metrics, 20),
     "fsdp": (fsdp, 20),
     "gan": (gan, 20),
     "stream": (stream, 10),
@@ -197,8 +240,8 @@ def test_a_loop_of_any_kind_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> No
     for mine, other in zip(whole_run, again, strict=True):
         assert list(mine) == list(other)
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
-    assert losses(tmp_path / "whole")
-    assert losses(tmp_path / "whole") == losses(tmp_path / "again")
+    assert logged(tmp_path / "whole")
+    assert logged(tmp_path / "whole") == logged(tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -217,9 +260,11 @@ def test_where_the_newest_checkpoint_is_damaged_it_goes_on_from_the_one_before(k
         assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def logged(folder: Path) -> list[dict[str, float]]:
+    """By step, what the loop itself gave to ``run.log``; times and rates are no two runs' own."""
     lines = [json.loads(line) for line in (folder / "tensorboard/metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+    names = {"step", *(f"train/{name}" for name in ("loss", "lr", "area", "smoothness", "accuracy", "recall"))}
+    return [{name: line[name] for name in names & {*line}} for line in lines if "train/loss" in line]
 
 
 def without_us(session: Session) -> dict[str, Tensor]:

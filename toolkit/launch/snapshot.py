@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -32,6 +33,8 @@ SECRET_FILES = (
 NO_SECRETS = (".env.example", ".env.sample", ".env.template", "secrets.py")
 #: What Slurm writes into the folder of an sbatch.
 SLURM_OUTPUTS = ("slurm-*.out", "slurm-*.err")
+#: What the kernel may call the memory of a crashed process, which it writes into the process's folder.
+CORE_DUMPS = ("core", "core.*", "*.core")
 
 log = logs.get(__name__)
 
@@ -40,9 +43,9 @@ def take(project: Path, code: Path) -> None:
     """Copy the project's sources into ``code`` with a note of the git revision and the uncommitted diff beside them.
 
     In a git checkout the project is what git tracks plus what it would not ignore, submodules and other repositories in
-    it included; elsewhere every file outside well-known build and data folders. Secrets, runs and Slurm's outputs are
-    never copied. What else is left out is logged and noted. An existing copy is kept: a restarted job runs what it ran
-    before. Raises RequestError above 200 MiB, naming the largest files.
+    it included; elsewhere every file outside well-known build and data folders. Secrets, runs, Slurm's outputs and core
+    dumps are never copied. What else is left out is logged and noted. An existing copy is kept: a restarted job runs
+    what it ran before. Raises RequestError above 200 MiB, naming the largest files.
     """
     if code.exists():
         return
@@ -123,6 +126,8 @@ class _Sources:
                 found = path.stat()
             if secret or _is_private_key(path):
                 self.left_out[secret or name] = "may hold secrets"
+            elif stat.S_ISREG(found.st_mode) and _is_core_dump(path):
+                self.left_out[name] = "a core dump"
             elif stat.S_ISREG(found.st_mode):
                 self._add_file(path, name, found)
             elif is_link:
@@ -206,6 +211,16 @@ def _is_private_key(path: Path) -> bool:
         return False
     with contextlib.suppress(PermissionError), path.open("rb") as file:  # it will not be copied either
         return b"PRIVATE KEY" in file.read(1 << 16)
+    return False
+
+
+def _is_core_dump(path: Path) -> bool:
+    """Of an ELF file the 16-bit number at byte 16 says what it is; 4 is ET_CORE (elf(5))."""
+    if not _matches(path.name, CORE_DUMPS):
+        return False
+    with contextlib.suppress(PermissionError), path.open("rb") as file:
+        header = file.read(18)
+        return header[:4] == b"\x7fELF" and header[16:] == (4).to_bytes(2, sys.byteorder)
     return False
 
 

@@ -331,10 +331,27 @@ def _count_of(name: str, average: AveragedModel) -> Other:
     return Other(name, lambda: int(count), count.fill_)
 
 
+def _metric(name: str, metric: nn.Module) -> Other:
+    """A metric, with its number of updates, which its state dict leaves out and by which it weighs a mean over them."""
+    metric.persistent(True)  # type: ignore[operator]  # nn.Module's attributes may be tensors
+    parts: dict[str, Any] = {path: m for path, m in metric.named_modules() if hasattr(m, "_update_count")}
+
+    def get() -> dict[str, Any]:
+        return {"state": metric.state_dict(), "updates": {path: part._update_count for path, part in parts.items()}}
+
+    def put(found: dict[str, Any]) -> None:
+        metric.load_state_dict(found["state"])
+        for path, part in parts.items():
+            part._update_count = found["updates"][path]
+            part.to(part.device)  # load_state_dict took the tensors over where they are: in host memory
+
+    return Other(name, get, put)
+
+
 def _other(name: str, value: Any) -> Other:
     """Raises ConfigError for what has no state, or a state that cannot be put back."""
     if _is_metric(value):
-        value.persistent(True)
+        return _metric(name, value)
     if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict)
     if isinstance(value, torch.Generator):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_git_says_what_belongs_and_the_diff_is_kept(project: Path, tmp_path: Pat
     assert note["git_sha"] == git(project, "rev-parse", "HEAD").strip()
     assert note["dirty"] is True
     assert "+A = 2" in (code / "SNAPSHOT.diff").read_text()
+
+
+def test_a_core_dump_is_no_source_whatever_its_size(project: Path, tmp_path: Path) -> None:
+    program = Path(sys.executable).read_bytes()[:64]  # an ELF file's header
+    for name, kind in {"core": 4, "core.817": 4, "python.core": 4, "jobs/core.so": 3}.items():
+        (project / name).write_bytes(program[:16] + kind.to_bytes(2, sys.byteorder) + program[18:])
+    os.truncate(project / "core", 1 << 40)
+    (project / "jobs/core").write_text("units of work\n")
+    snapshot.take(project, tmp_path / "run/code")
+    left_out = json.loads((tmp_path / "run/code/SNAPSHOT.json").read_text())["left_out"]
+    assert left_out == dict.fromkeys(("core", "core.817", "python.core"), "a core dump")
+    assert {p.name for p in (tmp_path / "run/code/jobs").iterdir()} == {"a.py", "core", "core.so"}
 
 
 def test_without_git_every_file_outside_known_folders_is_copied(project: Path, tmp_path: Path) -> None:
