@@ -11,7 +11,7 @@ import pytest
 
 from tests.scale import curves
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 
 def output_of(*words: str) -> str:

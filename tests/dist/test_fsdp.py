@@ -37,7 +37,7 @@ from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(12)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(8)]
 
 
 # ------------------------------------------------------------------------------------------------------- memory

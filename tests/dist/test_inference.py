@@ -49,10 +49,8 @@ def said(*argv: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [pytest.param("ddp", 1, marks=pytest.mark.soak), pytest.param("ddp", 3, marks=pytest.mark.soak), ("fsdp", 4)],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 3), ("fsdp", 4)])
 def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ranks: int, tmp_path: Path) -> None:
     run = trained(tmp_path, strategy, ranks)
     found, result = json.loads(said(*TOOLKIT, "evaluate", str(run.path), "--json", folder=tmp_path)), run.result()

@@ -20,7 +20,7 @@ from toolkit import rundir
 from toolkit.checkpoint.store import newest_step
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.dist, pytest.mark.sample(6)]
+pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
 
 ROOT = Path(__file__).parents[2]
 TOOLKIT = [sys.executable, "-m", "toolkit"]

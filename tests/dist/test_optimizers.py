@@ -103,12 +103,9 @@ def train_each(session: Session, strategy: str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        *("ddp", "fsdp", "tensor", "pipeline", "parameter_server"),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("zero", "hsdp", "tensor x shards")),
-    ],
+    "strategy", ["ddp", "fsdp", "tensor", "pipeline", "parameter_server", "zero", "hsdp", "tensor x shards"]
 )
 def test_every_optimizer_takes_the_steps_of_torchs_own_classes_on_one_process(strategy: str) -> None:
     ranks = run_ranks(
@@ -169,9 +166,8 @@ def test_a_stage_refuses_a_pattern_only_where_the_whole_model_has_nothing_for_it
 OPTIM = OptimConfig("muon", lr=0.02, weight_decay=0.1, decay_norms_and_biases=False, groups={"*.bias": {"lr_scale": 3}})
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tensor", "pipeline", "local_sgd"))]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", "local_sgd"])
 def test_a_run_with_muon_and_groups_that_is_killed_ends_bit_for_bit_like_the_undisturbed_one(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def server() -> Iterator[ScriptServer]:
     started.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_that_is_stopped_and_killed_ends_bit_for_bit_as_an_undisturbed_one(
     loop: str, server: ScriptServer, tmp_path: Path

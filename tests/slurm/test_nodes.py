@@ -23,7 +23,7 @@ from tests.waiting import wait_for
 from toolkit.cluster import hostlist
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 STEPS = 400
 SPARE = ("cluster.nodes=2", "cluster.spare_nodes=1")

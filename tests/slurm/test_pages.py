@@ -20,7 +20,7 @@ from tests.slurm.site import END_S, Site
 from tests.waiting import wait_for
 from toolkit import rundir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(3)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
 
 #: What needs an index of packages, or is what runs this test.
 ELSEWHERE = re.compile(r"pip install|make (check|test|box|bench|soak)")

@@ -26,7 +26,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.launch import ownership
 from toolkit.rundir import RunDir
 
-pytestmark = [pytest.mark.slurm, pytest.mark.sample(10)]
+pytestmark = [pytest.mark.slurm, pytest.mark.sample(7)]
 
 NODES = ["cluster.nodes=2", "cluster.tasks_per_node=1"]
 LONG = [*NODES, "train.epochs=20000", "checkpoint.every_steps=1000"]

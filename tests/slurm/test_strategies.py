@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site, name: str) -> None:
     site.submit(*CASES[name])
