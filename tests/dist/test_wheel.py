@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-import sysconfig
 import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.pages import ROOT, blocks
 from tests.waiting import PATIENCE, processes_with, wait_for
+from tests.wheel import Installed, install_wheel
 
 pytestmark = pytest.mark.dist
 
@@ -39,35 +36,9 @@ def Net():
 """
 
 
-class Installed(NamedTuple):
-    """An environment that holds the wheel, and this one's dependencies."""
-
-    wheel: Path
-    toolkit: Path
-    environ: dict[str, str]
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Built and installed without a network. This environment's packages are on the path; not the checkout, which is
-    there by a .pth file: that is read in the environment's own folder only."""
-    folder = tmp_path_factory.mktemp("wheel")
-    made(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist"), cwd=ROOT)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    made(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-    python = str(folder / "venv/bin/python")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    made(*pip, "--python", python, "install", "--no-index", "--no-deps", str(wheel))
-    (own,) = (folder / "venv/lib").glob("python*/site-packages")
-    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLKIT", "PYTHON", "SLURM"))}
-    environ = {**kept, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
-    return Installed(wheel, folder / "venv/bin/toolkit", environ)
-
-
-def made(*argv: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return install_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(autouse=True)
