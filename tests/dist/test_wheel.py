@@ -120,5 +120,5 @@ def opens_tensorboard(installed: Installed, folder: Path) -> bool:
             tags = f"{address}data/plugin/scalars/tags"
             wait_for(lambda: "loss" in urllib.request.urlopen(tags).read().decode(), END_S, "the loss")
         finally:
-            process.terminate()
+            process.kill()
     return True

@@ -628,9 +628,13 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
 
 
 def _is_process_of(run: RunDir, pid: int | str) -> bool:
-    """Whether the process runs and is one that submitit started for this run: pids are given out again. A zombie,
-    which only waits for its parent to look, has no command line."""
+    """Whether the process runs and is one that submitit started for this run: pids are given out again.
+
+    One that has just been started may have no command line for some milliseconds; a zombie, which only waits for its
+    parent to look, has none either, and no program.
+    """
     try:
-        return os.fsencode(run.submitit) in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return os.fsencode(run.submitit) in command if command else bool(Path(f"/proc/{pid}/exe").readlink())
     except OSError:
         return False

@@ -280,6 +280,21 @@ def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, m
         run.wait(5)
 
 
+def test_a_supervisor_that_has_just_been_started_is_no_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command line is empty for some milliseconds, on a busy machine in 9 of 10 looks."""
+    run = make_run(tmp_path, state="queued").dir
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        attached = Run(run, "local", str(process.pid))
+        assert not attached.is_over()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+        assert attached.is_over()
+    assert attached.is_over()
+
+
 def test_a_deleted_run_folder_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over(monkeypatch)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
