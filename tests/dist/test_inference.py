@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.models import lenet
+from tests.pages import blocks
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.rundir import RunDir
@@ -24,10 +25,13 @@ ROOT = Path(__file__).parents[2]
 TOOLKIT = [sys.executable, "-m", "toolkit"]
 
 
-ALONE = """
-import json, sys, torch
-program, inputs, outputs = sys.argv[1:]
-torch.save(torch.export.load(program).module()(torch.load(inputs)), outputs)
+#: With what docs/inference.md shows in the middle.
+ALONE = f"""
+import json, os, sys, torch
+os.chdir(sys.argv[3])
+images = torch.load(sys.argv[1])
+{blocks("docs/inference.md", "python")[0]}
+torch.save(logits, sys.argv[2])
 print(json.dumps([name for name in sys.modules if name.partition(".")[0] in ("toolkit", "jobs", "omegaconf")]))
 """
 
@@ -62,11 +66,11 @@ def test_the_figures_are_those_of_the_runs_own_last_evaluation(strategy: str, ra
 
 
 def test_an_exported_program_needs_torch_alone(tmp_path: Path) -> None:
-    out, inputs = tmp_path / "out", torch.randn(5, 1, 8, 8)
+    out, inputs = tmp_path / "digits", torch.randn(5, 1, 8, 8)
     said(*TOOLKIT, "export", str(trained(tmp_path, "ddp", 2).path), str(out), folder=tmp_path)
     torch.save(inputs, tmp_path / "inputs.pt")
     bare = ["env", "-i", f"PATH={os.environ['PATH']}", f"PYTHONPATH={sysconfig.get_path('purelib')}", sys.executable]
-    files = [str(out / "model.pt2"), str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
+    files = [str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt"), str(tmp_path)]
     # -S: no .pth file is read there, and so the project is not found
     assert json.loads(said(*bare, "-S", "-P", "-c", ALONE, *files, folder=tmp_path)) == []
     model = lenet(10, (1, 8, 8)).eval()

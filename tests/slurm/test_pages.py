@@ -30,7 +30,7 @@ FITTED = [
     (r"cluster\.tasks_per_node=4", "cluster.tasks_per_node=1"),
     (r"--ntasks-per-node=4", "--ntasks-per-node=2"),
     (r" cluster\.gpus_per_node=4", ""),
-    (r" cluster\.partition=gpu", ""),
+    (r" cluster\.partition=gpu|\"cluster\.partition=gpu\", ", ""),
     (r"configs/mnist_ddp\.yaml", "configs/digits_ddp_4node.yaml"),
     (r"/scratch/other_books", "~/books"),
     (r"CONFIG key=value", "configs/mine.yaml train.epochs=2"),
@@ -86,22 +86,30 @@ def fill_home(home: Path) -> None:
     (home / "books/book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
 
 
+#: By page, what is typed: the commands of a console, and scripts for a login node.
 SHOWN = [
-    pytest.param(page.name, block, id=f"{page.stem}-{number}")
-    for page in PAGES
-    for number, block in enumerate(blocks(page, "console"))
-    if not all(ELSEWHERE.search(line) for line in console_lines(block))
+    *(
+        pytest.param(page.name, "\n".join(lines), id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, "console"))
+        if (lines := [line for line in console_lines(block) if not ELSEWHERE.search(line)])
+    ),
+    *(
+        pytest.param(page.name, f"python - <<'END'\n{block}END", id=f"{page.stem}-script")
+        for page in PAGES
+        for block in blocks(page, "python")
+        if "submit(" in block
+    ),
 ]
 
 
-@pytest.mark.parametrize(("page", "block"), SHOWN)
-def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, block: str) -> None:
+@pytest.mark.parametrize(("page", "typed"), SHOWN)
+def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, typed: str) -> None:
     project = project_of(site, page)
     fill_home(site.folder)
     if site.user:
         site.box.run(["chown", "-R", site.user, str(site.folder)])
-    lines = [line for line in console_lines(block) if not ELSEWHERE.search(line)]
-    text = "\n".join([command for name, command in RUNS.items() if name in block] + lines)
+    text = "\n".join([*(command for name, command in RUNS.items() if name in typed), typed])
     for shown, fitting in FITTED:
         text = re.sub(shown, fitting, text)
     env = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}

@@ -180,7 +180,7 @@ def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run
 
 def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) -> None:
     nodes = ["cluster.exclude=node4", "cluster.exclusive=true"]
-    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=400", *nodes, no_requeue=True)
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=2000", *nodes, no_requeue=True)
     reached(run, 50)
     ours = site.job_of(run)
     (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
@@ -196,7 +196,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     assert "it can be resumed when it has ended" in site.run("toolkit", "resume", run.id, check=False)
     site.box.run(["scancel", intruder])
     # it runs: it is the one that is told, twice
-    wait_for(lambda: run.step() >= 100, END_S, "step 100")
+    wait_for(lambda: run.status().get("attempt") == 2 and run.step() >= 100, END_S, "step 100 of attempt 2")
     assert site.job_of(run) == heir
     assert "can be resumed when" in site.run("toolkit", "resume", run.id, check=False)
     for _ in range(2):
