@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.box import Box, BoxUnavailable
+from tests.box import Box, BoxError, BoxUnavailable
 from tests.slurm.site import Site
 from tests.waiting import wait_for
 
@@ -58,5 +58,9 @@ def visit(box: Box, request: pytest.FixtureRequest) -> Iterator[Site]:
     box.run(["scancel", "--signal=KILL", "--full", f"--user={site.user or 'root'}"], check=False)
     box.run(["scancel", f"--user={site.user or 'root'}"])
     box.run(["scancel", "--user=root"])
-    box.wait_idle(timeout=60)
+    try:
+        box.wait_idle(timeout=60)
+    except BoxError:
+        box.revive()  # or the stories after this one fail, too
+        raise
     wait_for(lambda: not site.processes(), 20, f"no process of ours on any node, but {site.processes()}")

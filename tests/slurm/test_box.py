@@ -95,6 +95,12 @@ def test_a_killed_node_can_be_started_again(box: Box) -> None:
     assert box.run(["srun", "--nodelist=node4", "hostname"]).stdout == "node4\n"
 
 
+def test_a_node_that_slurm_has_drained_is_of_use_again(box: Box) -> None:
+    box.run(["scontrol", "update", "nodename=node2", "state=drain", "reason=Kill task failed"])
+    box.revive()
+    assert box.run(["srun", "--nodelist=node2", "hostname"]).stdout == "node2\n"
+
+
 def test_a_cut_node_runs_on_unreachable_until_it_is_joined(box: Box) -> None:
     box.cut_node("node3")
     assert not reachable(box, "node3")
