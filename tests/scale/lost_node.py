@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.scale import Curve
-from tests.unit.launch.test_supervisor import Ranks, Store
+from tests.unit.launch.test_supervisor import Ranks
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cluster.fake import FakeSlurm
@@ -39,7 +39,6 @@ def end(nodes: int) -> Mapping[str, object]:
     allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(supervisor, "StoreHost", Store),
         patch.object(supervisor, "refuse_too_many_ranks"),
         patch.object(supervisor, "LAST_WORDS_S", 0.01),
         patch.object(supervisor, "unreachable", lambda hosts, port, here: set()),

@@ -29,6 +29,7 @@ RANKS = {
     "signals": 0,
     "stacks": 0,
     "config": 0,
+    "agent": 1,
     "cluster": 1,
     "testing": 2,
     "launch": 2,

@@ -87,6 +87,7 @@ class Settings:
 
     slurmd_port: int = DEFAULT_SLURMD_PORT  #: on which every node's slurmd listens
     mpi_default: str = "none"  #: the plugin for ranks over MPI that an srun has which names none
+    task_plugins: str = "task/none"  #: whether each task is bound to CPUs of its own
     preempt_type: str = "preempt/none"
     preempt_mode: str = "OFF"  #: where neither a partition nor a QOS says another
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
@@ -229,13 +230,14 @@ class Slurm:
 
     def settings(self) -> Settings:
         text = self._run(["scontrol", "show", "config"])
-        names = "SlurmdPort|KillWait|MpiDefault|PreemptType|PreemptMode"
+        names = "SlurmdPort|KillWait|MpiDefault|TaskPlugin|PreemptType|PreemptMode"
         found = dict(re.findall(rf"^({names})\s*=\s*(\S+)", text, re.MULTILINE))
         default = Settings()
         return Settings(
             slurmd_port=int(found.get("SlurmdPort", default.slurmd_port)),
             kill_wait_s=float(found.get("KillWait", default.kill_wait_s)),
             mpi_default=found.get("MpiDefault", default.mpi_default),
+            task_plugins=found.get("TaskPlugin", default.task_plugins),
             preempt_type=found.get("PreemptType", default.preempt_type),
             preempt_mode=found.get("PreemptMode", default.preempt_mode),
         )

@@ -37,6 +37,7 @@ class Attempt:
     gone: set[int] = field(default_factory=set)
     lost_ranks: dict[int, str] = field(default_factory=dict)  #: that died and were not needed, and how
     lost_nodes: set[str] = field(default_factory=set)
+    silent_nodes: set[str] = field(default_factory=set)  #: whose agents have ended, and which may be dead
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     stop: Stop | None = None

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 
 from toolkit import logs
+from toolkit.agent import tether
 from toolkit.errors import ToolkitError
-from toolkit.launch import tether
 
 #: Whatever kills a supervisor so often in a row, with no new step in between, will kill the next one, too.
 MAX_DEATHS = 3

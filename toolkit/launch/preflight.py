@@ -27,7 +27,8 @@ from toolkit.cluster.checks import LAUNCHER, TOKEN_VARIABLE, Finding, Request, p
 from toolkit.cluster.checks.verdict import Heard, Outcome, Report, judge, prevented
 from toolkit.cluster.commands import srun_nodes_argv
 from toolkit.errors import RequestError
-from toolkit.launch.steps import LaunchFailed, RankEnded, parse_srun_line
+from toolkit.launch.srun import parse_srun_line
+from toolkit.launch.steps import LaunchFailed, RankEnded
 from toolkit.launch.talk import (
     Complaint,
     Ended,

@@ -39,7 +39,8 @@ from toolkit.launch import ending, intent, nodes, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import EXCLUDE_S, take_back, to_exclude
 from toolkit.launch.intent import Intent
-from toolkit.launch.steps import silence, tethered
+from toolkit.launch.srun import silence
+from toolkit.launch.steps import tethered
 from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 5.0

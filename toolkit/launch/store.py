@@ -94,30 +94,20 @@ class StoreHost:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            try:
-                content = json.loads(line)
-                self._is_ready = self._is_ready or "ready" in content
-                if "ignored" in content:
-                    log.warning("the store's key %s holds no word of this run's ranks: ignored", content["ignored"])
-                self._events.put(Report(content))
-            except ValueError:  # a library that prints: the next line is ours again
-                log.warning("the store host says: %s", line.rstrip())
+            self._is_ready = hear(line, self._events) is not None or self._is_ready
         code = self._process.wait()
         if not self._closing:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
 
     def propose(self, kind: str, by: str) -> None:
-        """Have the ranks agree on a step for ``kind``."""
+        """See :class:`~toolkit.launch.steps.Store`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the queue tells
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
     def close(self, patience_s: float) -> None:
-        """Let it pass on what it has, which is in the queue when this returns, and end it.
-
-        Wait ``patience_s`` at most, and not at all while it still imports torch: no rank can have told it anything.
-        """
+        """See :class:`~toolkit.launch.steps.Store`."""
         self._closing = True
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -126,6 +116,19 @@ class StoreHost:
             self._thread.join(timeout=patience_s)
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()
+
+
+def hear(line: str, events: Events) -> Mapping[str, Any] | None:
+    """Put what a store host has printed into the queue, and return it; None for a library's words."""
+    try:
+        content: Mapping[str, Any] = json.loads(line)
+    except ValueError:
+        log.warning("the store host says: %s", line.rstrip())
+        return None
+    if "ignored" in content:
+        log.warning("the store's key %s holds no word of this run's ranks: ignored", content["ignored"])
+    events.put(Report(content))
+    return content
 
 
 def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds: int) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -39,6 +39,7 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
+from toolkit.launch.agents import AgentLauncher, LocalAgent, SrunAgents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, how_it_stands, take_back
@@ -54,18 +55,9 @@ from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.steps import (
-    Events,
-    Launcher,
-    LaunchFailed,
-    LocalLauncher,
-    NodeFailed,
-    RankEnded,
-    SrunLauncher,
-    Step,
-    StepEnded,
-)
-from toolkit.launch.store import Report, StoreHost, StoreHostEnded, refuse_too_many_ranks
+from toolkit.launch.srun import SrunLauncher
+from toolkit.launch.steps import Events, Launcher, LaunchFailed, NodeFailed, RankEnded, Step, StepEnded, Store
+from toolkit.launch.store import Report, StoreHostEnded, refuse_too_many_ranks
 from toolkit.launch.watchdog import STUCK_SHARE, Watchdog
 from toolkit.rundir import RunDir
 
@@ -182,6 +174,8 @@ class Supervisor:
             if self._sentinel is not None:
                 self._sentinel.abandon()
             raise
+        finally:
+            self._launcher.close()
 
     def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
@@ -301,13 +295,11 @@ class Supervisor:
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
         environ = self._rank_environ(attempt)
         host = job_address(self._allocation.hosts[0], plan.hosts, environ)
-        store_log = self._run.attempt_logs(attempt.number) / "store.log"
-        store = StoreHost(plan.world_size, host, environ, self._events, store_log, self._container)
+        store = self._launcher.start_store(attempt.number, plan.world_size, host, environ, self._events)
         try:
-            environ["MASTER_PORT"] = str(store.port)
             if host != wildcard():  # else each rank takes the address from which srun has started it
                 environ["MASTER_ADDR"] = host
-            step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events)
+            step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events, store)
             self._watch(attempt, step, store)
         finally:
             if attempt.silence is not None:
@@ -321,6 +313,8 @@ class Supervisor:
         """Which are lost; a job that Slurm has put back into the queue may have been so for a dead node."""
         if self._foreign or not ending.has_completed(self._facts(attempt)):
             attempt.slurm = self._ask_slurm()
+        if self._slurm is not None and attempt.silent_nodes:
+            attempt.lost_nodes |= self._unreachable(sorted(attempt.silent_nodes))
         if attempt.slurm is ending.Slurm.REQUEUED:
             attempt.lost_nodes |= self._unreachable(attempt.plan.hosts) | self._nodes.given_up(attempt.started)
         for host in attempt.lost_nodes:
@@ -372,7 +366,7 @@ class Supervisor:
         environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
         return environ
 
-    def _watch(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
+    def _watch(self, attempt: Attempt, step: Step, store: Store) -> None:
         """Handle events until every rank has ended. The one place where things happen during an attempt."""
         next_status = 0.0
         while attempt.exit_code is None:
@@ -406,11 +400,11 @@ class Supervisor:
         step.abandon()
         raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
 
-    def _drain(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
+    def _drain(self, attempt: Attempt, step: Step, store: Store) -> None:
         while not self._events.empty():
             self._handle(attempt, self._events.get(), step, store)
 
-    def _handle(self, attempt: Attempt, event: Any, step: Step, store: StoreHost) -> None:
+    def _handle(self, attempt: Attempt, event: Any, step: Step, store: Store) -> None:
         match event:
             case Report(content):
                 self._take_report(attempt, content)
@@ -429,6 +423,8 @@ class Supervisor:
                 self._kill_soon(attempt)
             case _Signalled(number):
                 self._take_signal(attempt, number, step, store)
+            case Exception():
+                raise event
 
     def _take_report(self, attempt: Attempt, content: Mapping[str, Any]) -> None:
         if "result" in content:
@@ -441,10 +437,13 @@ class Supervisor:
 
     def _take_rank_ended(self, attempt: Attempt, ended: RankEnded) -> None:
         attempt.note_gone(ended.ranks)
+        if ended.with_agent:
+            attempt.silent_nodes.add(ended.host)
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
-        if not attempt.killed and ended.exit_code != EXIT_REQUEST and attempt.can_do_without(ended.ranks):
+        is_dispensable = not ended.with_agent and attempt.can_do_without(ended.ranks)
+        if not attempt.killed and ended.exit_code != EXIT_REQUEST and is_dispensable:
             log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
             attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
             return
@@ -533,7 +532,7 @@ class Supervisor:
 
     # ----------------------------------------------------------------------------------------------- the stop path
 
-    def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: StoreHost) -> None:
+    def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: Store) -> None:
         if self._is_slurms_signal(attempt, number):
             return
         log.warning("%s: asking the ranks to stop", number.name)
@@ -584,7 +583,7 @@ class Supervisor:
         """Now, by the controller's clock."""
         return time.time() - self._ahead_s
 
-    def _ask_to_stop(self, attempt: Attempt, step: Step, store: StoreHost, stop: Stop) -> None:
+    def _ask_to_stop(self, attempt: Attempt, step: Step, store: Store, stop: Stop) -> None:
         """Asking twice changes nothing, but a cancellation overrides what was asked before."""
         if stop is Stop.CANCEL and self._allocation.job_id is None:
             attempt.kill_at = time.monotonic()
@@ -603,7 +602,7 @@ class Supervisor:
             store.propose("stop", by=f"the supervisor ({stop})")
         attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
-    def _watch_the_clock(self, attempt: Attempt, step: Step, store: StoreHost) -> None:
+    def _watch_the_clock(self, attempt: Attempt, step: Step, store: Store) -> None:
         """Stop in time before the limit, without any signal configured. The limit may have been raised meanwhile."""
         if attempt.stop is not None or not self._is_nearly_over(attempt):
             return
@@ -848,12 +847,22 @@ def _build(run: RunDir, where: str) -> Supervisor:
     if where == "local":
         allocation = Allocation.local(config.cluster)
         container = _container(run, config, allocation)
-        return Supervisor(run, config, allocation, LocalLauncher(run), None, container, token)
+        launcher: Launcher = AgentLauncher(run, allocation, LocalAgent(run), container)
+        return Supervisor(run, config, allocation, launcher, None, container, token)
     allocation = Allocation.slurm(os.environ)
     slurm = Slurm()
     container = _container(run, config, allocation)
-    launcher = SrunLauncher(run, slurm, container.srun_options() if container else (), pmi.plugin(config, slurm))
+    if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
+        launcher = SrunLauncher(run, slurm, container, pmi.plugin(config, slurm))
+    else:
+        launcher = AgentLauncher(run, allocation, SrunAgents(run), container, cache(partial(_is_bound, slurm)))
     return Supervisor(run, config, allocation, launcher, slurm, container, token)
+
+
+def _is_bound(slurm: SlurmCommands) -> bool:
+    """Whether the site binds each task of an srun step to CPUs."""
+    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+    return "affinity" in settings.task_plugins
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:

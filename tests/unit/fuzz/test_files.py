@@ -19,7 +19,7 @@ import pytest
 
 from tests.unit.fuzz.damage import Damaged, damaged
 from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
-from tests.unit.launch.test_supervisor import Ranks, Store, completes
+from tests.unit.launch.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecord
@@ -213,8 +213,7 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No store process, short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(supervisor, "StoreHost", Store)
+    """Short patience, and the test runner's own signal handlers back at the end."""
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
     yield

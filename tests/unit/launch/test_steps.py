@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,22 +14,10 @@ from typing import Any
 
 import pytest
 
-from toolkit import rundir
-from toolkit.cluster.fake import FakeSlurm
+from toolkit.cluster.commands import Step
 from toolkit.launch import patience
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import (
-    LaunchFailed,
-    LocalLauncher,
-    NodeFailed,
-    RankEnded,
-    SrunLauncher,
-    Step,
-    StepEnded,
-    _SrunStep,
-    parse_srun_line,
-    tethered,
-)
+from toolkit.launch.srun import Srun, parse_srun_line
+from toolkit.launch.steps import LaunchFailed, NodeFailed, tethered
 
 TIMEOUT_S = 20
 
@@ -115,10 +104,13 @@ exit 1
     return starts
 
 
-def started(tmp_path: Path) -> tuple[Step, SimpleQueue[Any]]:
-    events: SimpleQueue[Any] = SimpleQueue()
-    run, allocation = rundir.create("steps", tmp_path / "runs"), Allocation(("node1",), (1,), 1, job_id="3")
-    return SrunLauncher(run, FakeSlurm()).start(1, allocation, ["true"], dict(os.environ), events), events
+def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
+    """An srun that is waited for in a thread; what it says, and its exit code at the end."""
+    said: SimpleQueue[Any] = SimpleQueue()
+    plan = Step(command=["true"], hosts=["node1"], cpus_per_task=1, output=None)
+    srun = Srun(plan, dict(os.environ), tmp_path / "hosts")
+    threading.Thread(target=lambda: said.put(srun.wait(said.put)), daemon=True).start()
+    return srun, said
 
 
 def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_again(
@@ -126,27 +118,27 @@ def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_
 ) -> None:
     """The controller was away while the checks of the nodes ended, and still counts their memory."""
     starts = srun_that_is_refused(tmp_path, monkeypatch, times=3)
-    _, events = started(tmp_path)
-    assert events.get(timeout=TIMEOUT_S) == StepEnded(0)
+    _, said = started(tmp_path)
+    assert said.get(timeout=TIMEOUT_S) == 0
     assert starts.read_text().count("x") == 4
 
 
 def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
     monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
-    _, events = started(tmp_path)
-    assert events.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
-    assert events.get(timeout=TIMEOUT_S) == StepEnded(1)
+    _, said = started(tmp_path)
+    assert said.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
+    assert said.get(timeout=TIMEOUT_S) == 1
 
 
 def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
     monkeypatch.setattr(patience, "RETRY_EVERY_S", 3600.0)
-    step, events = started(tmp_path)
-    await_true(lambda: isinstance(step, _SrunStep) and step._process.poll() is not None)
-    step.kill()
-    assert isinstance(events.get(timeout=TIMEOUT_S), LaunchFailed)
-    assert events.get(timeout=TIMEOUT_S) == StepEnded(1)
+    srun, said = started(tmp_path)
+    await_true(lambda: srun._process.poll() is not None)
+    srun.give_up()
+    assert isinstance(said.get(timeout=TIMEOUT_S), LaunchFailed)
+    assert said.get(timeout=TIMEOUT_S) == 1
     assert starts.read_text().count("x") == 1
 
 
@@ -200,34 +192,3 @@ def test_a_deaf_process_survives_what_slurm_sends_to_all() -> None:
 def test_a_command_that_is_not_there_is_named() -> None:
     done = subprocess.run(tethered(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
     assert "no-such-program: cannot be started" in done.stderr
-
-
-def start_local(tmp_path: Path, script: str, ranks: int) -> tuple[Any, SimpleQueue[Any], rundir.RunDir]:
-    run = rundir.create("test", tmp_path)
-    events: SimpleQueue[Any] = SimpleQueue()
-    allocation = Allocation(("here",), (ranks,), 1)
-    return LocalLauncher(run).start(1, allocation, ["sh", "-c", script], dict(os.environ), events), events, run
-
-
-def test_local_ranks_know_their_numbers_and_log_apart(tmp_path: Path) -> None:
-    _, events, run = start_local(tmp_path, "echo $RANK of $WORLD_SIZE at $MASTER_ADDR", 3)
-    assert events.get(timeout=TIMEOUT_S) == StepEnded(0)
-    for rank in range(3):
-        assert run.rank_log(1, rank).read_text() == f"{rank} of 3 at 127.0.0.1\n"
-
-
-def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
-    step, events, _ = start_local(tmp_path, "[ $RANK = 1 ] && kill -9 $$; sleep 600", 2)
-    ended = events.get(timeout=TIMEOUT_S)
-    assert isinstance(ended, RankEnded)
-    assert (ended.ranks, ended.host, ended.signal) == ((1,), "here", signal.SIGKILL)
-    step.kill()
-    rest = [events.get(timeout=TIMEOUT_S), events.get(timeout=TIMEOUT_S)]
-    assert [type(event) for event in rest] == [RankEnded, StepEnded]
-
-
-def test_children_of_a_killed_rank_are_ended_with_it(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    _, events, _ = start_local(tmp_path, f"sleep 600 & echo $! > {note}; kill -9 $$", 1)
-    assert isinstance(events.get(timeout=TIMEOUT_S), RankEnded)
-    await_true(lambda: gone(int(note.read_text())))

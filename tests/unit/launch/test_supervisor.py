@@ -29,12 +29,11 @@ from toolkit.rundir import RunDir
 
 
 class Store:
-    """Stands for the store host: notes what is proposed."""
+    """Stands for the store: notes what is proposed."""
 
-    port = 1
     proposed: list[str]
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self) -> None:
         self._closed = False
         Store.proposed = []
         Store.on_propose = lambda: None
@@ -59,8 +58,20 @@ class Ranks:
         self.answers_kill = True
         self.abandoned = False
 
+    def start_store(self, *args: Any) -> Store:
+        return Store()
+
+    def close(self) -> None:
+        pass
+
     def start(
-        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Any,
     ) -> Ranks:
         self.events, self.environ, self.hosts = events, environ, allocation.hosts
         self._acts.pop(0)(self)
@@ -88,8 +99,7 @@ def ended(*ranks: int, code: int | None = None) -> RankEnded:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No store process, short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(supervisor, "StoreHost", Store)
+    """Short patience, and the test runner's own signal handlers back at the end."""
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.01)
     monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 0.05)
     before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}

@@ -1,0 +1,221 @@
+"""``python -m toolkit.agent.zygote FD ROOM``: import what ranks import, once, and fork each rank from there.
+
+A rank that is forked makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as
+a fresh interpreter, so this process keeps clean: one Python thread, no CUDA context, no OpenMP pool, no open files but
+its end of the agent's socket pair. Where it is not clean (a site's .pth file may start a thread) it says why, and the
+ranks are started otherwise.
+
+The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypedDict
+
+from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS, die_with
+
+#: What a rank of ours imports before its first step. A user's own modules are never imported before the fork: they are
+#: each rank's to run.
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "toolkit.launch.rank",
+    "toolkit.train.run_job",
+    "toolkit.train.own_loop",
+)
+#: A variable of this process that makes room for those of a rank, see :func:`_show`.
+ROOM_VARIABLE = "TOOLKIT_ROOM"
+ROOM_BYTES = 1 << 13
+
+
+class Order(TypedDict):
+    """A process to be made: what it runs (a module and its arguments), where, and what ``ps`` shows of it."""
+
+    module: list[str]
+    command: list[str]
+    environ: dict[str, str]
+    files: list[str]  #: for standard input, output and error
+    cpus: list[int] | None
+    agent: int  #: whose child it becomes, and with whom it dies
+
+
+def main() -> None:
+    """Serve the agent. In each rank this returns, at the end of which the interpreter ends as a fresh one would."""
+    die_with(os.getppid(), signal.SIGKILL)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    _show([*sys.orig_argv[:-1]], {})
+    os.environ.pop(ROOM_VARIABLE, None)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
+    began = time.monotonic()
+    missing = [name for name in MODULES if not _import(name)]
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page of what all share
+    ready = {"import_s": time.monotonic() - began, "missing": missing, "unclean": _unclean()}
+    with agent.makefile("rw") as lines:
+        _say(lines, {"ready": ready})
+        for line in lines:
+            order: Order = json.loads(line)
+            try:
+                with opened(order["files"]) as files:
+                    pid = _fork()
+                    if pid == 0:
+                        for target, file in enumerate(files):
+                            os.dup2(file, target)
+            except OSError as error:
+                _say(lines, {"error": str(error)})
+                continue
+            if pid == 0:
+                break
+            _say(lines, {"pid": pid})
+        else:
+            os._exit(0)  # the agent has ended; torch's way out would take half a second
+    agent.close()
+    _become(order)
+
+
+def _import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _unclean() -> str | None:
+    """Say why a fork of this process would not be as good as a fresh interpreter; None where it would."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"an import has started threads: {', '.join(others)}"
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        return "an import has opened the GPU"
+    return None
+
+
+def _say(lines: Any, message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message) + "\n")
+    lines.flush()
+
+
+def _fork() -> int:
+    """Fork twice: the rank becomes the agent's child, and dies with it. Returns its pid, 0 in it. Raises OSError."""
+    reading, writing = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.write(writing, str(error).encode())
+            os._exit(1)
+        if pid == 0:
+            os.close(reading)
+            os.close(writing)
+            return 0
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        text = told.read()
+    os.waitpid(middle, 0)
+    if not text.isdigit():
+        raise OSError(text)
+    return int(text)
+
+
+def _become(order: Order) -> None:
+    """Make this process what a fresh interpreter would be, and run the module that the order names."""
+    _die_with(order["agent"])
+    os.setsid()
+    if order["cpus"] is not None:
+        os.sched_setaffinity(0, order["cpus"])
+    module, *arguments = order["module"]
+    _show(order["command"], {k: v for k, v in order["environ"].items() if os.environ.get(k) != v})
+    os.environ.clear()
+    os.environ.update(order["environ"])
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as multiprocessing does in its forks
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    sys.argv = [module, *arguments]
+    sys.orig_argv = list(order["command"])
+    for number in SIGNALS:  # last: the module installs its own as the first thing that it does
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    atexit.register(gc.unfreeze)  # what is frozen is not freed at the end, and libraries print that it leaks
+    sys.modules["__main__"] = ModuleType("__main__")
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what `python -m` itself calls
+
+
+@contextmanager
+def opened(paths: Sequence[str]) -> Iterator[list[int]]:
+    """Open these as standard input, output and error; closed again at the end."""
+    files: list[int] = []
+    try:
+        for path in paths:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if files else os.O_RDONLY
+            files.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _die_with(agent: int) -> None:
+    """Get SIGKILL when the agent, whose child we become as soon as the process between has ended, dies."""
+    while os.getppid() != agent:
+        try:
+            os.kill(agent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(0.0005)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show these, and not the zygote's.
+
+    The kernel shows the memory that a program has got its arguments and variables in. Nobody else reads the place of
+    the last argument and of ``ROOM_VARIABLE``, which are there for this. From proc_pid_cmdline(5): where the last byte
+    of the arguments is not null, all up to the first null byte is the title.
+    """
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, arguments_end, variables, variables_end = map(int, numbers[45:49])
+    if not arguments:  # a kernel that does not tell
+        return
+    size = arguments_end - arguments
+    title = " ".join(command).encode(errors="surrogateescape")[: size - 2]
+    ctypes.memmove(arguments, title.ljust(size - 1, b"\0") + b" ", size)
+    start = ctypes.string_at(variables, variables_end - variables).find(f"{ROOM_VARIABLE}=".encode())
+    if start >= 0 and environ:
+        size = len(ROOM_VARIABLE) + 1 + ROOM_BYTES
+        text = "\0".join(f"{name}={value}" for name, value in environ.items()).encode(errors="surrogateescape")
+        ctypes.memmove(variables + start, text[: size - 1].ljust(size, b"\0"), size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The supervisor's ends of the connections to the agents, served by one thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+from toolkit import logs
+from toolkit.agent.link import Link, Message, StrangerError
+
+#: A connection that has not shown by then that it knows the secret is closed.
+STRANGER_S = 10.0
+#: Connections that have not shown it yet; more are closed at once.
+MAX_STRANGERS = 256
+LOOK_EVERY_S = 1.0
+
+log = logs.get(__name__)
+
+
+class Listener(Protocol):
+    """Whom the thread tells what happens."""
+
+    def agent_came(self, host: str) -> None:
+        """The agent of ``host`` can be told something from now on."""
+
+    def agent_said(self, host: str, message: Message) -> None:
+        """Take one of its messages."""
+
+    def agent_left(self, host: str, why: str) -> None:
+        """It has ended, or cannot be reached any more."""
+
+    def broke(self, error: Exception) -> None:
+        """Take our own mistake: nobody is served any more."""
+
+    def time_passed(self) -> None:
+        """Called every ``LOOK_EVERY_S``."""
+
+
+@dataclass
+class _Peer:
+    """A connection to an agent, or to a stranger."""
+
+    connection: socket.socket
+    link: Link
+    since: float
+    host: str | None = None  #: once it has said so, and has shown that it knows the secret
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class AgentLinks:
+    """One connection to the agent of each host. All but ``call`` belongs to the thread."""
+
+    def __init__(self, listening: socket.socket, secret: bytes, listener: Listener) -> None:
+        self._listening, self._secret, self._listener = listening, secret, listener
+        self._peers: dict[str, _Peer] = {}
+        self._strangers: set[socket.socket] = set()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for end, what in ((listening, self._accept), (self._woken, self._be_called)):
+            end.setblocking(False)
+            self._selector.register(end, selectors.EVENT_READ, what)
+        self._waker.setblocking(False)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def call(self, what: Callable[[], None]) -> None:
+        """Have the thread do ``what``: nothing else here is touched by two threads."""
+        self._calls.put(what)
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"x")
+
+    @property
+    def hosts(self) -> set[str]:
+        """Those whose agents are there."""
+        return set(self._peers)
+
+    def send(self, host: str, message: Message) -> None:
+        """Send ``message`` to the agent of ``host``, if it is there."""
+        peer = self._peers.get(host)
+        if peer is not None:
+            with contextlib.suppress(OSError):  # its end is read a moment later
+                self._send(peer, peer.link.send(message))
+
+    def drop(self, host: str, why: str) -> None:
+        """Close the connection to the agent of ``host``, if there is one."""
+        if host in self._peers:
+            self._drop(self._peers[host], why)
+
+    def _serve(self) -> None:
+        try:
+            self._serve_for_ever()
+        except Exception as error:
+            self._listener.broke(error)
+
+    def _serve_for_ever(self) -> None:
+        while True:
+            for key, ready in self._selector.select(LOOK_EVERY_S):
+                if isinstance(key.data, _Peer):
+                    self._serve_peer(key.data, ready)
+                else:
+                    key.data()
+            self._close_strangers()
+            self._listener.time_passed()
+
+    def _be_called(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listening.accept()
+            if len(self._strangers) >= MAX_STRANGERS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer = _Peer(connection, Link(self._secret, "supervisor"), time.monotonic())
+            self._strangers.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._send(peer, peer.link.greeting)
+
+    def _serve_peer(self, peer: _Peer, ready: int) -> None:
+        try:
+            if ready & selectors.EVENT_WRITE:
+                self._send(peer, b"")
+            if ready & selectors.EVENT_READ:
+                data = peer.connection.recv(1 << 16)
+                messages, answer = peer.link.receive(data)
+                self._send(peer, answer)
+                for message in messages:
+                    self._take(peer, message)
+                if not data:
+                    self._drop(peer, "its agent has ended")
+        except BlockingIOError:
+            pass
+        except StrangerError as error:
+            log.warning("a connection that is no agent's: %s", error)
+            self._drop(peer, str(error))
+        except OSError as error:
+            self._drop(peer, f"its agent cannot be reached: {error.strerror}")
+
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        peer.unsent += data
+        if peer.unsent:
+            with contextlib.suppress(BlockingIOError):
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(peer.connection, wanted, peer)
+
+    def _take(self, peer: _Peer, message: Message) -> None:
+        if peer.host is not None:
+            self._listener.agent_said(peer.host, message)
+        elif message["is"] == "here":
+            self._strangers.discard(peer.connection)
+            peer.host = str(message["host"])
+            self._peers[peer.host] = peer
+            self._listener.agent_came(peer.host)
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        self._strangers.discard(peer.connection)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.host is not None and self._peers.get(peer.host) is peer:
+            del self._peers[peer.host]
+            self._listener.agent_left(peer.host, why)
+
+    def _close_strangers(self) -> None:
+        if not self._strangers:
+            return
+        now = time.monotonic()
+        peers = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Peer)]
+        for peer in peers:
+            if peer.host is None and now - peer.since > STRANGER_S:
+                self._drop(peer, "it has not shown that it knows the secret")

@@ -1,0 +1,264 @@
+"""Ranks as one srun step for each attempt: for what only srun can do, PMI for MPI and a site's containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from toolkit import fsio, logs
+from toolkit.cluster import hostlist
+from toolkit.cluster.commands import SlurmCommands, srun_argv, step_environment
+from toolkit.cluster.commands import Step as SrunPlan
+from toolkit.cluster.container import Container
+from toolkit.errors import SlurmError
+from toolkit.launch import patience
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import (
+    Events,
+    LaunchFailed,
+    NodeFailed,
+    RankEnded,
+    Step,
+    StepEnded,
+    Store,
+    signal_name,
+    tethered,
+)
+from toolkit.launch.store import StoreHost
+from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
+
+SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
+
+
+class SrunLauncher:
+    """Ranks as one srun step of our job, each on the node that the allocation planned it for."""
+
+    def __init__(
+        self, run: RunDir, slurm: SlurmCommands, container: Container | None = None, mpi: str | None = None
+    ) -> None:
+        """``mpi`` is the plugin that ranks over MPI need."""
+        self._run = run
+        self._slurm = slurm
+        self._container = container
+        self._mpi = mpi
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> StoreHost:
+        """See :class:`~toolkit.launch.steps.Launcher`."""
+        log_path = self._run.attempt_logs(attempt) / "store.log"
+        return StoreHost(world_size, host, environ, events, log_path, self._container)
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> Step:
+        """See :class:`~toolkit.launch.steps.Launcher`. The ranks read their numbers from the step's own variables."""
+        assert allocation.job_id is not None
+        assert isinstance(store, StoreHost)
+        environ = {**environ, "MASTER_PORT": str(store.port)}
+        plan = SrunPlan(
+            command=command,
+            hosts=allocation.rank_hosts,
+            cpus_per_task=allocation.cpus_per_task,
+            output=str(self._run.rank_log(attempt, "%t")),
+            name=f"{self._run.id}.{attempt}",
+            mpi=self._mpi,
+            extra=self._container.srun_options() if self._container else (),
+            overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
+        )
+        srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt)) / "hostfile")
+        step = _SrunStep(srun, plan.name or "", allocation.job_id, self._slurm, events)
+        threading.Thread(target=step.wait, daemon=True).start()
+        return step
+
+    def close(self) -> None:
+        """See :class:`~toolkit.launch.steps.Launcher`. Nothing outlives an attempt."""
+
+
+class Srun:
+    """One srun of our job. It ends its step when this process dies."""
+
+    def __init__(self, plan: SrunPlan, environ: Mapping[str, str], host_file: Path) -> None:
+        """``host_file`` is where it reads on which node each task is."""
+        fsio.write_atomic(host_file, "".join(f"{host}\n" for host in plan.hosts), durable=False)
+        self._hosts = plan.hosts
+        self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
+        self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
+        self._is_given_up = threading.Event()
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._argv,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, put: Callable[[SrunEvent], None]) -> int:
+        """Hand on what srun says until it has ended; return its exit code.
+
+        It is started again while its step is refused for the sake of one that has ended: a controller that was away
+        hears of the end a moment after it is back.
+        """
+        deadline = time.monotonic() + patience.PATIENCE_S
+        while (refused := self._listen(put)) is not None:
+            if time.monotonic() >= deadline or self._is_given_up.wait(patience.RETRY_EVERY_S):
+                put(refused)
+                break
+            self._process.wait()
+            self._process = self._start()
+        return self._process.wait()
+
+    def _listen(self, put: Callable[[SrunEvent], None]) -> LaunchFailed | None:
+        """Hand on what one srun says; return a refusal that may pass."""
+        refused: LaunchFailed | None = None
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            log.info("%s", line.rstrip())
+            event = parse_srun_line(line, self._hosts)
+            if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
+                refused = event
+            elif event is not None:
+                put(event)
+        return refused
+
+    def give_up(self) -> None:
+        """Do not start it again."""
+        self._is_given_up.set()
+
+    def terminate(self) -> None:
+        """Have it end its step, by SIGTERM and, KillWait later, by SIGKILL."""
+        self._process.terminate()
+
+    def silence(self) -> None:
+        """End it, and not its step. It would wait until Slurm gives a dead node up: 300 s by default, and longer."""
+        self.give_up()
+        silence(self._process)
+
+
+class _SrunStep:
+    def __init__(self, srun: Srun, name: str, job_id: str, slurm: SlurmCommands, events: Events) -> None:
+        self._srun = srun
+        self._name = name
+        self._number: str | None = None  #: of the step in its job, once it has been asked for
+        self._job_id = job_id
+        self._slurm = slurm
+        self._events = events
+
+    def wait(self) -> None:
+        self._events.put(StepEnded(self._srun.wait(self._events.put)))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""
+        if number is signal.SIGKILL:
+            self._srun.give_up()
+        threading.Thread(target=self._kill, args=[number], daemon=True).start()
+
+    def abandon(self) -> None:
+        """See :class:`~toolkit.launch.steps.Step`."""
+        self._srun.silence()
+
+    def _kill(self, number: signal.Signals) -> None:
+        """srun's own way would be to send SIGTERM first and to wait KillWait."""
+        try:
+            self._number = self._number or self._slurm.find_step(self._job_id, self._name)
+            if self._number is not None:
+                self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=self._number)
+                return
+        except SlurmError as error:
+            instead = "; ending srun instead" if number is signal.SIGKILL else ""
+            log.warning("%s for the step: %s%s", number.name, error, instead)
+        if number is signal.SIGKILL:
+            self._srun.terminate()
+
+
+def silence(srun: subprocess.Popen[str]) -> None:
+    """End srun, the leader of a session, with its shepherd: a child that outlives a killed srun to end its step. It
+    does so by number, and by the time that it reaches the controller that may be a step of the job's next start."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(srun.pid, signal.SIGKILL)
+
+
+_NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
+#: A node that was away and has started again, before Slurm has noticed: its slurmd knows nothing of the step.
+_NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on node (?P<index>\d+)")
+_TASK_NOT_LAUNCHED = re.compile(r"srun: error: task (?P<rank>\d+) launch failed: (?P<why>.+?)\s*$")
+_NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<why>.+?)\s*$")
+_STEP_NOT_LAUNCHED = re.compile(
+    r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
+)
+#: We ask for no memory, and share what the job has: only the record of an earlier step can be in the way.
+_HELD_BY_A_STEP = re.compile("Memory required by task is not available")
+_SRUN_ENDED = re.compile(
+    r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
+)
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+#: srun prints strsignal(3)'s text for the signal that ended a task.
+_SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+
+def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
+    """Which ranks ended badly or did not start, or which node was lost; None for the other lines of srun.
+
+    Such as ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for lines that
+    name only one of the two, or a node by its number in the step. Of a rank or node that is not there nothing is said.
+    """
+    lost = _NODE_FAILED.match(line)
+    if lost:
+        return NodeFailed(lost["host"])
+    if forgot := _NODE_FORGOT.match(line):
+        found = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
+        return NodeFailed(found[0]) if found else None
+    match = _SRUN_ENDED.match(line)
+    return _launch_failed(line, hosts) if match is None else _rank_ended(match)
+
+
+def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
+    """From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary`` makes tasks ranks."""
+    if task := _TASK_NOT_LAUNCHED.match(line):
+        rank = int(task["rank"])
+        return LaunchFailed((rank,), hosts[rank], task["why"]) if rank < len(hosts) else None
+    if node := _NODE_NOT_LAUNCHED.match(line):
+        ranks = tuple(rank for rank, host in enumerate(hosts) if host == node["host"])
+        return LaunchFailed(ranks, node["host"], node["why"])
+    step = _STEP_NOT_LAUNCHED.match(line)
+    return None if step is None else LaunchFailed((), None, step["why"])
+
+
+def _slurms_order(host: str) -> tuple[str, int]:
+    """Also an arbitrary distribution's nodes are numbered in this order, whichever ranks are on them."""
+    number = re.search(r"\d*$", host)
+    assert number is not None
+    return host[: number.start()], int(number[0] or -1)
+
+
+def _rank_ended(match: re.Match[str]) -> RankEnded:
+    ranks = tuple(int(r) for r in hostlist.expand(f"[{match['ranks'].strip('[]')}]"))
+    how, code = match["how"], _EXIT_CODE.search(match["how"])
+    if code:
+        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time(), int(code[1]))
+    text = how.removesuffix(" (core dumped)")
+    out_of_memory = "Out Of Memory" in text
+    number = signal.SIGKILL if out_of_memory else _SIGNAL_TEXTS.get(text)
+    named = f"killed by {signal_name(number)} ({how})" if number else how
+    return RankEnded(ranks, match["host"], named, number, time.time(), None, out_of_memory)
