@@ -13,7 +13,9 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
-from toolkit.launch.agents import MODULE, AgentLauncher, LocalAgent
+from toolkit.launch.agent_launcher import MODULE, AgentLauncher
+from toolkit.launch.agent_starters import LocalAgent
+from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import RankEnded, StepEnded
 from toolkit.launch.store import Report
@@ -31,7 +33,9 @@ class Site:
         self.run = rundir.create("fork", folder / "runs")
         self.folder, self.events, self.attempt = folder, SimpleQueue[Any](), 0
         self.allocation = Allocation(("here",), (2,), 1)
-        self.launcher = AgentLauncher(self.run, self.allocation, LocalAgent(self.run))
+        self.starter = LocalAgent(self.run)
+        self.agents = Agents(self.run, self.allocation, self.starter)
+        self.launcher = AgentLauncher(self.run, self.allocation, self.agents)
 
     def run_module(self, command: list[str], **changed: str) -> list[Any]:
         """What happens to two ranks that become ``command``."""
@@ -55,7 +59,7 @@ class Site:
 def site(tmp_path: Path) -> Any:
     site = Site(tmp_path)
     yield site
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_a_fork_is_as_good_as_a_fresh_interpreter(site: Site) -> None:
@@ -127,7 +131,7 @@ def test_a_zygote_that_has_died_costs_time_only(site: Site) -> None:
     (site.folder / "body.py").write_text("import sys\nprint('torch' in sys.modules)\n")
     assert site.run_module([*MODULE, "body"]) == [StepEnded(0)]
     assert site.log(0) == "True\n"
-    (agent,) = site.launcher._starter._processes  # type: ignore[attr-defined]
+    (agent,) = site.starter._processes
     (zygote,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     os.kill(int(zygote), signal.SIGKILL)
     happened = site.run_module([*MODULE, "body"])

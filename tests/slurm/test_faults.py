@@ -123,7 +123,7 @@ class Disturber:
         for command in (["squeue", "--all"], ["sinfo", "-NRl"], ["sinfo", "-Nl"], ["scontrol", "show", "job"]):
             say(f"{' '.join(command)}:\n{self.site.box.run(command, check=False).stdout}")
         say(f"status.json: {self.status}")
-        for log in ("supervisor.log", "sentinel.log"):
+        for log in ("supervisor.log", *(path.name for path in self.run.logs.glob("agent*.log"))):
             say("\n".join([f"{log}:", *(self.run.logs / log).read_text().splitlines()[-60:]]))
 
     def _await(self, moment: str) -> None:

@@ -201,7 +201,7 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
 
 @pytest.mark.soak
 def test_a_batch_host_that_comes_back_just_when_slurm_has_given_it_up_leaves_no_job_without_anybody(site: Site) -> None:
-    """Its slurmd then ends what it has of the job; an srun there would end the sentinel's step on the other node."""
+    """Its slurmd then ends what it has of the job; an srun there would end the agents' step on the other nodes."""
     run = start(site, *SPARE)
     job, since = site.job_of(run), time.time()
     site.box.cut_node("node1")

@@ -19,6 +19,8 @@ from typing import Any
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 TAG_BYTES = 32
+#: Both ends say each ``HEARTBEAT_S`` that they live. One of which nothing was heard for ``SILENT_S`` is asked after.
+HEARTBEAT_S, SILENT_S = 1.0, 3.0
 #: Of the content of a frame. Before the first genuine one a stranger could make us keep this much.
 FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")

@@ -2,8 +2,7 @@
 
 It lives as long as the job. It starts the ranks of each attempt and the attempt's store when the supervisor says so, by
 forks of a zygote or as fresh programs, sends them signals, and says at once how each has ended. When it has lost the
-supervisor it ends them, and when it dies they die with it. It has one thread, needs no torch, and does nothing of its
-own accord.
+supervisor it ends them, and when it dies they die with it. It has one thread and needs no torch.
 
 What it is told (``do``) and what it tells (``is``):
 
@@ -11,7 +10,10 @@ What it is told (``do``) and what it tells (``is``):
 * ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
   ``end_store``: kill it. What the store prints is ``said``.
+* ``watch``: the command that looks after the batch host when the supervisor is silent or gone, and the node's turn.
 * ``leave``: end.
+
+Each says that it is ``alive`` every second.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.agent import cpus
-from toolkit.agent.link import Link, Message, StrangerError
+from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
 from toolkit.agent.tether import SIGNALS, die_with
 from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order, opened
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 #: A supervisor that has not confirmed what it was sent for so long is gone; a network may be away for half a minute.
 GONE_S = 120
+#: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
+TURN_S = 10.0
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
 
@@ -62,6 +66,10 @@ class Agent:
         self._children: dict[int, _Child] = {}  #: by pid, of those that live
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: _Zygote | None = None
+        self._heard = time.monotonic()  #: when the supervisor last said something, or was lost
+        self._is_alone = False  #: the supervisor is lost for good
+        self._watch_order: Message | None = None
+        self._watcher: int | None = None  #: the pid of what looks after the batch host
         self._selector = selectors.DefaultSelector()
         self._is_over = False
 
@@ -76,22 +84,31 @@ class Agent:
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
         self._connection.sendall(self._link.greeting)
         self._say({"is": "here", "host": self._name, "pid": os.getpid()})
+        next_heartbeat = 0.0
         try:
             while not self._is_over:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(HEARTBEAT_S):
                     key.data()
                 self._reap()
+                self._watch_the_batch_host()
+                if time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + HEARTBEAT_S
+                    self._say({"is": "alive"})
         finally:
-            for pid in self._children:
-                _signal_session(pid, signal.SIGKILL)
-            if self._zygote is not None:
-                self._zygote.end()
+            self._end_children()
+
+    def _end_children(self) -> None:
+        for pid in self._children:
+            _signal_session(pid, signal.SIGKILL)
+        if self._zygote is not None:
+            self._zygote.end()
 
     def _say(self, message: Message) -> None:
-        try:
-            self._connection.sendall(self._link.send(message))
-        except OSError:
-            self._is_over = True
+        if not self._is_alone:
+            try:
+                self._connection.sendall(self._link.send(message))
+            except OSError:
+                self._lose_supervisor()
 
     def _hear(self) -> None:
         try:
@@ -99,9 +116,9 @@ class Agent:
         except OSError:
             data = b""
         if not data:
-            log.warning("the supervisor is gone: ending the ranks")
-            self._is_over = True
+            self._lose_supervisor()
             return
+        self._heard = time.monotonic()
         orders, answer = self._link.receive(data)
         if answer:
             self._connection.sendall(answer)
@@ -122,8 +139,38 @@ class Agent:
                 self._tell(order["attempt"], order["text"])
             case "end_store":
                 self._end_store(order["attempt"])
+            case "watch":
+                self._watch_order = order
             case "leave":
                 self._is_over = True
+
+    # ----------------------------------------------------------------------------------------------- the supervisor
+
+    def _lose_supervisor(self) -> None:
+        """End the ranks. Without an order to watch there is nothing else to do here."""
+        if not self._is_alone:
+            log.warning("the supervisor is gone: ending the ranks")
+            self._is_alone, self._heard = True, time.monotonic()
+            self._selector.unregister(self._connection)
+            self._end_children()
+            self._is_over = self._watch_order is None
+
+    def _watch_the_batch_host(self) -> None:
+        """Have it looked after while the supervisor is silent or gone."""
+        order = self._watch_order
+        if order is None:
+            return
+        silent_s = time.monotonic() - self._heard
+        is_silent = self._is_alone or silent_s > SILENT_S
+        if self._watcher is not None and not is_silent:
+            os.kill(self._watcher, signal.SIGKILL)
+            self._watcher = None
+        elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
+            log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
+            agent = os.getpid()
+            process = subprocess.Popen(order["command"], preexec_fn=lambda: die_with(agent, signal.SIGKILL))
+            process.returncode = 0  # we reap it ourselves
+            self._watcher = process.pid
 
     # ---------------------------------------------------------------------------------------------------- starting
 
@@ -248,6 +295,9 @@ class Agent:
                 return
             if pid in self._children:
                 self._note_end(pid, status)
+            elif pid == self._watcher:
+                self._watcher, self._heard = None, time.monotonic()  # one that failed is started again
+                self._is_over = status == 0
 
     def _note_end(self, pid: int, status: int) -> None:
         child = self._children.pop(pid)

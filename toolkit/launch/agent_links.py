@@ -40,7 +40,7 @@ class Listener(Protocol):
         """Take our own mistake: nobody is served any more."""
 
     def time_passed(self) -> None:
-        """Called every ``LOOK_EVERY_S``."""
+        """Called every ``LOOK_EVERY_S`` or more often."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Peer:
 
     connection: socket.socket
     link: Link
-    since: float
+    heard: float  #: when it last said something, or connected
     host: str | None = None  #: once it has said so, and has shown that it knows the secret
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -92,6 +92,11 @@ class AgentLinks:
         """Close the connection to the agent of ``host``, if there is one."""
         if host in self._peers:
             self._drop(self._peers[host], why)
+
+    def silent(self, bound_s: float) -> list[str]:
+        """Return the hosts whose agents have said nothing for ``bound_s``."""
+        now = time.monotonic()
+        return [host for host, peer in self._peers.items() if now - peer.heard > bound_s]
 
     def _serve(self) -> None:
         try:
@@ -137,6 +142,7 @@ class AgentLinks:
                 messages, answer = peer.link.receive(data)
                 self._send(peer, answer)
                 for message in messages:
+                    peer.heard = time.monotonic()
                     self._take(peer, message)
                 if not data:
                     self._drop(peer, "its agent has ended")
@@ -179,5 +185,5 @@ class AgentLinks:
         now = time.monotonic()
         peers = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Peer)]
         for peer in peers:
-            if peer.host is None and now - peer.since > STRANGER_S:
+            if peer.host is None and now - peer.heard > STRANGER_S:
                 self._drop(peer, "it has not shown that it knows the secret")

@@ -13,7 +13,6 @@ from toolkit.launch import ending
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import RankFailure, Stop
 from toolkit.launch.goodput import Start
-from toolkit.launch.lookout import Lookout
 from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.watchdog import Watchdog
 
@@ -30,7 +29,6 @@ class Attempt:
     left_over: Mapping[str, Any] = field(default_factory=dict)  #: the status, if an earlier supervisor wrote it
     watchdog: Watchdog | None = None  #: None for foreign scripts that have not reported anything
     silence: SilenceWatch | None = None  #: for those
-    lookout: Lookout | None = None  #: None for foreign scripts, too
     hang: RankFailure | None = None
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -123,6 +124,13 @@ class Journal:
         if any(line.get("goodput") for line in lines):
             more["goodput"] = goodput.as_json(goodput.of_run(lines, goodput.submission(lines[0]), now))
         self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
+
+    def announce(self) -> None:
+        """Note in the status that this supervisor has the run now: what an earlier one has left on other nodes ends."""
+        status = self._run.status()
+        with contextlib.suppress(OSError):  # each later status says it, too
+            if status:
+                self._run.write_status({**status, "pid": os.getpid(), "updated": time.time()})
 
     def set_status(self, state: str, attempt: Attempt, **more: Any) -> None:
         status = {

@@ -63,7 +63,7 @@ class Nodes:
         return count >= (1 if self._allow_fewer else self._wanted)
 
     def given_up(self, since: float) -> set[str]:
-        """Nodes that were found bad since then, by the sentinel: perhaps ours, if it was cut off for a while."""
+        """Return the nodes that another node has found bad since then: perhaps ours, if it was cut off for a while."""
         return {host for host, bad in remembered(self._run).items() if bad.since > since}
 
     def condemn(self, host: str, why: str) -> None:

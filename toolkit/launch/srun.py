@@ -20,6 +20,7 @@ from toolkit.cluster.commands import Step as SrunPlan
 from toolkit.cluster.container import Container
 from toolkit.errors import SlurmError
 from toolkit.launch import patience
+from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import (
     Events,
@@ -44,11 +45,17 @@ class SrunLauncher:
     """Ranks as one srun step of our job, each on the node that the allocation planned it for."""
 
     def __init__(
-        self, run: RunDir, slurm: SlurmCommands, container: Container | None = None, mpi: str | None = None
+        self,
+        run: RunDir,
+        slurm: SlurmCommands,
+        agents: Agents,
+        container: Container | None = None,
+        mpi: str | None = None,
     ) -> None:
         """``mpi`` is the plugin that ranks over MPI need."""
         self._run = run
         self._slurm = slurm
+        self._agents = agents
         self._container = container
         self._mpi = mpi
 
@@ -56,6 +63,7 @@ class SrunLauncher:
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> StoreHost:
         """See :class:`~toolkit.launch.steps.Launcher`."""
+        self._agents.open(environ, events)
         log_path = self._run.attempt_logs(attempt) / "store.log"
         return StoreHost(world_size, host, environ, events, log_path, self._container)
 
@@ -86,9 +94,6 @@ class SrunLauncher:
         step = _SrunStep(srun, plan.name or "", allocation.job_id, self._slurm, events)
         threading.Thread(target=step.wait, daemon=True).start()
         return step
-
-    def close(self) -> None:
-        """See :class:`~toolkit.launch.steps.Launcher`. Nothing outlives an attempt."""
 
 
 class Srun:

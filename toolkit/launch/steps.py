@@ -39,7 +39,7 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class NodeFailed:
-    """srun has lost a node of the step."""
+    """A node of the attempt does not answer, or srun has lost it."""
 
     host: str
 
@@ -104,9 +104,6 @@ class Launcher(Protocol):
         store: Store,
     ) -> Step:
         """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
-
-    def close(self) -> None:
-        """End what it has beside stores and ranks."""
 
 
 def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:

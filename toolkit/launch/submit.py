@@ -490,7 +490,7 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
 
 def _outlives_nodes(config: JobConfig) -> bool:
     """Whether Slurm is to leave the job alone when a node dies. Never for a single node: nobody would be left to
-    requeue it, see `toolkit.launch.sentinel`."""
+    requeue it, see `toolkit.launch.batch_host_watch`."""
     cluster = config.cluster
     return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 

@@ -39,7 +39,9 @@ from toolkit.errors import (
     ToolkitError,
 )
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
-from toolkit.launch.agents import AgentLauncher, LocalAgent, SrunAgents
+from toolkit.launch.agent_launcher import AgentLauncher
+from toolkit.launch.agent_starters import LocalAgent, SrunAgents
+from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, how_it_stands, take_back
@@ -53,7 +55,6 @@ from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
-from toolkit.launch.sentinel import Sentinel
 from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.srun import SrunLauncher
 from toolkit.launch.steps import Events, Launcher, LaunchFailed, NodeFailed, RankEnded, Step, StepEnded, Store
@@ -97,7 +98,7 @@ class _Signalled:
 
 
 class Supervisor:
-    """Runs one run to its end. ``launcher`` and ``slurm`` are its two outside worlds."""
+    """Runs one run to its end. ``launcher``, ``agents`` and ``slurm`` are its outside worlds."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class Supervisor:
         allocation: Allocation,
         launcher: Launcher,
         slurm: SlurmCommands | None,
+        agents: Agents | None = None,
         container: Container | None = None,
         token: str | None = None,
     ) -> None:
@@ -113,6 +115,7 @@ class Supervisor:
         self._config = config
         self._allocation = allocation
         self._launcher = launcher
+        self._agents = agents
         self._slurm = slurm
         self._container = container
         self._token = token
@@ -122,8 +125,8 @@ class Supervisor:
         self._row: JobRow | None = None
         self._ahead_s = 0.0  #: of the controller's clock, by which a job's times are
         self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
-        self._sentinel: Sentinel | None = None
         self._settings = Settings()
+        self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._unreachable)
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
@@ -151,13 +154,13 @@ class Supervisor:
         patience.persist(self._run.clear_result, self._run.path)
         self._look_at_the_job()
         self._close_left_over_attempt(last_words)
+        self._journal.announce()
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
         if self._comeback is not None:
             self._comeback.prepare(self._row, self._settings, self._claim)
         verdict = self._check_nodes()
         if verdict is None:
-            self._post_sentinel()
             verdict = self._run_attempts()
         if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
             self._comeback.dismiss()
@@ -170,12 +173,9 @@ class Supervisor:
                 verdict = self._run_attempt()
                 if verdict.decision is not Decision.RESTART:
                     return verdict
-        except Overtaken:
-            if self._sentinel is not None:
-                self._sentinel.abandon()
-            raise
         finally:
-            self._launcher.close()
+            if self._agents is not None:
+                self._agents.close()
 
     def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
@@ -244,13 +244,6 @@ class Supervisor:
         self._record(attempt, verdict)
         return verdict
 
-    def _post_sentinel(self) -> None:
-        """Where nodes may die without Slurm requeueing the job, somebody else must look after the batch host."""
-        may_lose_nodes = self._config.cluster.spare_nodes or self._config.retry.allow_fewer_nodes
-        if self._slurm is not None and may_lose_nodes and len(self._allocation.hosts) > 1:
-            self._sentinel = Sentinel(self._run, self._allocation, os.environ)
-            self._sentinel.post()
-
     # -------------------------------------------------------------------------------------------------- one attempt
 
     def _run_attempt(self) -> Ending:
@@ -287,8 +280,6 @@ class Supervisor:
         plan = attempt.plan
         if not self._foreign:
             attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
-            if self._slurm is not None:
-                attempt.lookout = Lookout(self._events, self._slurm.available, self._unreachable)
         assert self._claim is not None
         self._claim.renew()
         self._journal.set_status("starting", attempt)
@@ -410,7 +401,8 @@ class Supervisor:
                 self._take_report(attempt, content)
             case RankEnded():
                 self._take_rank_ended(attempt, event)
-            case NodeFailed(host):
+            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked in the attempt before
+                log.error("node %s does not answer: going on without it", host)
                 attempt.lost_nodes.add(host)
                 self._kill_soon(attempt)
             case LaunchFailed():
@@ -485,15 +477,8 @@ class Supervisor:
 
     def _look_for_dead_nodes(self, attempt: Attempt) -> None:
         """Where another node could take over; else Slurm requeues the job, and a network that is away comes back."""
-        dog, lookout = attempt.watchdog, attempt.lookout
-        if dog is None or lookout is None or attempt.killed or self._slurm is None or not self._nodes.can_lose_one:
-            return
-        if not lookout.is_due:
-            return
-        hosts, late = attempt.rank_hosts, time.time() - attempt.started > SLOW_START_S
-        speaking = {host for rank, host in enumerate(hosts) if rank not in attempt.lost_ranks}
-        alive = {hosts[s.rank] for s in dog.standings() if not s.is_silent and (s.phase is not None or not late)}
-        lookout.look(speaking - alive - {self._allocation.hosts[0]})  # there we are ourselves
+        if self._lookout is not None and self._agents is not None and not attempt.killed and self._nodes.can_lose_one:
+            self._lookout.look(self._agents.silent_hosts & {*attempt.plan.hosts[1:]} - attempt.lost_nodes)
 
     def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
@@ -847,16 +832,20 @@ def _build(run: RunDir, where: str) -> Supervisor:
     if where == "local":
         allocation = Allocation.local(config.cluster)
         container = _container(run, config, allocation)
-        launcher: Launcher = AgentLauncher(run, allocation, LocalAgent(run), container)
-        return Supervisor(run, config, allocation, launcher, None, container, token)
+        agents = Agents(run, allocation, LocalAgent(run))
+        launcher: Launcher = AgentLauncher(run, allocation, agents, container)
+        return Supervisor(run, config, allocation, launcher, None, agents, container, token)
     allocation = Allocation.slurm(os.environ)
     slurm = Slurm()
     container = _container(run, config, allocation)
+    # where nodes may die without Slurm requeueing the job, somebody else must look after the batch host
+    may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
+    agents = Agents(run, allocation, SrunAgents(run), watch_batch_host=may_lose_nodes and len(allocation.hosts) > 1)
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        launcher = SrunLauncher(run, slurm, container, pmi.plugin(config, slurm))
+        launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
     else:
-        launcher = AgentLauncher(run, allocation, SrunAgents(run), container, cache(partial(_is_bound, slurm)))
-    return Supervisor(run, config, allocation, launcher, slurm, container, token)
+        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(_is_bound, slurm)))
+    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
 
 
 def _is_bound(slurm: SlurmCommands) -> bool:

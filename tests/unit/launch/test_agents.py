@@ -17,7 +17,9 @@ from tests.unit.launch.test_steps import await_true, gone
 from toolkit import rundir
 from toolkit.agent.link import Link
 from toolkit.launch import agent_links
-from toolkit.launch.agents import AgentLauncher, LocalAgent
+from toolkit.launch.agent_launcher import AgentLauncher
+from toolkit.launch.agent_starters import LocalAgent
+from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import LaunchFailed, RankEnded, Step, StepEnded
 from toolkit.launch.store import Report, StoreHostEnded
@@ -44,7 +46,9 @@ class Site:
         self.run = rundir.create("agents", folder)
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.allocation = Allocation(("here",), (ranks,), 1)
-        self.launcher = AgentLauncher(self.run, self.allocation, LocalAgent(self.run), Shell(store))  # type: ignore[arg-type]
+        self.starter = LocalAgent(self.run)
+        self.agents = Agents(self.run, self.allocation, self.starter)
+        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, Shell(store))  # type: ignore[arg-type]
         self.attempt = 0
 
     def start(self, script: str, **environ: str) -> Step:
@@ -62,7 +66,7 @@ class Site:
 
     @property
     def agent(self) -> int:
-        (process,) = self.launcher._starter._processes  # type: ignore[attr-defined]
+        (process,) = self.starter._processes
         return int(process.pid)
 
     def log(self, rank: int) -> str:
@@ -75,7 +79,7 @@ def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path:
     assert site.next() == StepEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_a_rank_that_ends_badly_is_reported_before_the_others_have_ended(tmp_pat
     assert (ended.ranks, ended.host, ended.signal, ended.with_agent) == ((1,), "here", signal.SIGKILL, False)
     step.kill()
     assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
-    site.launcher.close()
+    site.agents.close()
 
 
 @pytest.mark.parametrize("apart", ["", "setsid "])
@@ -101,7 +105,7 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     assert site.next() == StepEnded(3)
     site.store.close(TIMEOUT_S)
     await_true(lambda: gone(int(note.read_text())))
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
     site.start("echo $WORD$GONE-$PPID", WORD="two")
     assert site.next() == StepEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> None:
@@ -128,7 +132,7 @@ def test_a_program_that_is_not_there_could_not_be_started(tmp_path: Path) -> Non
     assert failed.ranks == (0,)
     assert "no-such-program" in failed.why
     assert site.next() == StepEnded(1)
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     site.store.close(TIMEOUT_S)
     site.start("true")
     assert site.next() == StepEnded(0)
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +160,7 @@ def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkey
     assert {type(event) for event in happened} == {LaunchFailed, StepEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
     assert "agent.log" in failed.why
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> None:
@@ -165,7 +169,7 @@ def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> Non
     step.kill()
     assert site.next() == StepEnded(-signal.SIGKILL)
     assert not site.run.rank_log(1, 0).exists()
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_what_the_store_is_told_and_says_goes_through_and_it_ends_when_it_is_closed(tmp_path: Path) -> None:
@@ -176,14 +180,14 @@ def test_what_the_store_is_told_and_says_goes_through_and_it_ends_when_it_is_clo
     assert said == [{"ready": True, "port": 7}, {"propose": "stop", "by": "a test"}]
     site.store.close(TIMEOUT_S)
     assert site.events.get_nowait().content == {"last": 1}
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_a_store_that_ends_by_itself_is_reported(tmp_path: Path) -> None:
     site = Site(tmp_path, store=STORE.partition(";")[0] + "; exit 3")
     site.start("sleep 600")
     assert site.next() == StoreHostEnded(3)
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
@@ -192,7 +196,7 @@ def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)
     agent = site.agent
-    site.launcher.close()
+    site.agents.close()
     await_true(lambda: gone(agent) and gone(int(note.read_text())))
 
 
@@ -200,7 +204,7 @@ def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
 
 
 def call(site: Site) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", site.launcher._port), timeout=TIMEOUT_S)
+    return socket.create_connection(("127.0.0.1", site.agents._port), timeout=TIMEOUT_S)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -236,7 +240,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     assert all(is_closed(connection) for connection in (*strangers, *flood))
     step.kill()
     assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
-    site.launcher.close()
+    site.agents.close()
 
 
 def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
@@ -244,11 +248,11 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     site = Site(tmp_path)
     site.start("sleep 600")
     assert site.events.get(timeout=TIMEOUT_S).content["port"] == 7
-    (peer,) = site.launcher._links._peers.values()  # type: ignore[union-attr]
+    (peer,) = site.agents.links._peers.values()
     overheard = Link(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
     words = overheard.greeting + overheard.send({"is": "here", "host": "here"})
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
-    site.launcher.close()
+    site.agents.close()

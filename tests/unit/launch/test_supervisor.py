@@ -61,9 +61,6 @@ class Ranks:
     def start_store(self, *args: Any) -> Store:
         return Store()
 
-    def close(self) -> None:
-        pass
-
     def start(
         self,
         attempt: int,

@@ -48,12 +48,9 @@ def slurm() -> FakeSlurm:
 
 
 @pytest.fixture(autouse=True)
-def no_sentinels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts the sentinels that would be sent; and all nodes but ``dead`` answer."""
-    sent: list[str] = []
-    monkeypatch.setattr(supervisor.Sentinel, "post", lambda self: sent.append("sentinel"))
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes but ``dead`` answer."""
     monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
-    return sent
 
 
 class Preflight:
@@ -96,16 +93,13 @@ def loses_node2(ranks: Ranks) -> None:
     ranks.events.put(RankEnded(tuple(elsewhere), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
 
-def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(
-    run: RunDir, slurm: FakeSlurm, no_sentinels: list[str]
-) -> None:
+def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(run: RunDir, slurm: FakeSlurm) -> None:
     ranks = Ranks(loses_node2, completes)
     assert supervise(run, slurm, ranks, spare=1) == 0
     first, second = run.attempts()
     assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
     assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
     assert ranks.signals == [signal.SIGKILL]
-    assert no_sentinels == ["sentinel"]
 
 
 def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) -> None:
@@ -113,14 +107,11 @@ def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) 
     assert [line["world_size"] for line in run.attempts()] == [3, 2]
 
 
-def test_with_neither_the_job_is_requeued_without_the_node(
-    run: RunDir, slurm: FakeSlurm, no_sentinels: list[str]
-) -> None:
+def test_with_neither_the_job_is_requeued_without_the_node(run: RunDir, slurm: FakeSlurm) -> None:
     assert supervise(run, slurm, Ranks(loses_node2)) == 75
     (line,) = run.attempts()
     assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
     assert slurm.excluded == {"1": "node2"}
-    assert no_sentinels == []
 
 
 def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir, slurm: FakeSlurm) -> None:
@@ -149,7 +140,7 @@ def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slur
     assert slurm.excluded == {"1": "node2"}
 
 
-def test_what_the_sentinel_requeued_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
+def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlurm) -> None:
     """The batch host was cut off, is back, and finds that the job has been put back into the queue for it."""
 
     def was_cut_off(ranks: Ranks) -> None:

@@ -1,57 +1,42 @@
-"""The sentinel: it waits on a second node and requeues the job when the batch host is gone.
+"""Looking after the batch host from another node of the job, and requeueing the job when it is gone.
 
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
-host dies stays RUNNING for ever with nobody in it. It goes by three things: the supervisor's status file, which changes
-twice a second; whether the supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and
-it took Slurm two minutes to miss the job there); and the job's node list, which a dead node leaves when Slurm has
-noticed.
+host dies stays RUNNING for ever with nobody in it. An agent that has lost the supervisor, or hears nothing from it,
+starts this process. It goes by three things: the supervisor's status file, which changes twice a second; whether the
+supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and it took Slurm two minutes to
+miss the job there); and the job's node list, which a dead node leaves when Slurm has noticed.
 
-The supervisor starts it as an srun step of its own, and ends that srun, with no word to the step, as soon as the
-sentinel stands. A batch host that comes back just when Slurm has given it up has its processes killed, and an srun
-among them would take the sentinel's step with it (seen on 24.11: the job stayed RUNNING for ever). Instead of its srun
-a file says that the sentinel lives: it touches that at each look.
-
-A SIGTERM is no order to go either: Slurm sends one at the beginning of a preemption's grace. What is over ends the
-sentinel by its own state, and Slurm by SIGKILL after KillWait.
+A SIGTERM is no order to go: Slurm sends one at the beginning of a preemption's grace. What is over ends this process by
+its own state, and Slurm by SIGKILL after KillWait.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolkit import fsio, logs
+from toolkit import logs
 from toolkit.cluster import hostlist
-from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands, Step, srun_argv, step_environment
-from toolkit.cluster.network import listen, wildcard
+from toolkit.cluster.commands import JobRow, Slurm, SlurmCommands
 from toolkit.cluster.reachable import answers
 from toolkit.errors import SlurmError
 from toolkit.launch import ending, intent, nodes, patience
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.comeback import EXCLUDE_S, take_back, to_exclude
 from toolkit.launch.intent import Intent
-from toolkit.launch.srun import silence
-from toolkit.launch.steps import tethered
 from toolkit.rundir import RunDir
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 2.0
 #: A supervisor that has said nothing for so long is asked after.
-SILENT_S = 20.0
+SILENT_S = 6.0
 #: So many looks in a row at a batch host that does not answer mean that it is gone.
 LOOKS = 2
-#: A sentinel that has not touched its file for so long is replaced; NFS shows a change after up to 60 s.
-LOST_S = 180.0
-#: One that does not stand after so long will not.
-STANDS_WITHIN_S = 120.0
 ASK_SLURM_EVERY_S = 30.0
 #: Once we were told to end, looks come this often and each asks Slurm: KillWait may be 5 s.
 LAST_LOOKS_EVERY_S = 1.0
@@ -63,13 +48,14 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Watched:
-    """The job start that the sentinel belongs to."""
+    """The job start whose batch host is looked after."""
 
     run: RunDir
     job_id: str
     restart_count: int
     batch_host: str
-    port: int  #: the supervisor's, see Presence
+    address: str  #: where its supervisor listens for the agents
+    port: int
     supervisor: int  #: its pid
     nodes: int  #: of the job, spare ones included
 
@@ -109,7 +95,7 @@ class Watch:
         if status.get("state") in OVER:
             raise Over(status["state"])
         if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
-            raise Over("another supervisor has taken over, with a sentinel of its own")
+            raise Over("another supervisor has taken over, with agents of its own")
         if status.get("updated") != self._updated:
             self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
         return self._silence() or self._slurms_word()
@@ -118,7 +104,8 @@ class Watch:
         if self._clock() - self._changed < SILENT_S:
             return None
         host = self._watched.batch_host
-        self._unanswered = 0 if self._answers(host, self._watched.port) else self._unanswered + 1
+        does_answer = self._answers(self._watched.address, self._watched.port)
+        self._unanswered = 0 if does_answer else self._unanswered + 1
         if self._unanswered < LOOKS:
             return None
         silent_s = self._clock() - self._changed
@@ -153,13 +140,11 @@ class Over(Exception):
     """There is nothing to watch any more."""
 
 
-def stand_watch(watched: Watched, slurm: SlurmCommands) -> None:
+def watch_batch_host(watched: Watched, slurm: SlurmCommands) -> None:
     """Look until the job is over or has been requeued, which ends this process as well."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD)
     watch = Watch(watched, slurm)
     while True:
-        with contextlib.suppress(OSError):  # a folder that is away: the supervisor has its own troubles then
-            sign_of_life(watched.run).touch(fsio.FILE_MODE)
         try:
             why = watch.look()
         except Over as over:
@@ -224,123 +209,19 @@ def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:
     return ending.Slurm.NODE_FAILED if is_lost and seen is ending.Slurm.CANCELLED else seen
 
 
-def sign_of_life(run: RunDir) -> Path:
-    """Touched by a sentinel at each look."""
-    return run.logs / "sentinel.alive"
-
-
-class Presence:
-    """A port that accepts connections for as long as this process lives."""
-
-    def __init__(self) -> None:
-        self._socket = listen(wildcard())
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):  # whoever asked has gone
-                self._socket.accept()[0].close()
-
-
-class Sentinel:
-    """The supervisor's side: a sentinel on some node that is not the batch host, for as long as there is one."""
-
-    def __init__(self, run: RunDir, allocation: Allocation, environ: Mapping[str, str]) -> None:
-        self._run = run
-        self._allocation = allocation
-        self._environ = environ
-        self._port = Presence().port
-        self._process: subprocess.Popen[str] | None = None
-        self._is_abandoned = False
-
-    def abandon(self) -> None:
-        """Let go of it without a word, and of an srun that still starts it: that would end the step of this number in
-        the job's next start, too."""
-        self._is_abandoned = True
-        if self._process is not None:
-            silence(self._process)
-
-    def post(self) -> None:
-        """Send it there; returns at once."""
-        threading.Thread(target=self._keep, daemon=True).start()
-
-    def _keep(self) -> None:
-        """Spares first, for they have nothing else to do."""
-        for host in reversed(self._allocation.hosts[1:]):
-            if self._is_abandoned:
-                return
-            words = self._send(host)
-            if words is None:
-                log.info("the sentinel stands on %s", host)
-                self._wait_until_lost()
-                words = f"no sign of life for {LOST_S:.0f} s"
-            if not self._is_abandoned:
-                log.warning("no sentinel on %s any more: %s", host, words)
-
-    def _send(self, host: str) -> str | None:
-        """Start it, and end its srun when it stands; else what srun said."""
-        sign = sign_of_life(self._run)
-        sign.unlink(missing_ok=True)
-        self._process = srun = subprocess.Popen(
-            self._argv(host),
-            env=self._step_environ(host),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + STANDS_WITHIN_S
-        while srun.poll() is None and not sign.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        stands = sign.exists()
-        silence(srun)
-        _, words = srun.communicate()
-        return None if stands else words.strip() or f"srun ended with {srun.returncode}"
-
-    def _wait_until_lost(self) -> None:
-        seen: float | None = None
-        since = time.monotonic()
-        while not self._is_abandoned and time.monotonic() - since < LOST_S:
-            with contextlib.suppress(OSError):
-                touched = sign_of_life(self._run).stat().st_mtime
-                if touched != seen:
-                    seen, since = touched, time.monotonic()
-            time.sleep(LOOK_EVERY_S)
-
-    def _argv(self, host: str) -> list[str]:
-        job = self._allocation
-        command = [sys.executable, "-P", "-m", "toolkit.launch.sentinel", str(self._run.path), str(job.job_id)]
-        command += [str(job.restart_count), job.hosts[0], str(self._port), str(os.getpid()), str(len(job.hosts))]
-        step = Step(
-            command=command,
-            hosts=[host],
-            cpus_per_task=1,
-            output=str(self._run.logs / "sentinel.log"),
-            name=f"{self._run.id}.sentinel",
-            overlap=True,
-        )
-        return tethered(srun_argv(step), signal.SIGTERM)  # the thread that starts it waits for it, as a tether must
-
-    def _step_environ(self, host: str) -> dict[str, str]:
-        path = self._run.logs / "sentinel.hostfile"
-        fsio.write_atomic(path, f"{host}\n", durable=False)
-        return {**step_environment(self._environ), "SLURM_HOSTFILE": str(path)}
+def command(run: RunDir, job: Allocation, address: str, port: int, supervisor: int) -> list[str]:
+    """Return what an agent starts; ``supervisor`` is the pid of the one that listens at ``address`` and ``port``."""
+    numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, supervisor, len(job.hosts)]
+    return [sys.executable, "-P", "-m", "toolkit.launch.batch_host_watch", str(run.path), *map(str, numbers)]
 
 
 def main() -> None:
-    """``python -m toolkit.launch.sentinel RUN_DIR JOB_ID RESTART_COUNT BATCH_HOST PORT SUPERVISOR NODES``"""
-    run_dir, job_id, restart_count, batch_host, *numbers = sys.argv[1:]
-    _write_own_log(RunDir(Path(run_dir)))
-    logs.setup("sentinel")
-    stand_watch(Watched(RunDir(Path(run_dir)), job_id, int(restart_count), batch_host, *map(int, numbers)), Slurm())
-
-
-def _write_own_log(run: RunDir) -> None:
-    """What goes through srun is lost with it."""
-    fd = fsio.open_private(run.logs / "sentinel.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, sys.stdout.fileno())
-    os.dup2(fd, sys.stderr.fileno())
+    """``python -m toolkit.launch.batch_host_watch RUN_DIR JOB_ID RESTARTS BATCH_HOST ADDRESS PORT SUPERVISOR NODES``"""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # agents ignore it, and what is ignored is not waited for
+    run_dir, job_id, restarts, batch_host, address, *numbers = sys.argv[1:]
+    logs.setup("batch host watch")
+    run = RunDir(Path(run_dir))
+    watch_batch_host(Watched(run, job_id, int(restarts), batch_host, address, *map(int, numbers)), Slurm())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""When the sentinel calls the batch host dead, and when not."""
+"""When the batch host counts as dead for another node, and when not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
-from toolkit.cluster.reachable import answers
-from toolkit.launch import ending, heir, nodes, sentinel
-from toolkit.launch.sentinel import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
+from toolkit.launch import batch_host_watch, ending, heir, nodes
+from toolkit.launch.batch_host_watch import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
 
 
@@ -29,7 +28,7 @@ class World:
         self.slurm.start(self.job, "node[1-2]")
         self.updated = 0.0
         self.speak()
-        watched = Watched(run, self.job, 0, "node1", 6818, supervisor=77, nodes=2)
+        watched = Watched(run, self.job, 0, "node1", "10.0.0.1", 6818, supervisor=77, nodes=2)
         self.watched = watched
         self.watch = Watch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
 
@@ -38,7 +37,7 @@ class World:
         self.run.write_status({"state": state, "updated": self.updated})
 
     def looks(self, seconds: float, *, speaking: bool) -> str | None:
-        """What the sentinel says within ``seconds``."""
+        """What is said within ``seconds``."""
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK_EVERY_S
@@ -92,7 +91,7 @@ def test_a_job_that_slurm_ends_because_its_batch_host_came_back_is_brought_back(
     world.slurm._set(job, node_list="node2", state="COMPLETING", reason="JobLaunchFailure")
     world.watch.hurry()
     assert "node list" in (world.watch.look() or "")
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.restarts == 1
@@ -148,16 +147,17 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
 import os, signal, threading
 from pathlib import Path
 from toolkit.cluster.fake import FakeSlurm
-from toolkit.launch import sentinel
+from toolkit.launch import batch_host_watch
 from toolkit.rundir import RunDir
 
 slurm = FakeSlurm()
 job = slurm.sbatch(["job.sh"])
 slurm.start(job, "node2")
-sentinel.LOOK_EVERY_S = 3600.0
+batch_host_watch.LOOK_EVERY_S = 3600.0
 threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
 run = RunDir(Path({str(world.run.path)!r}))
-sentinel.stand_watch(sentinel.Watched(run, job, 0, "node1", 1, supervisor=77, nodes=2), slurm)
+watched = batch_host_watch.Watched(run, job, 0, "node1", "127.0.0.1", 1, supervisor=77, nodes=2)
+batch_host_watch.watch_batch_host(watched, slurm)
 print(slurm.show_job(job).restarts)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE * 30)
@@ -167,7 +167,7 @@ print(slurm.show_job(job).restarts)
 def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world: World) -> None:
     world.slurm._set(world.slurm._one(world.job), excluded="node7")
     nodes.remember(world.run, "node1", "is gone")
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
@@ -176,7 +176,7 @@ def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world
 def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: World) -> None:
     """It ran on for ever with nobody in it: the requeue is refused, and its follow-up job waits for its end."""
     world.slurm._set(world.slurm._one(world.job), can_requeue=False)
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.state == "COMPLETING"
@@ -186,14 +186,14 @@ def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: W
 def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
     world.slurm._set(world.slurm._one(world.job), can_requeue=False)
     world.slurm.cancel(world.job)
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert not heir.takes_over(world.run, ending.how_slurm_sees_it(row, 0))
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:
     world.slurm.cancel(world.job)
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
@@ -207,18 +207,7 @@ def test_a_job_that_is_cancelled_just_before_the_requeue_stays_so(world: World) 
         requeue(job_id, if_running=if_running)
 
     world.slurm.requeue = cancelled_first  # type: ignore[method-assign]
-    sentinel.requeue(world.watched, world.slurm)
+    batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
-
-
-def test_a_supervisor_accepts_connections_for_as_long_as_it_lives() -> None:
-    code = "from toolkit.launch.sentinel import Presence; print(Presence().port, flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as supervisor:
-        assert supervisor.stdout is not None
-        port = int(supervisor.stdout.readline())
-        assert all(answers("127.0.0.1", port) for _ in range(300))  # more than any backlog
-        supervisor.kill()
-    assert not answers("127.0.0.1", port)

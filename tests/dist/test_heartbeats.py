@@ -1,0 +1,100 @@
+"""What agents and supervisor do when they do not hear each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.launch.test_agents import Site
+from tests.unit.launch.test_steps import await_true, gone
+from toolkit.agent.link import Link
+
+pytestmark = pytest.mark.dist
+
+
+class WatchingAgent:
+    """An agent of another node, which starts ``note PID_FILE`` to look after the batch host, and its supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.note = folder / "watching"
+        secret = secrets.token_bytes(32)
+        (folder / "key").write_bytes(secret)
+        listening = socket.create_server(("127.0.0.1", 0))
+        command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), "127.0.0.1"]
+        self.process = subprocess.Popen([*command, str(listening.getsockname()[1]), "node2"])
+        self.connection, self.link = listening.accept()[0], Link(secret, "supervisor")
+        self.connection.sendall(self.link.greeting)
+        script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
+        self.say(do="watch", command=["sh", "-c", script], turn=0)
+
+    def say(self, **message: Any) -> None:
+        self.connection.sendall(self.link.send(message))
+
+    def hear(self) -> list[str]:
+        """What it says next."""
+        messages, answer = self.link.receive(self.connection.recv(1 << 16))
+        self.connection.sendall(answer)
+        return [message["is"] for message in messages]
+
+    def watcher(self) -> int:
+        """The pid of what looks after the batch host, once it does."""
+        await_true(self.note.exists)
+        return int(self.note.read_text())
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[WatchingAgent]:
+    agent = WatchingAgent(tmp_path)
+    yield agent
+    agent.process.kill()
+    agent.process.wait()
+
+
+def test_an_agent_says_that_it_lives_and_leaves_the_batch_host_alone_while_the_supervisor_does(
+    agent: WatchingAgent,
+) -> None:
+    heard: list[str] = []
+    while heard.count("alive") < 5:
+        heard += agent.hear()
+        agent.say(do="alive")
+    assert not agent.note.exists()
+
+
+def test_a_silent_supervisors_host_is_looked_after_until_it_speaks_again(agent: WatchingAgent) -> None:
+    agent.hear()
+    watcher = agent.watcher()
+    agent.say(do="alive")
+    await_true(lambda: gone(watcher))
+    assert agent.process.poll() is None
+
+
+def test_an_agent_without_a_supervisor_ends_with_what_looks_after_the_batch_host(agent: WatchingAgent) -> None:
+    agent.hear()
+    agent.connection.close()
+    watcher = agent.watcher()
+    assert agent.process.poll() is None
+    os.kill(watcher, signal.SIGKILL)  # it failed: there is another
+    await_true(lambda: int(agent.note.read_text()) != watcher)
+    second = agent.watcher()
+    agent.process.kill()
+    await_true(lambda: gone(second))
+
+
+def test_a_silent_agent_is_known_by_its_host_until_it_speaks_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: bool(site.agents.links.hosts))
+    os.kill(site.agent, signal.SIGSTOP)
+    await_true(lambda: site.agents.silent_hosts == {"here"})
+    os.kill(site.agent, signal.SIGCONT)
+    await_true(lambda: not site.agents.silent_hosts)
+    site.agents.close()

@@ -1,0 +1,354 @@
+"""Starting the store and the ranks of every attempt through the agents of the job's nodes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from toolkit.agent.link import Message
+from toolkit.cluster import hostlist
+from toolkit.cluster.container import Container
+from toolkit.cluster.placement import Placement, rank_environment
+from toolkit.errors import EXIT_FAILED
+from toolkit.launch.agent_links import AgentLinks
+from toolkit.launch.agents import Agents
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import Events, LaunchFailed, RankEnded, Step, StepEnded, Store, signal_name
+from toolkit.launch.store import StoreHostEnded, hear
+from toolkit.rundir import RunDir
+
+#: How our own modules are started.
+MODULE = (sys.executable, "-P", "-m")
+#: A module that becomes a command of the user's: it gains nothing by a fork.
+FOREIGN_MODULE = "toolkit.launch.foreign"
+
+
+class AgentLauncher:
+    """Starts ranks through the agents of the job's nodes.
+
+    ``is_bound`` tells whether each rank gets CPUs of its own.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        agents: Agents,
+        container: Container | None = None,
+        is_bound: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._run, self._allocation, self._container = run, allocation, container
+        self._agents, self._is_bound = agents, is_bound
+        self._step: _AgentStep | None = None
+        self._store: _AgentStore | None = None
+        self._store_order: Message | None = None  #: that has not been sent
+        self._is_warm = False
+
+    # ------------------------------------------------------------------------------------------ for the supervisor
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> Store:
+        """See :class:`~toolkit.launch.steps.Launcher`."""
+        self._agents.open(environ, events, self)
+        links = self._agents.links
+        module = ["toolkit.dist.store_host", "--world-size", str(world_size), "--host", host]
+        command = self._container.command(module) if self._container else [*MODULE, *module]
+        process: Message = {"rank": None, "environ": {}, "log": str(self._run.attempt_logs(attempt) / "store.log")}
+        store = _AgentStore(attempt, self._allocation.hosts[0], events, links)
+        order = self._order(attempt, command, environ, [process])
+        links.call(lambda: self._begin_store(store, order))
+        return store
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> Step:
+        """See :class:`~toolkit.launch.steps.Launcher`."""
+        assert isinstance(store, _AgentStore)
+        links = self._agents.links
+        step = _AgentStep(attempt, allocation, events, links)
+        cpus = allocation.cpus_per_task if self._is_bound() else None
+        for node_rank, host in enumerate(allocation.hosts):
+            processes = [
+                {
+                    "rank": place.rank,
+                    "environ": {**rank_environment(place), **_slurm_environment(place, allocation)},
+                    "log": str(self._run.rank_log(attempt, place.rank)),
+                }
+                for place in _places(allocation, node_rank)
+            ]
+            step.orders[host] = self._order(attempt, command, environ, processes, cpus)
+        links.call(lambda: self._begin(step, store))
+        return step
+
+    def _order(
+        self,
+        attempt: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        processes: Sequence[Message],
+        cpus: int | None = None,
+    ) -> Message:
+        is_module = tuple(command[:3]) == MODULE and command[3] != FOREIGN_MODULE
+        changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
+        return {
+            "do": "start",
+            "attempt": attempt,
+            "module": list(command[3:]) if is_module else None,
+            "command": list(command),
+            "environ": changed,
+            "unset": [name for name in self._agents.environ if name not in environ],
+            "processes": processes,
+            "cpus_per_task": cpus,
+        }
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _begin_store(self, store: _AgentStore, order: Message) -> None:
+        self._store, self._store_order = store, order
+
+    def _begin(self, step: _AgentStep, store: _AgentStore) -> None:
+        is_first, self._step = self._step is None, step
+        self._is_warm = any(order["module"] is not None for order in step.orders.values())
+        self._agents.ensure({self._allocation.hosts[0], *step.hosts})
+        if is_first:  # the spares, apart: one of them may be why a step is refused
+            self._agents.ensure(self._allocation.hosts)
+        store.when_ready(lambda: self._set_port(step, store))
+        self._send_orders()
+
+    def _set_port(self, step: _AgentStep, store: _AgentStore) -> None:
+        for order in step.orders.values():
+            order["environ"]["MASTER_PORT"] = str(store.port)
+        step.may_begin = True
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        here, links = self._allocation.hosts[0], self._agents.links
+        if self._store is not None and self._store_order is not None and here in links.hosts:
+            if not self._store.is_closing:
+                links.send(here, self._store_order)
+            self._store_order = None
+        if self._step is not None and self._step.may_begin:
+            for host in self._step.orders.keys() & links.hosts:
+                links.send(host, self._step.orders.pop(host))
+
+    # what the agents tell
+
+    def agent_connected(self, host: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+        if self._is_warm:  # also a spare
+            self._agents.links.send(host, {"do": "warm"})
+        self._send_orders()
+
+    def agent_said(self, host: str, message: Message) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+        store, step = self._store, self._step
+        if message["is"] == "said":
+            if store is not None and message["attempt"] == store.attempt:
+                store.take(message["text"])
+        elif message["rank"] is None:
+            if store is not None and message["attempt"] == store.attempt:
+                store.end(message.get("code", EXIT_FAILED))
+        elif step is not None:
+            step.take(host, message)
+
+    def agent_ended(self, host: str, why: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+        if self._step is not None:
+            self._step.lose(host, why)
+        if host == self._allocation.hosts[0] and self._store is not None:
+            self._store.end(EXIT_FAILED)
+
+    def agent_missing(self, host: str, why: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+        if self._step is not None:
+            self._step.never_began(host, why)
+        if host == self._allocation.hosts[0] and self._store is not None:
+            self._store_order = None
+            self._store.end(EXIT_FAILED)
+
+
+class _AgentStore:
+    """The store of one attempt, on our own node."""
+
+    def __init__(self, attempt: int, host: str, events: Events, links: AgentLinks) -> None:
+        self.attempt = attempt
+        self.port: int | None = None
+        self.events, self._host, self._links = events, host, links
+        self._text = ""
+        self._on_ready: list[Callable[[], None]] = []
+        self.is_closing = False
+        self._is_over = threading.Event()
+
+    def propose(self, kind: str, by: str) -> None:
+        """See :class:`~toolkit.launch.store.Store`."""
+        text = json.dumps({"propose": kind, "by": by}) + "\n"
+        self._links.call(lambda: self.when_ready(lambda: self._tell(do="tell", text=text)))
+
+    def close(self, patience_s: float) -> None:
+        """See :class:`~toolkit.launch.store.Store`."""
+        self.is_closing = True
+        if self.port is not None:
+            self._tell(do="tell", text="")
+            self._is_over.wait(patience_s)
+        if not self._is_over.is_set():
+            self._tell(do="end_store")
+
+    def _tell(self, **order: str) -> None:
+        message = {**order, "attempt": self.attempt}
+        self._links.call(lambda: self._links.send(self._host, message))
+
+    # of the thread
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Call it as soon as the port is known."""
+        if self.port is not None:
+            call()
+        else:
+            self._on_ready.append(call)
+
+    def take(self, text: str) -> None:
+        """Take what the store has printed."""
+        *lines, self._text = (self._text + text).split("\n")
+        for line in lines:
+            content = hear(line, self.events)
+            if self.port is None and content is not None and "port" in content:
+                self.port = int(content["port"])
+                for call in self._on_ready:
+                    call()
+
+    def end(self, code: int) -> None:
+        """It has ended, or never will begin."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            if not self.is_closing:
+                self.events.put(StoreHostEnded(code or EXIT_FAILED))
+
+
+class _AgentStep:
+    """The ranks of one attempt. All but ``kill`` and ``abandon`` is called in the links' thread."""
+
+    def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
+        self._attempt, self._events, self._links = attempt, events, links
+        self._rank_hosts = allocation.rank_hosts
+        self._left = set(range(allocation.world_size))
+        self._exit_code = 0
+        self.hosts = allocation.hosts
+        self.orders: dict[str, Message] = {}  #: that have not been sent
+        self.may_begin = False
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """See :class:`~toolkit.launch.steps.Step`."""
+        self._links.call(lambda: self._kill(number))
+
+    def _kill(self, number: signal.Signals) -> None:
+        if number is signal.SIGKILL:
+            for host in list(self.orders):  # whose agents have not come yet
+                del self.orders[host]
+                self._end(self._ranks_on(host), -number)
+        for host in self.hosts:
+            self._links.send(host, {"do": "signal", "attempt": self._attempt, "number": int(number)})
+
+    def abandon(self) -> None:
+        """See :class:`~toolkit.launch.steps.Step`."""
+        self._links.call(self._abandon)
+
+    def _abandon(self) -> None:
+        hosts = {self._rank_hosts[rank] for rank in self._left}
+        self._end(list(self._left), EXIT_FAILED)
+        for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
+            self._links.drop(host, "its ranks were given up")
+
+    def _ranks_on(self, host: str) -> list[int]:
+        return [rank for rank in sorted(self._left) if self._rank_hosts[rank] == host]
+
+    def take(self, host: str, message: Message) -> None:
+        """Take what the agent of ``host`` says of this attempt's ranks."""
+        rank = message["rank"]
+        if message["attempt"] != self._attempt or rank not in self._left or self._rank_hosts[rank] != host:
+            return
+        if message["is"] == "not_started":
+            self._events.put(LaunchFailed((rank,), host, message["why"]))
+            self._end([rank], EXIT_FAILED)
+        elif message["is"] == "ended":
+            code = message["code"]
+            if code != 0:
+                self._events.put(_ended(rank, host, code, message["time"], out_of_memory=message["out_of_memory"]))
+            self._end([rank], code)
+
+    def lose(self, host: str, why: str) -> None:
+        """Its agent has ended, and its ranks with it."""
+        ranks = self._ranks_on(host)
+        if ranks:
+            how = f"killed by SIGKILL ({why})"
+            self._events.put(RankEnded(tuple(ranks), host, how, signal.SIGKILL, time.time(), with_agent=True))
+            self._end(ranks, -signal.SIGKILL)
+
+    def never_began(self, host: str, why: str) -> None:
+        """No agent stands there."""
+        if self.orders.pop(host, None) is not None:
+            ranks = self._ranks_on(host)
+            self._events.put(LaunchFailed(tuple(ranks), host, why))
+            self._end(ranks, EXIT_FAILED)
+
+    def _end(self, ranks: Sequence[int], code: int) -> None:
+        if not self._left:
+            return
+        self._exit_code = self._exit_code or code
+        self._left -= set(ranks)
+        if not self._left:
+            self._events.put(StepEnded(self._exit_code))
+
+
+def _ended(rank: int, host: str, code: int, when: float, *, out_of_memory: bool) -> RankEnded:
+    number = -code if code < 0 else None
+    how = f"killed by {signal_name(number)}" if number else f"exit code {code}"
+    if out_of_memory:
+        how = f"{how} (Out Of Memory)"
+    return RankEnded((rank,), host, how, number, when, None if number else code, out_of_memory)
+
+
+def _places(allocation: Allocation, node_rank: int) -> list[Placement]:
+    first = sum(allocation.tasks[:node_rank])
+    return [
+        Placement(
+            rank=first + local_rank,
+            world_size=allocation.world_size,
+            local_rank=local_rank,
+            local_world_size=allocation.tasks[node_rank],
+            node_rank=node_rank,
+            nodes=len(allocation.hosts),
+            host=allocation.hosts[node_rank],
+            launcher="supervisor",
+        )
+        for local_rank in range(allocation.tasks[node_rank])
+    ]
+
+
+def _slurm_environment(place: Placement, allocation: Allocation) -> dict[str, str]:
+    """What srun would tell a task of this attempt, for scripts that read it. From srun(1), output variables."""
+    if allocation.job_id is None:
+        return {}
+    first = place.rank - place.local_rank
+    counts = ",".join(map(str, allocation.tasks))
+    return {
+        "SLURM_PROCID": str(place.rank),
+        "SLURM_LOCALID": str(place.local_rank),
+        "SLURM_NODEID": str(place.node_rank),
+        "SLURM_GTIDS": ",".join(map(str, range(first, first + place.local_world_size))),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(place.world_size)),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), str(place.nodes)),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
+        "SLURM_STEP_NODELIST": hostlist.compress(allocation.hosts),
+        "SLURM_CPUS_PER_TASK": str(allocation.cpus_per_task),
+    }

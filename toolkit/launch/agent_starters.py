@@ -1,0 +1,135 @@
+"""How the agents of a job are started: on this machine, or by one srun step."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from toolkit.cluster.commands import Step as SrunPlan
+from toolkit.launch.agents import OnFailure
+from toolkit.launch.srun import Srun, SrunEvent
+from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, open_log, tethered
+from toolkit.rundir import RunDir
+
+#: Variables by which srun binds tasks to GPUs.
+GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")
+
+
+class LocalAgent:
+    """An agent on this machine, which dies with this process."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        hosts: Sequence[str],
+        secret_file: Path,
+        address: str,
+        port: int,
+        environ: Mapping[str, str],
+        on_failure: OnFailure,
+    ) -> None:
+        """See :class:`AgentStarter`."""
+        (host,) = hosts
+        log_path = self._run.logs / "agent.log"
+        with open_log(log_path) as output:
+            process = subprocess.Popen(
+                tethered(_command(secret_file, address, port, host), signal.SIGKILL),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+        def wait() -> None:
+            code = process.wait()
+            on_failure(hosts, f"its agent ended with exit code {code}: see {log_path}")
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def note_connected(self, host: str) -> None:
+        """See :class:`AgentStarter`."""
+
+    def close(self) -> None:
+        """See :class:`AgentStarter`."""
+        for process in self._processes:
+            process.kill()
+
+
+class SrunAgents:
+    """Agents as one step of our job, which has all that the job has on its nodes.
+
+    An srun is killed, without a word to its step, as soon as all its agents have connected. When a batch host comes
+    back just as Slurm has given it up, its slurmd ends what it has of the job. An srun there would take the step with
+    it, and nobody would be left to requeue the job (seen on 24.11: it stayed RUNNING for ever).
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
+
+    def start(
+        self,
+        hosts: Sequence[str],
+        secret_file: Path,
+        address: str,
+        port: int,
+        environ: Mapping[str, str],
+        on_failure: OnFailure,
+    ) -> None:
+        """See :class:`AgentStarter`."""
+        plan = SrunPlan(
+            command=_command(secret_file, address, port),
+            hosts=hosts,
+            cpus_per_task=None,
+            output=str(self._run.logs / "agent-%N.log"),
+            name=f"{self._run.id}.agents",
+            mpi="none",
+            extra=["--cpu-bind=none", "--no-kill"],
+            overlap=True,
+        )
+        # --gpu-bind is for tasks that are ranks: this one has all GPUs of its node, and its ranks choose by LOCAL_RANK
+        unbound = {name: value for name, value in environ.items() if not name.startswith(GPU_BINDINGS)}
+        srun = Srun(plan, unbound, self._run.logs / f"agents-{len(self._sruns)}.hosts")
+        self._sruns.append((srun, {*hosts}))
+        threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
+
+    def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
+        code = srun.wait(partial(self._take, hosts, on_failure))
+        on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
+
+    @staticmethod
+    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
+        match event:
+            case LaunchFailed():
+                on_failure(hosts if event.host is None else [event.host], event.why)
+            case RankEnded():
+                on_failure([event.host], f"its agent: {event.how}; see agent-{event.host}.log")
+            case NodeFailed(host):  # a dead node ends no connection
+                on_failure([host], "Slurm has given the node up")
+
+    def note_connected(self, host: str) -> None:
+        """See :class:`AgentStarter`."""
+        for srun, missing in self._sruns:
+            if host in missing:
+                missing.remove(host)
+                if not missing:
+                    srun.silence()
+
+    def close(self) -> None:
+        """See :class:`AgentStarter`. The agents themselves have left, and srun must not end a step by its number."""
+        for srun, _ in self._sruns:
+            srun.silence()
+
+
+def _command(secret_file: Path, address: str, port: int, *host: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "toolkit.agent.node", str(secret_file), address, str(port), *host]
