@@ -25,6 +25,7 @@ from pathlib import Path
 from tests.slurm.disturbances import WEIGHTS, act
 from tests.slurm.site import Site
 from tests.slurm.watched import REST_S, Cluster, Violation, Watched, say
+from tests.waiting import PATIENCE
 from toolkit import rundir
 
 #: 20 s of training: longer than a fault, and than the moments between two of them.
@@ -83,8 +84,8 @@ data: {{name: digits, global_batch_size: 64}}
 train: {{epochs: 1000, max_steps: {STEPS}, eval_every: 50, log_every: 10}}
 checkpoint: {{every_steps: 100}}
 """
-#: A person follows the advice that many times at the most.
-ADVICE = 6
+#: A person follows the advice that many times at the most, and tries to submit for so long.
+ADVICE, PERSISTS_S = 6, 120 * PATIENCE
 
 
 MOMENTS = (
@@ -127,7 +128,8 @@ def submit(it: Watched, project: Path) -> None:
     else:
         command = ["submit", "--executor=slurm", "trainer.yaml", f"name={it.name}", *overrides]
     it.note(f"$ toolkit {shlex.join(command)}")
-    for _ in range(20):  # the controller may be away, the disk full: then nothing is queued, and a person tries again
+    deadline = time.monotonic() + PERSISTS_S
+    while time.monotonic() < deadline:  # the controller may be away, the disk full: a person tries again
         box, user, env = it.cluster.site.box, it.cluster.site.user, {"TOOLKIT_RUNS": str(it.cluster.site.runs)}
         done = box.run(["toolkit", *command], cwd=project, env=env, timeout=300, check=False, user=user)
         it.note(f"  {done.returncode}: {(done.stdout + done.stderr).strip()[-700:]}")
