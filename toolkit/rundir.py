@@ -96,12 +96,13 @@ _ATTEMPT = Record(
         "decision": TEXT,
         "nodes": Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None),
         **dict.fromkeys(("job_id", "suspect", "line"), Null(TEXT)),
-        **dict.fromkeys(("world_size", "restart_count", "step_start", "step_end"), Null(COUNT)),
+        **dict.fromkeys(("world_size", "restart_count", "step_start", "step_end", "step_saved"), Null(COUNT)),
         **dict.fromkeys(("stop_asked", "submitted"), Null(TIME_TEXT)),
         "first_failure": Null(Record({"rank": OrNull(COUNT), "host": TEXT, "how": TEXT})),
         "lost_nodes": Maybe(ListOf(TEXT)),
         "slow_nodes": Maybe(ListOf(_STRAGGLER)),
         "lost_ranks": Maybe(MapOf(TEXT)),
+        "gained_s": Maybe(NUMBER),
         "goodput": Maybe(_SECONDS),
     }
 )

@@ -45,7 +45,13 @@ RANKS = {
 }
 #: config.validate asks the torch-free catalogue whether the data are there, and what an image's name means; rank 0
 #: holds config because all read it. rundir writes nodes as host lists, a notation that knows nothing of a cluster.
-ALLOWED_UP = {("config", "toolkit.data.catalog"), ("config", "toolkit.cluster"), ("rundir", "toolkit.cluster")}
+#: The supervisor asks the checkpoints' store, which is torch-free too, from which step a restart goes on.
+ALLOWED_UP = {
+    ("config", "toolkit.data.catalog"),
+    ("config", "toolkit.cluster"),
+    ("launch", "toolkit.checkpoint.store"),
+    ("rundir", "toolkit.cluster"),
+}
 
 
 @cache

@@ -87,9 +87,9 @@ class ClusterConfig:
 class RetryConfig:
     """How often the supervisor starts again what failed."""
 
-    max_failures: int = 4  #: restarts after failures
-    max_requeues: int = 100  #: times that the job goes back into the queue
-    no_progress_attempts: int = 2  #: attempts in a row that got no further, after which the run is given up
+    max_failures: int = 4  #: restarts after failures, since the run last gained more time than they cost; 0: none
+    max_requeues: int = 100  #: times that the job goes back into the queue without a new checkpoint in between
+    no_progress_attempts: int = 2  #: failures at one step, or time limits, without a new step: then it is given up
     allow_fewer_nodes: bool = False  #: go on with the nodes that are left
 
 

@@ -46,6 +46,8 @@ class Attempt:
     slurm: ending.Slurm = ending.Slurm.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
+    step_saved: int | None = None  #: the newest checkpoint when it had ended
+    gained_s: float = 0.0  #: see `goodput.gained_s`
 
     @cached_property
     def rank_hosts(self) -> list[str]:
@@ -92,6 +94,11 @@ class Attempt:
         lives."""
         expendable = set(self.progress.get("expendable") or ())
         return set(ranks) <= expendable and not expendable <= self.gone
+
+    @property
+    def lost_s(self) -> float:
+        """The time of an attempt that has ended in which nothing was gained."""
+        return max(0.0, self.ended - self.started - self.gained_s)
 
     @property
     def phase(self) -> str:

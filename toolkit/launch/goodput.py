@@ -62,6 +62,20 @@ def _share_made_again(first: int, last: int, best: int) -> float:
     return max(0, min(last, best) - first) / (last - first) if last > first else 0.0
 
 
+def gained_s(progress: Mapping[str, Any], saved: int, saved_before: int) -> float:
+    """Return the seconds of an attempt's loop that went into steps it saved and no attempt before had saved.
+
+    ``progress`` is rank 0's last report, which may be older than the checkpoint of step ``saved``, the newest after the
+    attempt. ``saved_before`` is the newest that there ever was before it. Evaluations and saves count by their steps.
+    """
+    first, last = progress.get("step_start"), max(progress.get("step") or 0, saved)
+    if first is None or last <= first:
+        return 0.0
+    gained = max(0, saved - max(first, saved_before))
+    loop_s = sum((progress.get("spent") or {}).values())
+    return float(loop_s * gained / (last - first))
+
+
 def of_run(attempts: Sequence[Mapping[str, Any]], submitted: float, now: float) -> Ledger:
     """The whole run's from ``submitted`` to ``now``, by the lines of attempts.jsonl. Of one without a ledger, as an
     older version wrote them, nothing is known."""

@@ -11,7 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from toolkit import logs
+from toolkit.checkpoint.store import newest_step
 from toolkit.cluster.commands import JobRow
+from toolkit.errors import CheckpointError
 from toolkit.launch import goodput
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
@@ -79,10 +81,32 @@ class Journal:
         """The attempts since the run was last started by a person: whoever resumes it has mended something."""
         history: list[Past] = []
         for line in self._lines:
-            history.append(Past(line["cause"], line["decision"], line["step_end"], line.get("suspect")))
+            gained_s = line.get("gained_s", 0.0)
+            past = Past(
+                line["cause"],
+                line["decision"],
+                line["step_end"],
+                line.get("suspect"),
+                step_start=line["step_start"],
+                step_saved=line.get("step_saved"),
+                gained_s=gained_s,
+                lost_s=max(0.0, moment(line["ended"]) - moment(line["started"]) - gained_s),
+            )
+            history.append(past)
             if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
                 history.clear()
         return history
+
+    def note_gain(self, attempt: Attempt) -> None:
+        """Note what an attempt that has ended leaves to the next one: the newest checkpoint, and what it was worth."""
+        try:
+            attempt.step_saved = newest_step(self._run.checkpoints)
+        except CheckpointError as error:
+            log.warning("what attempt %d gained is not known: %s", attempt.number, error)
+        saved_before = max((line.get("step_saved") or 0 for line in self._lines), default=0)
+        gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
+        # The ranks' clock says what was gained, ours how long the attempt was, and ours may have been set meanwhile.
+        attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
         first, slow = verdict.first_failure, attempt.progress.get("stragglers")
@@ -101,6 +125,8 @@ class Journal:
             "decision": verdict.decision,
             "step_start": attempt.progress.get("step_start"),
             "step_end": attempt.progress.get("step"),
+            "step_saved": attempt.step_saved,
+            "gained_s": round(attempt.gained_s, 3),
             "lost_nodes": sorted(attempt.lost_nodes),
             "suspect": verdict.suspect,
             **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),

@@ -255,6 +255,7 @@ class Supervisor:
         else:
             self._run_ranks(attempt)
         attempt.ended = time.time()
+        self._journal.note_gain(attempt)
         self._read_error_files(attempt)
         self._excuse_nodes(attempt)
         self._look_after_nodes(attempt)
@@ -643,6 +644,9 @@ class Supervisor:
             hang=attempt.hang,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
+            step_saved=attempt.step_saved,
+            gained_s=attempt.gained_s,
+            lost_s=attempt.lost_s,
             is_foreign=self._foreign,
             history=self._journal.history(),
             budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
@@ -724,6 +728,7 @@ class Supervisor:
             self._nodes.condemn(host, why)
         left = Attempt(number, started, plan, lost_nodes=lost, reports=reports, ended=ended)
         left.left_over = status
+        self._journal.note_gain(left)
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
 
     def _was_preempted(self, job_id: str | None) -> bool:

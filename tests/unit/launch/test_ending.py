@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from toolkit.cluster.commands import JobRow
+from toolkit.launch import goodput
 from toolkit.launch.ending import (
     Budgets,
     Cause,
@@ -218,16 +222,29 @@ def crashed(step_end: int | None) -> Past:
         ([crashed(150)], 150, Decision.RESTART),
         ([crashed(150), crashed(150)], 150, Decision.GIVE_UP),  # twice no further than the first time
         ([crashed(150), crashed(149)], 151, Decision.RESTART),
-        ([crashed(i) for i in range(1, 5)], 10, Decision.GIVE_UP),  # max_failures, although steps are gained
+        ([crashed(i) for i in range(1, 5)], 10, Decision.GIVE_UP),  # max_failures: new steps, but none was saved
         ([crashed(None), Past("preempted", "requeue", None)], None, Decision.GIVE_UP),  # a preemption changes nothing
         ([Past("preempted", "requeue", None)] * 9, None, Decision.RESTART),  # and does not count by itself
-        ([Past("node_failure", "requeue", 90), crashed(80)], 85, Decision.GIVE_UP),
+        ([Past("node_failure", "requeue", 90), crashed(85)], 85, Decision.GIVE_UP),
+        ([crashed(90), crashed(85)], 84, Decision.GIVE_UP),  # the last reports may differ by a step
+        ([crashed(90), crashed(80)], 85, Decision.RESTART),  # at different steps: this can be chance
+        ([crashed(90), crashed(85), Past("crashed", "restart", 80)], 85, Decision.GIVE_UP),
+        ([crashed(90), crashed(None)], None, Decision.RESTART),  # the run has been able to start
+        ([crashed(90), Past("timeout", "requeue", 70)], 60, Decision.GIVE_UP),
     ],
 )
 def test_failures_have_a_budget_and_so_have_attempts_without_progress(
     history: list[Past], step_end: int | None, decision: Decision
 ) -> None:
     assert judge(Facts(1, (RAISED,), step_end=step_end, history=history)).decision is decision
+
+
+def test_a_failure_in_the_first_step_after_a_checkpoint_is_at_the_step_of_the_checkpoint() -> None:
+    """There is no report of a step then, only of where the attempt began."""
+    again = replace(crashed(None), step_start=90)
+    facts = Facts(1, (RAISED,), step_start=90, history=[crashed(90), again])
+    assert judge(facts).decision is Decision.GIVE_UP
+    assert judge(replace(facts, step_start=None)).decision is Decision.RESTART
 
 
 def test_time_limits_are_free_while_steps_are_gained() -> None:
@@ -253,7 +270,18 @@ def test_requeues_have_a_budget() -> None:
     assert judge(replace(facts, budgets=Budgets(max_requeues=4))).decision is Decision.REQUEUE
     ending = judge(replace(facts, budgets=Budgets(max_requeues=3)))
     assert (ending.cause, ending.decision) == (Cause.PREEMPTED, Decision.GIVE_UP)
-    assert "retry.max_requeues" in ending.line
+    assert ending.line.endswith("given up after 3 requeues without a new checkpoint (retry.max_requeues: 3)")
+
+
+def test_requeues_are_free_while_steps_are_saved() -> None:
+    """However little it is: a run that is preempted often does not choose when."""
+    saved, in_vain = (Past("preempted", "requeue", 10, gained_s=gained_s, lost_s=300.0) for gained_s in (1.0, 0.0))
+    facts = replace(CLEAN, slurm=Slurm.PREEMPTED, budgets=Budgets(max_requeues=2), lost_s=300.0)
+    assert judge(replace(facts, history=[saved] * 200)).decision is Decision.REQUEUE
+    assert judge(replace(facts, history=[saved, in_vain, in_vain], gained_s=1.0)).decision is Decision.REQUEUE
+    assert judge(replace(facts, history=[in_vain, saved, in_vain])).decision is Decision.REQUEUE
+    assert judge(replace(facts, history=[saved, in_vain, in_vain])).decision is Decision.GIVE_UP
+    assert judge(replace(facts, budgets=Budgets(max_requeues=0), gained_s=1.0)).decision is Decision.GIVE_UP
 
 
 def test_whoever_was_killed_comes_before_those_who_lost_their_peer() -> None:
@@ -274,7 +302,8 @@ def test_the_rank_that_the_others_waited_for_is_the_first_failure_of_a_hang_what
     behind = RankFailure(13, "node07", "waiting for data, 212 s; 31 others in all_reduce", 9.0)
     ending = judge(Facts(137, (KILLED, RAISED), hang=behind))
     assert ending.first_failure is behind
-    assert ending.line == "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce; restart 1 of 4"
+    what = "rank 13 on node07: waiting for data, 212 s; 31 others in all_reduce"
+    assert ending.line == f"{what}; restart after failure 1 of 4"
     assert judge(Facts(137, (KILLED,), hang=behind, history=[crashed(None)] * 4)).cause is Cause.HANG
 
 
@@ -282,6 +311,151 @@ def test_ranks_that_were_not_needed_may_have_died_once_there_is_a_result() -> No
     assert has_completed(replace(DONE, exit_code=137, lost_ranks=True))
     assert not has_completed(replace(DONE, exit_code=137))
     assert not has_completed(Facts(137, lost_ranks=True))
+
+
+# ------------------------------------------------------------------------- failures count by the time that they cost
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
+#: An attempt that failed and left no new checkpoint, one that gained more than it lost, and one that gained less.
+VAIN = Past("crashed", "restart", 990, step_saved=900, lost_s=HOUR)
+RICH = Past("crashed", "restart", 1290, step_saved=1200, gained_s=10 * HOUR, lost_s=HOUR)
+POOR = Past("crashed", "restart", 1290, step_saved=1200, gained_s=MINUTE, lost_s=10 * MINUTE)
+
+
+def fail(history: list[Past], past: Past, budgets: Budgets = Budgets()) -> tuple[Decision, str]:  # noqa: B008  # a value
+    """The verdict on one more failure after ``history``."""
+    facts = Facts(
+        1,
+        (RAISED,),
+        step_end=past.step_end,
+        step_saved=past.step_saved,
+        gained_s=past.gained_s,
+        lost_s=past.lost_s,
+        history=history,
+        budgets=budgets,
+    )
+    ending = judge(facts)
+    return ending.decision, ending.line.removeprefix("rank 1 on node1: ValueError: boom; ")
+
+
+def at(step_end: int, past: Past = VAIN) -> Past:
+    return replace(past, step_end=step_end)
+
+
+def test_a_failure_is_free_if_the_attempt_gained_more_than_it_lost() -> None:
+    free = "restart from step 1200, free: the attempt gained more time than it lost"
+    assert fail([], RICH) == (Decision.RESTART, free)
+    assert fail([at(1000 + i, RICH) for i in range(50)], RICH) == (Decision.RESTART, free)
+    assert fail([], POOR)[1] == "restart after failure 1 of 4"
+    assert fail([at(1250 + 10 * i, POOR) for i in range(4)], POOR) == (
+        Decision.GIVE_UP,
+        "given up after 5 failures (retry.max_failures: 4)",
+    )
+
+
+def test_failures_that_cost_more_are_counted_since_the_run_made_up_for_them() -> None:
+    early = [at(980), at(985)]
+    assert fail([*early, RICH], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
+    assert fail([*early, RICH, at(1280)], at(1270))[1] == "restart after failure 2 of 4 since step 1200"
+    late = [at(1250 + 5 * i) for i in range(4)]
+    assert fail([*early, RICH, *late], at(1230)) == (
+        Decision.GIVE_UP,
+        "given up after 5 failures since step 1200 (retry.max_failures: 4)",
+    )
+
+
+def test_a_gain_that_does_not_make_up_for_the_failures_before_is_free_and_sets_nothing_back() -> None:
+    little = replace(RICH, gained_s=90 * MINUTE, lost_s=MINUTE)
+    history = [at(980), at(985), little]
+    assert fail(history[:2], little)[0] is Decision.RESTART
+    assert fail(history, at(1280))[1] == "restart after failure 3 of 4"
+    assert fail([*history, little], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
+
+
+def test_what_a_preempted_attempt_saved_pays_for_failures_and_what_it_lost_is_no_fault() -> None:
+    preempted = replace(RICH, cause="preempted", decision="requeue")
+    assert fail([at(980), preempted], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
+    in_vain = replace(VAIN, cause="preempted", decision="requeue", lost_s=DAY)
+    assert fail([at(980), in_vain, RICH], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
+
+
+def test_without_any_failure_allowed_none_is_free() -> None:
+    assert fail([], RICH, Budgets(max_failures=0)) == (Decision.GIVE_UP, "given up (retry.max_failures: 0)")
+
+
+def attempt_of(since: int, saved_before: int, life_s: float, start_up_s: float, step_s: float, every: int) -> Past:
+    """An attempt that starts from step ``since``, saves every ``every`` steps and is killed after ``life_s``."""
+    made = int(max(0.0, life_s - start_up_s) / step_s)
+    step_end = since + made if made else None
+    saved = max(saved_before, (since + made) // every * every)
+    report = {"step_start": since, "step": step_end, "spent": {"training": made * step_s}}
+    gained_s = goodput.gained_s(report, saved, saved_before)
+    place = {"step_start": None if life_s < start_up_s else since, "step_saved": saved}
+    return Past("crashed", "restart", step_end, **place, gained_s=gained_s, lost_s=life_s - gained_s)  # type: ignore[arg-type]
+
+
+def until_given_up(days: float, between_failures_s: float, dice: random.Random) -> float | None:
+    """Seconds until a job that fails at random, and saves each 30 min, is given up; None if it is not within ``days``.
+
+    It needs 5 min to start and makes a step in 10 s.
+    """
+    history: list[Past] = []
+    now_s, saved = 0.0, 0
+    while now_s < days * DAY:
+        life_s = dice.expovariate(1 / between_failures_s)
+        past = attempt_of(saved, saved, life_s, start_up_s=5 * MINUTE, step_s=10.0, every=180)
+        now_s, saved = now_s + life_s, past.step_saved or 0
+        facts = Facts(1, (RAISED,), step_start=past.step_start, step_end=past.step_end, step_saved=past.step_saved)
+        facts = replace(facts, gained_s=past.gained_s, lost_s=past.lost_s, history=history)
+        if judge(facts).decision is Decision.GIVE_UP:
+            return now_s
+        history.append(past)
+    return None
+
+
+def test_a_job_on_1000_nodes_is_not_given_up_for_the_failures_that_such_a_job_has() -> None:
+    """0.28 failures a day and 100 nodes; it was given up after 38 hours."""
+    between_failures_s = DAY / (0.28 * 10)
+    for seed in range(100):
+        assert until_given_up(30, between_failures_s, random.Random(seed)) is None, seed
+
+
+@pytest.mark.parametrize(
+    ("start_up_s", "life_s", "is_ended"),
+    [(10 * MINUTE, 10 * MINUTE + 1, True), (3.0, 33.0, False), (3.0, 6.5, True), (0.0, 30.0, False)],
+    ids=["one step for 10 minutes", "half a minute for 3 s", "as much lost as gained", "nothing lost"],
+)
+def test_a_job_that_crashes_again_and_again_goes_on_only_while_it_gains_more_than_it_loses(
+    start_up_s: float, life_s: float, is_ended: bool
+) -> None:
+    history: list[Past] = []
+    for _ in range(200):
+        since = history[-1].step_saved or 0 if history else 0
+        past = attempt_of(since, since, life_s, start_up_s, step_s=1.0, every=1 if is_ended else 10)
+        if fail(history, past)[0] is Decision.GIVE_UP:
+            break
+        history.append(past)
+    assert len(history) == (4 if is_ended else 200)
+
+
+LOST_AT_MOST_S = 100
+FAILURES = st.tuples(st.integers(0, 20) | st.just(0), st.integers(1, LOST_AT_MOST_S) | st.just(LOST_AT_MOST_S))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FAILURES, min_size=10, max_size=60), st.integers(1, 5))
+def test_whatever_the_pattern_failures_cost_no_more_than_was_gained_but_for_the_last_ones(
+    pattern: list[tuple[int, int]], max_failures: int
+) -> None:
+    history: list[Past] = []
+    for index, (gained_s, lost_s) in enumerate(pattern):
+        past = Past("crashed", "restart", 1 + index, step_saved=index, gained_s=gained_s, lost_s=lost_s)
+        decision, _ = fail(history, past, Budgets(max_failures=max_failures))
+        history.append(past)
+        gained, lost = sum(past.gained_s for past in history), sum(past.lost_s for past in history)
+        assert lost <= gained + (max_failures + 1) * LOST_AT_MOST_S
+        if decision is Decision.GIVE_UP:
+            return
 
 
 # ---------------------------------------------------------------------------------------------- nodes that are to blame
@@ -296,7 +470,8 @@ def test_a_node_that_cannot_start_ranks_is_unfit_unless_most_nodes_cannot() -> N
     assert unfit_nodes(replace(facts, failures=everywhere), HOSTS) == set()
     assert unfit_nodes(facts, ("node2",)) == set()
     line = judge(replace(facts, failures=everywhere)).line
-    assert line == "rank 1 on node2: could not be started: Slurmd could not connect IO; restart 1 of 4"
+    what = "rank 1 on node2: could not be started: Slurmd could not connect IO"
+    assert line == f"{what}; restart after failure 1 of 4"
 
 
 def test_no_node_is_unfit_in_a_job_that_ends_or_after_two_requeues_in_vain() -> None:
@@ -325,7 +500,7 @@ def test_an_attempt_for_which_a_node_is_condemned_is_no_fault_of_the_run() -> No
 
 def test_what_a_condemned_node_ended_before_counts_no_more() -> None:
     facts = Facts(1, (RAISED,), slurm=Slurm.RUNNING, history=blamed("node2"))
-    assert judge(facts).line.endswith("restart 1 of 4")
+    assert judge(facts).line.endswith("restart after failure 1 of 4")
     assert judge(replace(facts, history=[*blamed("node2"), crashed(None)])).decision is Decision.GIVE_UP
 
 

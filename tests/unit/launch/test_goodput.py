@@ -101,6 +101,29 @@ def test_replay_is_the_time_of_the_steps_that_were_made_again(
     assert ledger["data_wait"] == pytest.approx((count - again) * wait_s, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "saved", "saved_before", "gained_s"),
+    [
+        (None, None, 0, 0, 0.0),  # no step
+        (0, 100, 0, 0, 0.0),  # nothing saved
+        (0, 100, 80, 0, 80.0),
+        (0, 90, 100, 0, 100.0),  # the last report is older than the checkpoint
+        (50, 150, 120, 50, 70.0),
+        (50, 150, 120, 90, 30.0),  # went on from an older one, as the newest was damaged
+        (50, 150, 50, 90, 0.0),
+        (120, 220, 120, 0, 0.0),  # the first attempt after a resume
+        (100, 100, 100, 100, 0.0),
+        (100, None, 110, 100, 100.0),
+    ],
+)
+def test_what_an_attempt_gained_is_the_time_of_the_steps_that_it_was_the_first_to_save(
+    first: int | None, last: int | None, saved: int, saved_before: int, gained_s: float
+) -> None:
+    report = {"step_start": first, "step": last, "spent": spent(training=60.0, data_wait=30.0, checkpoint=10.0)}
+    assert goodput.gained_s(report, saved, saved_before) == pytest.approx(gained_s)
+    assert goodput.gained_s({**report, "spent": None}, saved, saved_before) == 0.0
+
+
 def test_an_attempt_that_never_made_a_step_was_start_up_to_its_end() -> None:
     ledger = of_attempt(Start(100.0, 100.0, 5.0, 107.0, 0), None, {}, 110.0)
     assert {part: seconds for part, seconds in ledger.items() if seconds} == {

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from toolkit import config as configs
 from toolkit import fsio, open_files, rundir, stacks
 from toolkit.cli import why
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError
-from toolkit.launch import hang, intent, patience, silence, submit, supervisor
+from toolkit.errors import CheckpointError, RequestError
+from toolkit.launch import hang, intent, journal, patience, silence, submit, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
@@ -307,6 +308,48 @@ def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> N
     assert [line["decision"] for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
 
 
+def saves(run: RunDir, step: int) -> None:
+    """Stand for a committed checkpoint."""
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+
+
+def test_failures_count_from_the_last_attempt_that_gained_more_than_it_lost(run: RunDir) -> None:
+    def gains(ranks: Ranks) -> None:
+        first = len(run.attempts()) * 100
+        saves(run, first + 100)
+        ranks.report(step=first + 110, step_start=first, spent={"training": 1e6})
+        ranks.events.put(ended(0))
+
+    def gains_nothing(ranks: Ranks) -> None:
+        ranks.report(step=305, step_start=300, spent={"training": 1e6})
+        ranks.events.put(ended(0))
+
+    def does_not_start(ranks: Ranks) -> None:
+        ranks.events.put(ended(0))
+
+    assert supervise(run, Ranks(gains, gains, gains, gains_nothing, does_not_start), max_failures=1) == 1
+    lines = run.attempts()
+    assert [line["step_saved"] for line in lines] == [100, 200, 300, 300, 300]
+    assert [line["gained_s"] > 0.0 for line in lines] == [True, True, True, False, False]
+    told = [line["line"].removeprefix("rank 0 on node2: killed by SIGKILL; ") for line in lines]
+    assert told[2] == "restart from step 300, free: the attempt gained more time than it lost"
+    assert told[3] == "restart after failure 1 of 1 since step 300"
+    assert told[4] == "given up after 2 failures since step 300 (retry.max_failures: 1)"
+
+
+def test_an_attempt_is_judged_although_its_checkpoints_cannot_be_listed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> int:
+        raise CheckpointError(f"listing {folder} failed (Stale file handle)")
+
+    monkeypatch.setattr(journal, "newest_step", fails)
+    assert supervise(run, Ranks(completes)) == 0
+    assert [(line["step_saved"], line["gained_s"]) for line in run.attempts()] == [(None, 0.0)]
+
+
 @pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
 def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state: str, again: bool) -> None:
     """Cancelled without a word of the user's may have been a preemption while nobody could say so."""
@@ -320,13 +363,15 @@ def test_a_job_that_slurm_restarts_after_its_end_does_nothing(run: RunDir, state
 
 @pytest.mark.parametrize(("stop", "cause"), [(None, "node_failure"), ("signal", "preempted")])
 def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | None, cause: str) -> None:
-    progress = {"step": 30, "step_start": 10}
+    progress = {"step": 30, "step_start": 10, "spent": {"training": 4.0}}
     place = {"nodes": ["a"], "tasks": [2]}
-    status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": stop, "progress": progress}
+    status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 9.0, "stop": stop, "progress": progress}
     run.write_status({**status, **place})
+    saves(run, 20)
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
     assert (first["cause"], first["step_end"], second["attempt"]) == (cause, 30, 2)
+    assert (first["step_saved"], first["gained_s"]) == (20, 2.0)
 
 
 def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
