@@ -43,15 +43,17 @@ class Average:
     def follow(self, made: Tensor | None) -> None:
         """After a step; ``made`` is 0 on the device where it was left out, and then nothing moves. None: all are."""
         averages, live = [*self.of.values()], [_wide(local(tensor)) for tensor in self.of]
-        kept = (1 + self._steps) / (10 + self._steps)
         if made is None:
-            assert not isinstance(kept, Tensor)
+            assert not isinstance(self._steps, Tensor)
+            kept = (1 + self._steps) / (10 + self._steps)
             torch._foreach_lerp_(averages, live, 1 - min(self._decay, kept))
             self._steps += 1
         else:
-            weight = made * (1 - (kept.clamp(max=self._decay) if isinstance(kept, Tensor) else min(self._decay, kept)))
+            # on the device also at the first step after a load: a number of Python's would be rounded otherwise
+            steps = torch.zeros_like(made) + self._steps
+            weight = made * (1 - ((1 + steps) / (10 + steps)).clamp(max=self._decay))
             torch._foreach_lerp_(averages, live, [weight.to(average.dtype) for average in averages])
-            self._steps = self._steps + made
+            self._steps = steps + made
 
     def show(self) -> None:
         """The model has the averages until :meth:`hide`; calling it twice is calling it once."""
