@@ -178,6 +178,25 @@ def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: S
     assert "node1" not in run.attempts()[0]["nodes"]
 
 
+# ------------------------------------------------------------------------------------------------- state in memory
+
+
+def test_with_state_in_memory_a_killed_rank_costs_a_step_and_a_dead_node_goes_back_to_the_disk(site: Site) -> None:
+    run = start(site, *SPARE, "checkpoint.memory_every_steps=1", "cluster.tasks_per_node=2")
+    ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
+    since = time.time()
+    os.kill(ranks[0], signal.SIGKILL)
+    print(f"first new step after {first_new_step(run, since):.1f} s")
+    reached(run, run.status()["progress"]["step"] + 50)
+    with killed(site, "node2"):
+        first, second, last = ended_as_undisturbed(site, run)
+    assert first["step_end"] - 2 <= second["step_start"] <= first["step_end"] + 2
+    assert (second["cause"], second["decision"]) == ("node_failure", "restart")
+    assert last["step_start"] % 20 == 0
+    assert "resuming from memory" in run.rank_log(2, 0).read_text()
+    assert "resuming from memory" not in run.rank_log(3, 0).read_text()
+
+
 # ----------------------------------------------------------------------------------------------------- a cut-off node
 
 

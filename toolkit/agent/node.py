@@ -43,6 +43,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 GONE_S = 120
 #: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
 TURN_S = 10.0
+#: Tells a rank where it may keep its state, see toolkit.checkpoint.memory.
+STATE_MEMORY = "TOOLKIT_STATE_MEMORY"
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
 
@@ -67,6 +69,7 @@ class Agent:
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: _Zygote | None = None
         self._heard = time.monotonic()  #: when the supervisor last said something, or was lost
+        self._memory: dict[int, tuple[int, int]] = {}  #: two files in memory for the state of each rank
         self._is_alone = False  #: the supervisor is lost for good
         self._watch_order: Message | None = None
         self._watcher: int | None = None  #: the pid of what looks after the batch host
@@ -191,12 +194,17 @@ class Agent:
             self._start(order)
 
     def _start(self, order: Message) -> None:
+        ranks = [process["rank"] for process in order["processes"] if process["rank"] is not None]
+        self._hold_memory(ranks)
         sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"])
         for process, own_cpus in zip(order["processes"], sets, strict=True):
             child = _Child(order["attempt"], process["rank"], _oom_kills())
             environ = {**os.environ, **order["environ"], **process["environ"]}
             for name in order["unset"]:
                 environ.pop(name, None)
+            if child.rank is not None:
+                held = (*self._memory[child.rank], *self._memory[ranks[0]])
+                environ[STATE_MEMORY] = ":".join(f"/proc/{os.getpid()}/fd/{file}" for file in held)
             files = [os.devnull, process["log"], process["log"]]
             theirs: list[int] = []
             if child.rank is None:
@@ -222,6 +230,18 @@ class Agent:
             self._children[pid] = child
             if child.stdout is not None:
                 self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
+
+    def _hold_memory(self, ranks: Sequence[int]) -> None:
+        """Hold two empty files in memory for each of ``ranks`` that has none; see toolkit.checkpoint.memory.
+
+        They cost nothing until a rank writes there. Those of ranks that are elsewhere now are given back.
+        """
+        for rank in self._memory.keys() - set(ranks) if ranks else ():
+            for file in self._memory.pop(rank):
+                os.close(file)
+        for rank in ranks:
+            if rank not in self._memory:
+                self._memory[rank] = (os.memfd_create(f"state-{rank}"), os.memfd_create(f"state-{rank}"))
 
     def _start_one(self, order: Order) -> int:
         if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:

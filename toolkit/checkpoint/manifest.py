@@ -50,6 +50,10 @@ class CorruptCheckpointError(CheckpointError):
     """The files are not what was written; an older checkpoint may still be good."""
 
 
+#: The folder of parts in memory: their files are numbers of descriptors of this process.
+IN_MEMORY = Path("/proc/self/fd")
+
+
 @dataclass(frozen=True)
 class Part:
     """A rectangle of a tensor, and the bytes `[start, start + size_bytes)` of `file` that hold it in C order."""
@@ -326,7 +330,8 @@ def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
 @contextmanager
 def open_part(folder: Path, part: Part) -> Iterator[FileIO]:
     """The part's file, positioned at its first byte. A symbolic link is refused: it could lead outside the folder."""
-    fd = os.open(folder / part.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    no_link = 0 if folder == IN_MEMORY else os.O_NOFOLLOW
+    fd = os.open(folder / part.file, os.O_RDONLY | no_link | os.O_CLOEXEC)
     with os.fdopen(fd, "rb", buffering=0) as file:
         file.seek(part.start)
         yield file

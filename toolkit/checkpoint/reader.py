@@ -104,35 +104,44 @@ class _Reader:
         """Verify and fill this rank's part of the checkpoint `name`."""
         path = self.store.named(name)
         manifest = self.store.manifest(path, sizes=self.rank == 0)
-        state = self.places(manifest) if callable(self.places) else self.places
-        problems = _differences(manifest, state, self.rank, self.world_size)
-        if problems:
-            raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
         if self.rank == 0 and (files := _library_files(manifest)):
             check_digests(path, replace(manifest, tensors=files))
-        self._fill_all(path, manifest, state)
-        values = {key: record.value for key, record in manifest.values.items() if key in state}
-        return Loaded(manifest.step, manifest.meta, values, path)
+        return fill_state(self.places, manifest, path, self.rank, self.world_size, self.store.moved)
 
-    def _fill_all(self, path: Path, manifest: Manifest, state: State) -> None:
-        """Several at once: reading and the digest leave the interpreter to the others. So many are in memory, too."""
-        there = manifest.tensors
-        wanted = {key: entry for key, entry in state.items() if key in there or not key.startswith(OPTIONAL)}
-        held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
-        with ThreadPoolExecutor(READERS) as pool:
-            fills = [pool.submit(_fill, *each, path, self._records(k, each[0], manifest)) for k, each in held.items()]
-            for fill in as_completed(fills):
-                try:
-                    fill.result()
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-                self.store.moved()
 
-    def _records(self, name: str, entry: Entry, manifest: Manifest) -> dict[str, TensorRecord]:
-        """What the tensor of `name` is filled from."""
-        sources = _sources(name, entry, manifest, self.rank, self.world_size)
-        return {source: manifest.tensors[source] for source in sources}
+def fill_state(
+    places: State | Callable[[Manifest], State],
+    manifest: Manifest,
+    path: Path,
+    rank: int,
+    world_size: int,
+    moved: Callable[[], None] = lambda: None,
+) -> Loaded:
+    """Fill one rank's `places` from what `manifest` says of the files in `path`, and verify it.
+
+    Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest is wrong.
+    """
+    state = places(manifest) if callable(places) else places
+    problems = _differences(manifest, state, rank, world_size)
+    if problems:
+        raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
+    there = manifest.tensors
+    wanted = {key: entry for key, entry in state.items() if key in there or not key.startswith(OPTIONAL)}
+    held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
+    with ThreadPoolExecutor(READERS) as pool:  # reading and the digest leave the interpreter to the others
+        fills = []
+        for name, (entry, live) in held.items():
+            records = {source: there[source] for source in _sources(name, entry, manifest, rank, world_size)}
+            fills.append(pool.submit(_fill, entry, live, path, records))
+        for fill in as_completed(fills):
+            try:
+                fill.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            moved()
+    values = {key: record.value for key, record in manifest.values.items() if key in state}
+    return Loaded(manifest.step, manifest.meta, values, path)
 
 
 def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:

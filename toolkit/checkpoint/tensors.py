@@ -26,14 +26,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def to_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     """The elements in C order. Of a contiguous CPU tensor it is the memory itself, so read it before the next step."""
-    _check_plain(name, tensor)
+    check_plain(name, tensor)
     if not tensor.numel():  # its strides may be such that torch refuses to see it as bytes
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def check_plain(name: str, tensor: torch.Tensor) -> None:
     """CheckpointError for what has no elements in C order on this rank, or another byte order."""
     if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.detach()) is not torch.Tensor:
         raise CheckpointError(

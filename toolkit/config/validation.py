@@ -326,6 +326,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "train.pruning.end_step": (1, _STEPS),
     "train.pruning.every_steps": (1, _STEPS),
     "checkpoint.every_min": (0.01, 366 * 24 * 60),
+    "checkpoint.memory_every_steps": (1, _STEPS),
     "checkpoint.keep": (0, _MANY),
     "checkpoint.keep_every": (1, _STEPS),
 }

@@ -140,6 +140,15 @@ class Lifecycle:
         self.throughput.pause()
         return True
 
+    def keep_in_memory(self) -> None:
+        """Copy the state after the steps done into the node's memory, where it may be saved."""
+        if self._loop.may_save(must=False):
+            self._activity.phase = activity.SAVING
+            with self.sheet.on("checkpoint"):
+                self.sink.flush()  # a restart from there logs nothing before it again
+                kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
+                self._checkpoints.keep_in_memory(self.step, kept)
+
     def figures(self) -> dict[str, float]:
         """Return what is logged of every loop: its speed, the attempt's number and where the time went."""
         return {

@@ -200,6 +200,8 @@ class Trainer:
                 self._hooks.on_epoch_end(self._epochs(self._step) - 1, self._life.metrics)
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._life.save(must=self._step == self._total)
+            elif self._checkpoints.is_due_in_memory(self._step):
+                self._life.keep_in_memory()
             self._life.boundary()
 
     def _train_step(self, share: int) -> None:

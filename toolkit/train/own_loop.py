@@ -330,6 +330,8 @@ class TrainingRun:
         if self._save_asked:
             self._save_asked = False
             life.save(must=False)
+        elif self._checkpoints.is_due_in_memory(life.step):
+            life.keep_in_memory()
         self._boundary()
 
     def _finish_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import time
@@ -20,10 +21,11 @@ from toolkit import activity, fsio, logs, trust
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, goes_on_with, value_of
 from toolkit.dist.collectives import gather_rows
@@ -145,6 +147,10 @@ class Checkpoints:
         self._loader: Stateful | None = None
         self._write_files: Callable[[Path], None] | None = None
         self._position = f"data/rank{session.rank}"
+        self._memory_every_steps = config.memory_every_steps
+        self._memory: Memory | None = None
+        if config.memory_every_steps is not None:
+            self._memory = Memory.of_this_rank(session.rank, session.world_size, session.attempt, os.environ)
         self.newest: int | None = None  #: the step of the newest checkpoint
         self._has_saved = False  #: in this attempt
         self._failed: list[str] = []  #: since the last good save
@@ -176,6 +182,16 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step`` steps."""
         return any(step % every == 0 for every in (self._every_steps, self._store.keep.every) if isinstance(every, int))
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Whether the state is to be kept in memory after ``step`` steps."""
+        every = self._memory_every_steps
+        return self._memory is not None and every is not None and step % every == 0
+
+    def keep_in_memory(self, step: int, reached: Mapping[str, Json]) -> None:
+        """Copy the state after ``step`` steps into the node's memory; every rank calls it. See :class:`Memory`."""
+        assert self._memory is not None
+        self._memory.write(step, self._state(), {**self._meta, **reached, "best": self._best})
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether the run is to be saved after an evaluation that gave ``metrics``, equal on all ranks: none before it
@@ -290,6 +306,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Give up what is still being written; after a training that has reached its end nothing is."""
+        if self._memory is not None:
+            self._memory.wait()
         if self._timer is not None:
             self._timer.cancel()
         if self._flight is not None:
@@ -342,7 +360,10 @@ class Checkpoints:
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
         self._session.activity.phase = activity.LOADING
-        loaded = self._load()
+        loaded = self._load_from_memory()
+        is_on_disk = loaded is None
+        if loaded is None:
+            loaded = self._load()
         if loaded is not None and loaded.skipped and self._copy_to is not None:
             loaded = self._load()  # the damaged ones are out of the way now, for their copies
         self._set_the_clock()
@@ -353,9 +374,18 @@ class Checkpoints:
             self._loader.restore(loaded.values[self._position])
         self._say_what_differs(loaded.meta)
         self._best = _number(loaded.meta.get("best"))
-        self.newest = loaded.step
-        if self._second is not None:
+        self.newest = loaded.step if is_on_disk else newest_step(self._store.folder)
+        if self._second is not None and is_on_disk:
             self._second.copy(loaded.path)
+        return loaded
+
+    def _load_from_memory(self) -> Loaded | None:
+        """What was kept before a restart inside the job, if it is newer than what is on disk."""
+        if self._memory is None:
+            return None
+        loaded = self._memory.load(self._places(), self._session.store, newest_step(self._store.folder))
+        if loaded is not None and self._session.is_main:
+            self._store.sweep()
         return loaded
 
     def roll_back(self, step: int, newest: int) -> int | None:

@@ -1,0 +1,45 @@
+"""Runs that keep their state in memory: killed in a step, they make only that step again, and every bit is the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_local_runs import ROOT, TOOLKIT, env
+
+pytestmark = pytest.mark.dist
+
+__all__ = ["env"]  # a fixture
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "digits_ddp",
+        "digits_local_sgd",
+        "digits_loop",
+        "digits_parameter_server",
+        "digits_steps",
+        "digits_topk",
+        "gan",
+        "gpt_diloco",
+        "gpt_fsdp",
+        "gpt_hsdp",
+        "gpt_pipeline",
+        "gpt_powersgd",
+        "gpt_tensor",
+    ],
+)
+def test_a_killed_run_goes_on_from_the_step_that_it_died_in(config: str, env: dict[str, str]) -> None:
+    check = ["resume-check", f"configs/{config}.yaml", "--steps", "24", "--at", "17", "--executor", "local", "--json"]
+    keys = ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=1000"]
+    done = subprocess.run([*TOOLKIT, *check, *keys], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)
+    assert found["identical"], found
+    assert found["resumed_from"] == 17
+    logs = Path(found["runs"][1]).glob("logs/attempt-*/rank-*.log")
+    assert any("resuming from memory, where step 17 is" in log.read_text() for log in logs)
