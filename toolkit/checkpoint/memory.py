@@ -190,23 +190,23 @@ class Memory:
             return None, [f"rank {self._rank}: {describe(error)}"]
 
     def _manifest(self, moment: Moment) -> Manifest:
-        tensors: dict[str, TensorRecord] = {}
+        """Describe what is held of ``moment``: all of our own files, and what is replicated of the first rank's."""
+        found: dict[str, TensorRecord] = {}
         values: dict[str, ValueRecord] = {}
         meta: Mapping[str, Any] = {}
-        for files in (self._first, self._own):
-            for file in files:
-                found = file.read() if file.moment() == moment else None
-                if found is not None:
-                    meta = found["about"]["meta"]
-                    tensors |= {n: file.placed(parse_tensor(record)) for n, record in found["tensors"].items()}
-                    values |= {n: parse_value(record) for n, record in found["about"]["values"].items()}
-        if files is self._own and self._first:  # the first rank's own values are not ours
-            tensors = {n: r for n, r in tensors.items() if r.kind == KINDS[Replicated] or self._is_own(r)}
-            values = {n: v for n, v in values.items() if v.kind == KINDS[Replicated] or v.rank == self._rank}
-        return Manifest(moment[1], self._world_size, {}, meta, {}, tensors, values)
-
-    def _is_own(self, record: TensorRecord) -> bool:
-        return any(record.parts[0].file == file.name for file in self._own)
+        for file in (*self._first, *self._own):
+            described = file.read()
+            if described is None or file.moment() != moment:
+                continue
+            meta = described["about"]["meta"]
+            kinds = KINDS.values() if file in self._own else [KINDS[Replicated]]
+            for name, fields in described["tensors"].items():
+                if fields["kind"] in kinds:
+                    found[name] = file.placed(parse_tensor(fields))
+            for name, fields in described["about"]["values"].items():
+                if fields["kind"] in kinds:
+                    values[name] = parse_value(fields)
+        return Manifest(moment[1], self._world_size, {}, meta, {}, found, values)
 
 
 class _File:
