@@ -190,10 +190,11 @@ def test_with_state_in_memory_a_killed_rank_costs_a_step_and_a_dead_node_goes_ba
     reached(run, run.status()["progress"]["step"] + 50)
     with killed(site, "node2"):
         first, second, last = ended_as_undisturbed(site, run)
-    assert first["step_end"] - 2 <= second["step_start"] <= first["step_end"] + 2
+    assert second["step_start"] >= first["step_end"] - 1  # the last report may be older than the last step
     assert (second["cause"], second["decision"]) == ("node_failure", "restart")
     assert last["step_start"] % 20 == 0
-    assert "resuming from memory" in run.rank_log(2, 0).read_text()
+    is_newer_on_disk = second["step_start"] % 20 == 0  # the rank died in the step after a save
+    assert ("resuming from memory" in run.rank_log(2, 0).read_text()) != is_newer_on_disk
     assert "resuming from memory" not in run.rank_log(3, 0).read_text()
 
 
