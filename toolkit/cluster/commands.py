@@ -248,9 +248,10 @@ class Slurm:
         return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
 
     def _mode_of_partition(self, job: JobRow) -> str | None:
-        text = self._run(["scontrol", "show", "partition", job.partition]) if job.partition else ""
-        match = re.search(r"\bPreemptMode=(\S+)", text)
-        return match[1] if match else None
+        """Those of all its partitions, of which a pending job may have several."""
+        names = filter(None, (job.partition or "").split(","))
+        text = "\n".join(self._run(["scontrol", "show", "partition", name]) for name in names)
+        return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
     def _mode_of_qos(self, job: JobRow) -> str | None:
         """None, for the cluster's, also where the accounting that knows the QOS cannot be asked from a node."""
@@ -427,7 +428,7 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
     "TOOLKIT_SUPERVISED",
     "TOOLKIT_LAUNCH_KEY",
     "TOOLKIT_SUPERVISE_RUN",
-    "TOOLKIT_PREDECESSOR",
+    "TOOLKIT_PREDECESSORS",
     "TOOLKIT_SUBMISSION",
 }
 

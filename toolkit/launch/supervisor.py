@@ -830,7 +830,7 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
     if error.errno not in patience.FULL:
         return False
     owner = ownership.read(run)
-    if owner is not None and owner.follow_up is not None:
+    if owner is not None and owner.follow_ups:
         return True
     allocation = Allocation.slurm(os.environ)
     if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:

@@ -603,7 +603,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
 
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:
-        claim.note_follow_up("2")
+        claim.note_follow_ups(["2"])
     monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
     monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
     monkeypatch.setattr(supervisor, "_build", full)
