@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from toolkit import logs
@@ -53,9 +54,12 @@ class Comeback:
         while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
             job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
             if job is None:
-                return
+                break
             self._follow_ups.append(job)
             claim.note_follow_ups(self._follow_ups)
+        if self._follow_ups and row.is_expedited:  # they wait for an end that a job in the queue never has
+            forbid_expedited_requeue(slurm, self._job_id)
+            self._row = replace(row, can_requeue=False)
 
     def requeue(self) -> ending.Slurm:
         """Have the run come back: REQUEUED if it does, CANCELLED if somebody has ended it meanwhile.
@@ -96,6 +100,17 @@ def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count:
     if intent.asked(run):
         return ending.Slurm.CANCELLED
     return ending.how_slurm_sees_it(slurm.show_job(job_id), restart_count)
+
+
+def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
+    """Let a job with ``--requeue=expedite`` end for good, whatever its exit code is. Others are left as they are."""
+
+    def forbid() -> None:
+        row = slurm.show_job(job_id)
+        if row is not None and row.is_expedited:
+            slurm.forbid_requeue(job_id)
+
+    patience.ask(forbid, f"job {job_id} may be held in the queue when it has ended", patience_s=0.0)
 
 
 def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:

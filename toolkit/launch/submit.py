@@ -29,6 +29,7 @@ from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import ConfigError, JobFailedError, RequestError, SlurmError
 from toolkit.launch import door, follow_up, intent, nodes, ownership, snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.comeback import forbid_expedited_requeue
 from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import write_ended
@@ -424,10 +425,25 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
             executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
-            executor.update_parameters(**slurm_parameters(config, run, token))
+            parameters = slurm_parameters(config, run, token)
+            if _may_expedite(config):
+                parameters["additional_parameters"]["requeue"] = "expedite"
+            executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
             raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
+
+
+def _may_expedite(config: JobConfig) -> bool:
+    """Whether Slurm can start the job again at once after a requeue, and before all others if it has lost a node."""
+    flags = {str(key).replace("_", "-") for key in config.cluster.extra}
+    if flags & {"requeue", "no-requeue"}:
+        return False
+    try:
+        return Slurm().expedites()
+    except SlurmError as error:
+        log.debug("Slurm does not say whether it expedites requeues: %s", error)
+        return False
 
 
 def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -> None:
@@ -443,6 +459,7 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -
     follower = follow_up.submit(run, slurm, _follow_up_script(run, config, owner.token, job_id), [job_id])
     if follower is None:
         return
+    forbid_expedited_requeue(slurm, job_id)  # the other waits for an end that a job in the queue never has
     try:
         fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id, follower]))
     except OSError as error:  # nobody would know of it, and the job submits one when it starts

@@ -42,7 +42,7 @@ from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silen
 from toolkit.launch.agents import AgentLauncher, LocalAgent, SrunAgents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.comeback import Comeback, how_it_stands, take_back
+from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.guard import guarded
@@ -791,6 +791,8 @@ def supervise(run_dir: str, where: str) -> None:
         _write_own_failure(run, error)
         code = EXIT_FAILED
     if code != EXIT_DONE:
+        if where == "slurm" and run.result() is not None:
+            forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
         raise SystemExit(code)
 
 

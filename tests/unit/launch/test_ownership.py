@@ -222,6 +222,16 @@ def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_
     assert comeback.requeue() is ending.Slurm.PREEMPTED  # and not after a minute of refusals
 
 
+def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:
+    """Slurm would put it back for its exit code, and they would wait for its end for ever."""
+    job = slurm.sbatch(["--requeue=expedite", "job.sh"])
+    slurm.start(job)
+    comeback = Comeback(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
+    comeback.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
+    slurm.finish(job, exit_code=1)
+    assert slurm.show_job(job).state == "FAILED"  # type: ignore[union-attr]
+
+
 # --------------------------------------------------------------------------------------------------- whose the run is
 
 
