@@ -243,7 +243,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     ours = site.job_of(run)
     first, second = ownership.jobs_of(run)[1:]
     assert {*site.run("squeue", "--noheader", "--format=%A").split()} == {ours, first, second}
-    for asked in ("ExcNodeList", "OverSubscribe", "NumNodes", "NumTasks", "TimeLimit", "MinMemoryNode"):
+    for asked in ("ExcNodeList", "OverSubscribe", "NumTasks", "TimeLimit", "MinMemoryNode"):
         assert {site.box.job(job).get(asked) for job in (first, second)} == {site.box.job(ours).get(asked)}
     intruder = site.preempt(seconds=600)
     attempts_of(run, 1)
