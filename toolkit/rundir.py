@@ -127,7 +127,7 @@ _OWNER = Record(
         "executor": Maybe(_EXECUTOR),
         "time": Maybe(MOMENT),
         "jobs": Maybe(ListOf(WORD)),
-        "follow_up": Maybe(OrNull(WORD)),
+        "follow_ups": Maybe(ListOf(WORD)),
     }
 )
 _SUBMISSION = Record(
@@ -135,6 +135,7 @@ _SUBMISSION = Record(
         "executor": _EXECUTOR,
         "token": Maybe(TEXT),
         "job_id": WORD,
+        "follow_ups": Maybe(ListOf(WORD)),
         "host": Maybe(TEXT),
         "time": Maybe(MOMENT),
     }

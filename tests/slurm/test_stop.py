@@ -160,7 +160,65 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_though_nobody_could
     assert (before["cause"], before["decision"], last["cause"]) == ("preempted", "requeue", "completed")
     assert (result["step"], before["job_id"]) == (300, first)
     assert last["job_id"] != first
-    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
+
+
+@contextlib.contextmanager
+def held_up(site: Site, words: str) -> Iterator[None]:
+    """Stop all processes with ``words`` in their command again and again, so that they get nothing done."""
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.wait(0.01):
+            for pid in [pid for pid, command in site.box.processes() if words in command]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=hold_up, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def preempted_at_its_start(site: Site, words: str) -> str:
+    """Preempt the next job that starts before its supervisor, known by ``words``, can do anything; its job id."""
+
+    def running() -> str:
+        return site.run("squeue", "--noheader", "--partition=cancel", "--states=RUNNING", "--format=%A").strip()
+
+    with held_up(site, words):
+        job = wait_for(running, START_S, "the start of a job")
+        site.preempt()
+        assert site.box.wait_job(job, 60)["JobState"] == "PREEMPTED"
+    return job
+
+
+def test_a_follow_up_job_that_is_preempted_at_its_start_is_followed_by_another(site: Site) -> None:
+    run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=300", "cluster.partition=cancel")
+    wait_for(lambda: run.step() >= 50, END_S, "step 50")
+    first = site.job_of(run)
+    site.preempt()
+    site.box.wait_job(first, 60)
+    second = preempted_at_its_start(site, "toolkit supervise")
+    completed(site, run)
+    jobs = [attempt["job_id"] for attempt in run.attempts()]
+    assert jobs[0] == first
+    assert second not in jobs  # it could do nothing
+    nothing_lost(run)
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
+
+
+def test_a_job_that_is_preempted_before_its_supervisor_is_up_is_followed_by_another(site: Site) -> None:
+    project = slow_project(site, 0.02)
+    with held_up(site, "submitit.core._submit"):
+        run = submit(site, project, "train.max_steps=300", "cluster.partition=cancel")
+        first = preempted_at_its_start(site, "submitit.core._submit")
+    completed(site, run)
+    assert first not in [attempt["job_id"] for attempt in run.attempts()]
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
 
 
 @pytest.mark.soak
@@ -183,35 +241,35 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     run = submit(site, slow_project(site, 0.02, 0.5), "train.max_steps=2000", *nodes, no_requeue=True)
     reached(run, 50)
     ours = site.job_of(run)
-    (heir,) = {*site.run("squeue", "--noheader", "--format=%A").split()} - {ours}
-    for asked in ("ExcNodeList", "OverSubscribe"):
-        assert site.box.job(heir)[asked] == site.box.job(ours)[asked]
+    first, second = ownership.jobs_of(run)[1:]
+    assert {*site.run("squeue", "--noheader", "--format=%A").split()} == {ours, first, second}
+    for asked in ("ExcNodeList", "OverSubscribe", "NumTasks", "TimeLimit", "MinMemoryNode"):
+        assert {site.box.job(job).get(asked) for job in (first, second)} == {site.box.job(ours).get(asked)}
     intruder = site.preempt(seconds=600)
     attempts_of(run, 1)
     site.box.wait_job(ours, 60)
     # the follow-up job waits: it is the run's job, and nobody may start another one
     status = site.run("toolkit", "status", run.id)
     assert "requeued (PENDING" in status
-    assert f"  {heir}  " in status
+    assert f"  {first}  " in status
     assert "it can be resumed when it has ended" in site.run("toolkit", "resume", run.id, check=False)
     site.box.run(["scancel", intruder])
     # it runs: it is the one that is told, twice
     wait_for(lambda: run.status().get("attempt") == 2 and run.step() >= 100, END_S, "step 100 of attempt 2")
-    assert site.job_of(run) == heir
+    assert site.job_of(run) == first
     assert "can be resumed when" in site.run("toolkit", "resume", run.id, check=False)
     for _ in range(2):
         site.run("toolkit", "stop", run.id)
     assert wait_for(run.result, 60, "a result")["state"] == "stopped"
-    assert [(a["cause"], a["job_id"]) for a in run.attempts()] == [("preempted", ours), ("stopped", heir)]
+    assert [(a["cause"], a["job_id"]) for a in run.attempts()] == [("preempted", ours), ("stopped", first)]
     nothing_lost(run)
-    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue: no heir of the heir")
+    wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
     # resumed, taken away again, and its follow-up job cancelled: the run says what to do
     site.run("toolkit", "resume", run.id)
     wait_for(lambda: run.status().get("attempt") == 3, END_S, "attempt 3")
     owner = ownership.read(run)
     assert owner is not None
-    assert owner.follow_up is not None
-    site.run("scancel", owner.follow_up)
+    site.run("scancel", owner.follow_ups[0])
     site.preempt(seconds=1)
     result = wait_for(run.result, END_S, "a result")
     assert result["state"] == "stopped"
@@ -221,7 +279,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     nothing_lost(run)
 
 
-def test_an_heir_never_revives_a_cancelled_job(site: Site) -> None:
+def test_a_follow_up_job_never_revives_a_cancelled_job(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=3000", no_requeue=True)
     reached(run, 50)
     site.run("scancel", site.job_of(run))

@@ -534,7 +534,8 @@ def _doctor(args: argparse.Namespace) -> int:
     config.job = configs.FOREIGN_JOB  # of which only the cluster is looked at
     configs.validate(config)
     report = doctor.examine(config, args.nodes)
-    print(show.as_json(doctor.as_dict(report)) if args.json else show.nodes_page(doctor.rows(report), report.summary()))
+    lines = [*report.summary(), *doctor.about_requeue()]
+    print(show.as_json(doctor.as_dict(report)) if args.json else show.nodes_page(doctor.rows(report), lines))
     return EXIT_DONE if report.is_fine else EXIT_FAILED
 
 

@@ -32,7 +32,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
     """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are quiet."""
     rows = [_row(run) for run in runs]
     asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
-    jobs = {row["run"]: [row["job_id"], *filter(None, [row["follow_up"]])] for row in asked if row["job_id"]}
+    jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
     answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
     for row in asked:
         if row["run"] in jobs:
@@ -67,7 +67,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "name": run.name,
         "state": state,
         "job_id": jobs[0] if jobs else status.get("job_id"),
-        "follow_up": jobs[1] if len(jobs) > 1 else None,
+        "follow_ups": jobs[1:],
         "asked": asked and asked.value,
         "executor": sent.get("executor") or ("slurm" if status.get("job_id") else "local"),
         "attempt": status.get("attempt", 0),

@@ -25,6 +25,8 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 #: programs retry for 60 s before they fail.
 TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
+#: The first version in which a job with ``--requeue=expedite`` that ends with exit code 0 is not held in the queue.
+EXPEDITES_SINCE = (25, 11, 3)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class JobRow:
     array_task_id: str | None = None
     restarts: int = 0
     can_requeue: bool = True
+    is_expedited: bool = False  #: see `SlurmCommands.forbid_requeue`
     submit_time: float | None = None
     start_time: float | None = None  #: while pending: Slurm's estimate
     end_time: float | None = None  #: while running: when the limit, or the grace of a preemption, ends it
@@ -91,6 +94,7 @@ class Settings:
     preempt_type: str = "preempt/none"
     preempt_mode: str = "OFF"  #: where neither a partition nor a QOS says another
     kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
+    expedites: bool = False  #: whether jobs may ask for ``--requeue=expedite``
 
 
 class SlurmCommands(Protocol):
@@ -126,6 +130,19 @@ class SlurmCommands(Protocol):
         A plain requeue also revives a job that somebody has cancelled and that is completing. With ``if_running`` such
         a job stays cancelled, and that is no error either: look at the job afterwards.
         """
+        ...
+
+    def forbid_requeue(self, job_id: str) -> None:
+        """Have Slurm never requeue the job from now on.
+
+        One with ``--requeue=expedite`` goes back into the queue, and is held there, also if its batch script ends with
+        an exit code other than 0 (``_set_job_requeue_exit_value`` in Slurm's job_mgr.c). One that may not be requeued
+        does not.
+        """
+        ...
+
+    def expedites(self) -> bool:
+        """Whether the site allows ``--requeue=expedite``, and sbatch knows it."""
         ...
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
@@ -206,6 +223,12 @@ class Slurm:
             if not error.says("Job is pending execution"):
                 raise
 
+    def forbid_requeue(self, job_id: str) -> None:
+        self._run(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+
+    def expedites(self) -> bool:
+        return self.settings().expedites and "--requeue[=expedite]" in self._run(["sbatch", "--help"])
+
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={node_list}"])
 
@@ -230,7 +253,7 @@ class Slurm:
 
     def settings(self) -> Settings:
         text = self._run(["scontrol", "show", "config"])
-        names = "SlurmdPort|KillWait|MpiDefault|TaskPlugin|PreemptType|PreemptMode"
+        names = "SlurmdPort|KillWait|MpiDefault|TaskPlugin|PreemptType|PreemptMode|SlurmctldParameters|SLURM_VERSION"
         found = dict(re.findall(rf"^({names})\s*=\s*(\S+)", text, re.MULTILINE))
         default = Settings()
         return Settings(
@@ -240,6 +263,8 @@ class Slurm:
             task_plugins=found.get("TaskPlugin", default.task_plugins),
             preempt_type=found.get("PreemptType", default.preempt_type),
             preempt_mode=found.get("PreemptMode", default.preempt_mode),
+            expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
+            and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,
         )
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
@@ -248,9 +273,10 @@ class Slurm:
         return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
 
     def _mode_of_partition(self, job: JobRow) -> str | None:
-        text = self._run(["scontrol", "show", "partition", job.partition]) if job.partition else ""
-        match = re.search(r"\bPreemptMode=(\S+)", text)
-        return match[1] if match else None
+        """Those of all its partitions, of which a pending job may have several."""
+        names = filter(None, (job.partition or "").split(","))
+        text = "\n".join(self._run(["scontrol", "show", "partition", name]) for name in names)
+        return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
     def _mode_of_qos(self, job: JobRow) -> str | None:
         """None, for the cluster's, also where the accounting that knows the QOS cannot be asked from a node."""
@@ -311,6 +337,10 @@ class Slurm:
         if environ is None:
             environ = _plain_environment(self._environ)
         return _run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
 #: Number and name of each step that `scontrol show step` tells of; a name of ours has no spaces.
@@ -427,7 +457,7 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
     "TOOLKIT_SUPERVISED",
     "TOOLKIT_LAUNCH_KEY",
     "TOOLKIT_SUPERVISE_RUN",
-    "TOOLKIT_PREDECESSOR",
+    "TOOLKIT_PREDECESSORS",
     "TOOLKIT_SUBMISSION",
 }
 
@@ -594,6 +624,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         array_task_id=fields.get("ArrayTaskId"),
         restarts=int(fields.get("Restarts", "0")),
         can_requeue=fields.get("Requeue", "1") != "0",
+        is_expedited=fields.get("ExpeditedRequeue") == "Yes",
         submit_time=parse_time(fields.get("SubmitTime")),
         start_time=parse_time(fields.get("StartTime")),
         end_time=parse_time(fields.get("EndTime")),

@@ -45,6 +45,7 @@ class FakeSlurm:
         self.is_up = True  #: False: no controller answers
         self.accounting = accounting
         self.preempt_mode = preempt_mode  #: "REQUEUE" or "CANCEL"
+        self.allows_expedite = False
         self.nodes_to_spare = 100  #: a job that excludes more could never start
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
@@ -91,6 +92,15 @@ class FakeSlurm:
                 raise SlurmError(f"Requested operation is presently disabled for job {job_id}")
             if phase(row.state) is not Phase.PENDING:
                 self._put_back(row)
+
+    def forbid_requeue(self, job_id: str) -> None:
+        self._contact()
+        for row in self._known(job_id):
+            self._set(row, can_requeue=False)
+
+    def expedites(self) -> bool:
+        self._contact()
+        return self.allows_expedite
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
         self._contact()
@@ -148,8 +158,13 @@ class FakeSlurm:
 
     def finish(self, job_id: str, exit_code: int = 0, signal: int = 0) -> None:
         """The batch script ends."""
+        row = self._running(job_id)
+        if row.is_expedited and row.can_requeue and exit_code:
+            self._put_back(row)
+            self._set(self._one(job_id), state="REQUEUE_HOLD", reason="JobHeldUser", exit_code=exit_code)
+            return
         state = "FAILED" if exit_code or signal else "COMPLETED"
-        self._set(self._running(job_id), state=state, end_time=self.now, exit_code=exit_code, exit_signal=signal)
+        self._set(row, state=state, end_time=self.now, exit_code=exit_code, exit_signal=signal)
 
     def preempt(self, job_id: str, grace_s: float = 0.0) -> None:
         """Another job wants the nodes: the state stays RUNNING while the grace lasts, EndTime shrinks."""
@@ -194,6 +209,7 @@ class FakeSlurm:
             array_job_id=array_job_id if index is not None else None,
             array_task_id=index,
             can_requeue="--no-requeue" not in options,
+            is_expedited=options.get("--requeue") == "expedite",
             submit_time=self.now,
             time_limit_s=_time_limit(options.get("--time", "")),
             options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
@@ -243,7 +259,7 @@ class FakeSlurm:
     def _put_back(self, row: JobRow) -> None:
         self._final.pop(row.job_id, None)
         self._steps.pop(row.job_id, None)
-        self._may_start[row.job_id] = self.now + REQUEUE_DELAY_S
+        self._may_start[row.job_id] = self.now + (0.0 if row.is_expedited else REQUEUE_DELAY_S)
         nothing = {"start_time": None, "end_time": None, "preempt_time": None, "batch_host": None, "node_list": ""}
         self._set(row, state="PENDING", reason="BeginTime", restarts=row.restarts + 1, **nothing)
 

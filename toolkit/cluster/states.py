@@ -29,6 +29,7 @@ _STATES: dict[str, tuple[str, Phase]] = {
     "RESV_DEL_HOLD": ("RD", Phase.PENDING),
     "SPECIAL_EXIT": ("SE", Phase.PENDING),
     # Flags of newer releases, not in the manual, on jobs that Slurm requeues or holds (``_launch_job_fail`` in slurmd).
+    "EXPEDITING": ("", Phase.PENDING),
     "LAUNCH_FAILED": ("", Phase.PENDING),
     "POWER_UP_NODE": ("", Phase.PENDING),
     "RECONFIG_FAIL": ("", Phase.PENDING),

@@ -11,9 +11,9 @@ from typing import Any
 from toolkit import logs, rundir
 from toolkit.cluster.checks import FIRST_NODE, Request
 from toolkit.cluster.checks.verdict import Report
-from toolkit.cluster.commands import submit_environment
+from toolkit.cluster.commands import Slurm, submit_environment
 from toolkit.config import JobConfig
-from toolkit.errors import RequestError
+from toolkit.errors import RequestError, SlurmError
 from toolkit.launch import preflight, submit
 from toolkit.launch.allocation import Allocation
 
@@ -72,6 +72,17 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     start = preflight.srun_job(options, submit_environment(environ))
     names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
     return preflight.examine(shared, names, request, start, preflight.LIMIT_S, trusted=None)
+
+
+def about_requeue() -> list[str]:
+    """One line where jobs that are requeued start again at once, with ``--requeue=expedite``."""
+    slurm = Slurm()
+    try:
+        expedites = slurm.available() and slurm.expedites()
+    except SlurmError:
+        expedites = False
+    line = "requeued jobs start again at once: Slurm allows --requeue=expedite here, and it is used"
+    return [line] if expedites else []
 
 
 def _folder() -> Path:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from toolkit import logs
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Settings, SlurmCommands
 from toolkit.errors import SlurmError, SlurmRefusedError
-from toolkit.launch import ending, intent, patience
+from toolkit.launch import ending, follow_up, intent, patience
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.heir import Heir, options_of_job
 from toolkit.launch.nodes import BadNode, Nodes
 from toolkit.launch.ownership import Claim
 from toolkit.rundir import RunDir
@@ -38,26 +38,28 @@ class Comeback:
         self._slurm = slurm
         self._nodes = nodes
         self._row: JobRow | None = None
-        self._heir: Heir | None = None
+        self._follow_ups: list[str] = []
 
     def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
-        """Submit the follow-up job where Slurm will not bring this one back: later there may be no time for it.
+        """Submit follow-up jobs where Slurm will not bring this one back: later there may be no time for it.
 
-        To be called when the job starts; ``row`` is None where Slurm does not answer. A job that was started again
-        keeps the follow-up job that it has.
+        To be called when the job starts; ``row`` is None where Slurm does not answer. Those that wait already are kept.
         """
-        self._row = row
-        slurm = self._slurm
-        heir = None if claim.follow_up is None else Heir(claim.follow_up, slurm)
-        if heir is not None and heir.still_waits():
-            self._heir = heir
-        elif row is not None and (not row.can_requeue or self._would_be_cancelled(row, settings)):
-            self._heir = Heir.submit(self._run, row, slurm, claim.token)
-            claim.note_follow_up(self._heir.job_id if self._heir is not None else None)
-
-    def _would_be_cancelled(self, row: JobRow, settings: Settings) -> bool:
-        cancels = partial(self._slurm.preemption_cancels, row, settings)
-        return bool(patience.ask(cancels, "Slurm does not say what a preemption does here", patience_s=0.0))
+        self._row, slurm = row, self._slurm
+        self._follow_ups = follow_up.still_waiting(claim.follow_ups, slurm)
+        if row is None:
+            return
+        ask = partial(follow_up.are_needed, row, settings, slurm)
+        needed = bool(patience.ask(ask, "Slurm does not say what a preemption does here", patience_s=0.0))
+        while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
+            job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
+            if job is None:
+                break
+            self._follow_ups.append(job)
+            claim.note_follow_ups(self._follow_ups)
+        if self._follow_ups and row.is_expedited:  # they wait for an end that a job in the queue never has
+            forbid_expedited_requeue(slurm, self._job_id)
+            self._row = replace(row, can_requeue=False)
 
     def requeue(self) -> ending.Slurm:
         """Have the run come back: REQUEUED if it does, CANCELLED if somebody has ended it meanwhile.
@@ -68,22 +70,20 @@ class Comeback:
         if seen is ending.Slurm.CANCELLED:
             self.dismiss()
             return seen
-        if self._heir is not None and not self._heir.still_waits():
-            log.warning("the follow-up job %s was cancelled", self._heir.job_id)
-            self._heir = None
-        if self._heir is None and self._row is not None and not self._row.can_requeue:
+        self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
+        if not self._follow_ups and self._row is not None and not self._row.can_requeue:
             return seen or ending.Slurm.UNKNOWN  # a requeue would be refused for as long as there is time
         has_time = seen is ending.Slurm.RUNNING  # else the job is ended within seconds
         excluded = self._to_exclude() if has_time else None
-        if self._heir is None:
+        if not self._follow_ups:
             seen = take_back(self._look, self._slurm, self._job_id)
             if seen is not ending.Slurm.REQUEUED:
                 return seen
         excluded = excluded if has_time else self._to_exclude()
         if excluded:  # refused while the job runs
-            next_job = self._job_id if self._heir is None else self._heir.job_id
-            exclude = partial(self._slurm.exclude_nodes, next_job, excluded)
-            patience.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+            for job in self._follow_ups or [self._job_id]:
+                exclude = partial(self._slurm.exclude_nodes, job, excluded)
+                patience.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
         return ending.Slurm.REQUEUED
 
     def _to_exclude(self) -> str | None:
@@ -92,8 +92,7 @@ class Comeback:
 
     def dismiss(self) -> None:
         """The run has ended: nobody has to come back."""
-        if self._heir is not None:
-            self._heir.dismiss()
+        follow_up.dismiss(self._follow_ups, self._slurm)
 
 
 def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.Slurm:
@@ -101,6 +100,17 @@ def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count:
     if intent.asked(run):
         return ending.Slurm.CANCELLED
     return ending.how_slurm_sees_it(slurm.show_job(job_id), restart_count)
+
+
+def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
+    """Let a job with ``--requeue=expedite`` end for good, whatever its exit code is. Others are left as they are."""
+
+    def forbid() -> None:
+        row = slurm.show_job(job_id)
+        if row is not None and row.is_expedited:
+            slurm.forbid_requeue(job_id)
+
+    patience.ask(forbid, f"job {job_id} may be held in the queue when it has ended", patience_s=0.0)
 
 
 def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:
@@ -137,7 +147,7 @@ def to_exclude(
     """The node list to keep the next start of our job off, with what the user excluded: as many bad nodes, the latest
     first, as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints).
     """
-    options = [o for o in options_of_job(environ, row, run) if not o.startswith("--exclude=")]
+    options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]
     others = {*hostlist.expand(row.excluded)} - {*bad}
     latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
     for count in range(len(latest), 0, -1):

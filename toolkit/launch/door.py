@@ -10,9 +10,9 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import logs, rundir
 from toolkit.cluster.commands import Slurm
-from toolkit.launch import heir, ownership, snapshot
+from toolkit.launch import ending, follow_up, ownership, snapshot
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE
+from toolkit.launch.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
 from toolkit.launch.prepare import new_run
 from toolkit.rundir import RunDir
 
@@ -48,15 +48,18 @@ def _become_supervisor(run: RunDir) -> None:
 
 
 def _is_wanted(run: RunDir) -> bool:
-    """Always, but for the heir of a job that does not need one."""
-    predecessor = os.environ.pop(PREDECESSOR_VARIABLE, None)
-    if predecessor is None:
+    """True, but for a follow-up job that is not needed. It ends the run if what ended the job before could not."""
+    told = os.environ.pop(PREDECESSORS_VARIABLE, None)
+    if told is None:
         return True
-    logs.setup("heir")
-    wanted = heir.takes_over(run, heir.fate_of(predecessor, Slurm()))
-    log.info("job %s %s", predecessor, "is continued here" if wanted else "needs no follow-up")
-    if not wanted:
-        heir.close(run, predecessor, os.environ.get(ownership.TOKEN_VARIABLE))
+    logs.setup("follow-up")
+    slurm, predecessors = Slurm(), told.split(":")
+    fates = follow_up.fates(run, predecessors, slurm)
+    wanted = follow_up.takes_over(run, fates)
+    log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
+    if not wanted and ending.Slurm.RUNNING not in fates:
+        token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
+        follow_up.close(run, predecessors[0], token, slurm, job_id)
     return wanted
 
 

@@ -44,7 +44,7 @@ class Owner:
     pid: int
     time: float
     jobs: tuple[str, ...] = ()
-    follow_up: str | None = None
+    follow_ups: tuple[str, ...] = ()
 
     @property
     def job_id(self) -> str | None:
@@ -64,14 +64,14 @@ def read(run: RunDir, damage: list[str] | None = None) -> Owner | None:
             pid=told["pid"],
             time=told["time"],
             jobs=tuple(told.get("jobs", ())),
-            follow_up=told.get("follow_up"),
+            follow_ups=tuple(told.get("follow_ups", ())),
         )
     except KeyError:
         return None
 
 
 def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
-    """Return the ids of the run's present job and of the follow-up job that waits for its end, as its files tell.
+    """Return the ids of the run's present job and of the follow-up jobs that wait for its end, as its files tell.
 
     The first may be known from the submission only, which has a file of its own: the job may start before it writes.
     """
@@ -79,9 +79,11 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     if owner is None:
         known = [(sent or run.status()).get("job_id")]
     elif owner.job_id is not None:
-        known = [owner.job_id, owner.follow_up]
+        known = [owner.job_id, *owner.follow_ups]
+    elif sent.get("token") == owner.token:
+        known = [sent.get("job_id"), *sent.get("follow_ups", ())]
     else:
-        known = [sent.get("job_id") if sent.get("token") == owner.token else None]
+        known = []
     return [str(job) for job in known if job is not None]
 
 
@@ -197,7 +199,7 @@ class Claim:
                     pid=os.getpid(),
                     time=time.time(),
                     jobs=jobs,
-                    follow_up=owner.follow_up if owner and owner.job_id == job_id else None,
+                    follow_ups=_follow_ups_of(run, job_id),
                 ),
             )
             try:
@@ -217,9 +219,9 @@ class Claim:
         return self._owner.token
 
     @property
-    def follow_up(self) -> str | None:
-        """The follow-up job, if one was submitted."""
-        return self._owner.follow_up
+    def follow_ups(self) -> tuple[str, ...]:
+        """The follow-up jobs that were submitted, in the order in which they start."""
+        return self._owner.follow_ups
 
     def renew(self) -> None:
         """Take the next number, for another attempt: what is left of the last one may write no more.
@@ -232,9 +234,9 @@ class Claim:
             raise Overtaken(f"run {self._run.id} has been taken over")
         self._write(replace(self._owner, number=number))
 
-    def note_follow_up(self, job_id: str | None) -> None:
-        """Write down which job waits to take over."""
-        self._write(replace(self._owner, follow_up=job_id))
+    def note_follow_ups(self, jobs: Sequence[str]) -> None:
+        """Write down which jobs wait to take over."""
+        self._write(replace(self._owner, follow_ups=tuple(jobs)))
 
     def holds(self) -> bool:
         """True while nobody has overtaken us. What an earlier owner has written too late is corrected."""
@@ -259,6 +261,12 @@ def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:
     return token == owner.token or (token is None and job_id is None)
 
 
+def _follow_ups_of(run: RunDir, job_id: str | None) -> tuple[str, ...]:
+    """Return the jobs that follow ``job_id``, which is the run's present job or one of those that follow it."""
+    jobs = jobs_of(run)
+    return tuple(jobs[jobs.index(job_id) + 1 :]) if job_id in jobs else ()
+
+
 def _describe(run: RunDir, owner: Owner) -> str:
     if owner.executor != "slurm":
         return f"a supervisor on {owner.host}"
@@ -271,11 +279,12 @@ def environment(owner: Owner) -> dict[str, str]:
     return {TOKEN_VARIABLE: owner.token}
 
 
-def as_note(owner: Owner, job_id: str) -> dict[str, Any]:
-    """Return what the submission writes down when the job's id is known."""
+def as_note(owner: Owner, jobs: Sequence[str]) -> dict[str, Any]:
+    """Return what the submission writes down when the ids of the job and of its follow-up jobs are known."""
     return {
         "executor": owner.executor,
-        "job_id": job_id,
+        "job_id": jobs[0],
+        "follow_ups": list(jobs[1:]),
         "host": owner.host,
         "time": owner.time,
         "token": owner.token,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from toolkit.cluster.container import PYXIS
 from toolkit.cluster.container import parse as parse_image
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.errors import ConfigError, JobFailedError, RequestError, SlurmError
-from toolkit.launch import door, intent, nodes, ownership, snapshot
+from toolkit.launch import door, follow_up, intent, nodes, ownership, snapshot
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.comeback import forbid_expedited_requeue
 from toolkit.launch.foreign import write_command
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import write_ended
@@ -135,8 +136,8 @@ class Run:
             self._write_ended(what)
 
     def _end_jobs(self, what: Intent) -> bool:
-        """Tell the run's jobs, the follow-up job first, which would start when the other has ended. True if no job is
-        left that could write a result."""
+        """Tell the run's jobs, the last follow-up job first: each would start when those before it have ended. True if
+        no job is left that could write a result."""
         slurm, jobs = Slurm(), self._jobs()
         answers = slurm.show_jobs(jobs) if jobs else {}
         for job in reversed(jobs):
@@ -179,8 +180,8 @@ class Run:
 
     def _last_owner(self) -> str:
         jobs = self._jobs()
-        follow_up = f", with its follow-up job {jobs[1]}," if len(jobs) > 1 else ""
-        return f"the job {jobs[0]}{follow_up}" if jobs else "its submission"
+        others = f", with its follow-up jobs {', '.join(jobs[1:])}," if len(jobs) > 1 else ""
+        return f"the job {jobs[0]}{others}" if jobs else "its submission"
 
     def is_over(self) -> bool:
         """Whether nobody can write this run's result any more; False where Slurm does not answer."""
@@ -404,13 +405,15 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
         os.umask(umask)
     sent = Run(run, executor, job_id)
     try:
-        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, job_id))
+        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id]))
     except OSError:
         if executor == "slurm":  # nobody would know that this job is the run's
             with suppress(SlurmError):
                 Slurm().cancel(job_id)
             raise
         log.warning("%s could not be written", run.submitit / "submission.json", exc_info=True)
+    if executor == "slurm":
+        _send_follow_up(run, config, owner, job_id)
     return sent
 
 
@@ -422,10 +425,57 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
             executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
-            executor.update_parameters(**slurm_parameters(config, run, token))
+            parameters = slurm_parameters(config, run, token)
+            if _may_expedite(config):
+                parameters["additional_parameters"]["requeue"] = "expedite"
+            executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
             raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
+
+
+def _may_expedite(config: JobConfig) -> bool:
+    """Whether Slurm can start the job again at once after a requeue, and before all others if it has lost a node."""
+    flags = {str(key).replace("_", "-") for key in config.cluster.extra}
+    if flags & {"requeue", "no-requeue"}:
+        return False
+    try:
+        return Slurm().expedites()
+    except SlurmError as error:
+        log.debug("Slurm does not say whether it expedites requeues: %s", error)
+        return False
+
+
+def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -> None:
+    """Submit a follow-up job where Slurm may end the job for good: it may do so before the job could submit one."""
+    slurm = Slurm()
+    try:
+        row = slurm.show_job(job_id)
+        if row is None or not follow_up.are_needed(row, slurm.settings(), slurm):
+            return
+    except SlurmError as error:
+        log.warning("whether a preemption cancels job %s is not known before it starts: %s", job_id, error)
+        return
+    follower = follow_up.submit(run, slurm, _follow_up_script(run, config, owner.token, job_id), [job_id])
+    if follower is None:
+        return
+    forbid_expedited_requeue(slurm, job_id)  # the other waits for an end that a job in the queue never has
+    try:
+        fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id, follower]))
+    except OSError as error:  # nobody would know of it, and the job submits one when it starts
+        log.warning("the follow-up job %s is given up: %s", follower, error)
+        follow_up.dismiss([follower], slurm)
+
+
+def _follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) -> str:
+    """The script of a job with what the config asks for, but for what is about one job's place in the queue."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    extra = {key: value for key, value in config.cluster.extra.items() if not follow_up.is_for_one_job(key)}
+    values = slurm_parameters(replace(config, cluster=replace(config.cluster, extra=extra)), run, token)
+    variables = follow_up.environment(run, [job_id])
+    values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return str(_make_sbatch_string(command=follow_up.command(run), folder=run.submitit, **values))
 
 
 def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:

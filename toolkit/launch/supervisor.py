@@ -44,7 +44,7 @@ from toolkit.launch.agent_starters import LocalAgent, SrunAgents
 from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.comeback import Comeback, how_it_stands, take_back
+from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.guard import guarded
@@ -781,6 +781,8 @@ def supervise(run_dir: str, where: str) -> None:
         _write_own_failure(run, error)
         code = EXIT_FAILED
     if code != EXIT_DONE:
+        if where == "slurm" and run.result() is not None:
+            forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
         raise SystemExit(code)
 
 
@@ -820,7 +822,7 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
     if error.errno not in patience.FULL:
         return False
     owner = ownership.read(run)
-    if owner is not None and owner.follow_up is not None:
+    if owner is not None and owner.follow_ups:
         return True
     allocation = Allocation.slurm(os.environ)
     if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:

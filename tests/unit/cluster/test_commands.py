@@ -433,3 +433,39 @@ def test_what_a_preemption_does_is_the_partitions_the_qoss_or_the_clusters_word(
     stubs.add("sacctmgr", stdout=f"{qos}\n", code=int(qos is None))
     (row,) = parse_jobs("JobId=1 JobName=wrap\n   Account=a QOS=high\n   Partition=gpu AllocNode:Sid=login:1\n")
     assert stubs.slurm().preemption_cancels(row, settings) is cancels
+
+
+# ------------------------------------------------------------------------------------------------- expedited requeue
+
+#: What `scontrol show config` and `sbatch --help` say (src/scontrol/info_config.c, src/sbatch/opt.c).
+CONFIG = "SlurmctldParameters     = {}\nSLURM_CONF              = /etc/slurm.conf\nSLURM_VERSION           = {}\n"
+HELP = "      --reboot               reboot compute nodes before starting job\n{}\n"
+NEW, OLD = "      --requeue[=expedite]   if set, permit", "      --requeue              if set, permit"
+ALLOWED = "idle_on_node_suspend,enable_expedited_requeue"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "version", "line", "expedites"),
+    [
+        (ALLOWED, "25.11.3", NEW, True),
+        (ALLOWED, "26.05.0-rc1", NEW, True),
+        (ALLOWED, "25.11.2", NEW, False),  # there a job that ends well is held, too
+        (ALLOWED, "26.05.1", OLD, False),  # the login node has older programs
+        ("(null)", "26.05.1", NEW, False),
+    ],
+)
+def test_a_requeue_is_expedited_where_the_site_allows_it_and_sbatch_knows_it(
+    stubs: Stubs, parameters: str, version: str, line: str, expedites: bool
+) -> None:
+    stubs.add("scontrol", stdout=CONFIG.format(parameters, version))
+    stubs.add("sbatch", stdout=HELP.format(line))
+    assert stubs.slurm().expedites() is expedites
+
+
+def test_a_job_that_asks_for_an_expedited_requeue_says_so(stubs: Stubs) -> None:
+    shown = "JobId=1 JobName=wrap\n   JobState=RUNNING\n   Requeue=1 Restarts=0\n   ExpeditedRequeue=Yes\n"
+    assert parse_jobs(shown)[0].is_expedited
+    assert not parse_jobs(RUNNING)[0].is_expedited
+    stubs.add("scontrol")
+    stubs.slurm().forbid_requeue("7")
+    assert stubs.calls("scontrol") == ["update JobId=7 Requeue=0"]

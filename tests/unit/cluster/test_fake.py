@@ -165,3 +165,17 @@ def test_a_controller_that_is_down_answers_nothing(slurm: FakeSlurm) -> None:
     assert not slurm.available()
     with pytest.raises(SlurmError, match="Unable to contact"):
         slurm.show_job(job)
+
+
+def test_a_job_that_asks_for_an_expedited_requeue_starts_again_at_once_and_is_held_if_it_fails(
+    slurm: FakeSlurm,
+) -> None:
+    job = running(slurm, "--requeue=expedite")
+    slurm.requeue(job)
+    slurm.start(job)
+    slurm.finish(job, exit_code=1)
+    assert (shown(slurm, job).state, shown(slurm, job).restarts) == ("REQUEUE_HOLD", 2)
+    job = running(slurm, "--requeue=expedite")
+    slurm.forbid_requeue(job)
+    slurm.finish(job, exit_code=1)
+    assert shown(slurm, job).state == "FAILED"

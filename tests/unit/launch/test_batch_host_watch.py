@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
-from toolkit.launch import batch_host_watch, ending, heir, nodes
+from toolkit.launch import batch_host_watch, ending, follow_up, nodes
 from toolkit.launch.batch_host_watch import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
 
@@ -180,7 +180,7 @@ def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: W
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.state == "COMPLETING"
-    assert heir.takes_over(world.run, ending.how_slurm_sees_it(row, 0))
+    assert follow_up.takes_over(world.run, [ending.how_slurm_sees_it(row, 0)])
 
 
 def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
@@ -188,7 +188,7 @@ def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: Wo
     world.slurm.cancel(world.job)
     batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
-    assert not heir.takes_over(world.run, ending.how_slurm_sees_it(row, 0))
+    assert not follow_up.takes_over(world.run, [ending.how_slurm_sees_it(row, 0)])
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:

@@ -15,8 +15,10 @@ from toolkit import fsio, rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, RequestError
-from toolkit.launch import door, prepare, supervisor
-from toolkit.launch.heir import PREDECESSOR_VARIABLE, RUN_VARIABLE
+from toolkit.launch import door, ownership, prepare, supervisor
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
+from toolkit.launch.ownership import Claim
 from toolkit.rundir import RunDir
 
 JOB = {
@@ -200,7 +202,7 @@ def test_a_foreign_script_has_no_copy_to_run_from_and_is_supervised_right_here(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_an_heir_supervises_only_if_its_predecessor_was_taken_away(
+def test_a_follow_up_job_supervises_only_if_its_predecessor_was_taken_away(
     supervised: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     slurm = FakeSlurm()
@@ -213,7 +215,27 @@ def test_an_heir_supervises_only_if_its_predecessor_was_taken_away(
     monkeypatch.setattr(door, "Slurm", lambda: slurm)
     run = earlier_run("box-41")
     fsio.make_dir(run.logs)
-    os.environ.update({RUN_VARIABLE: str(run.path), PREDECESSOR_VARIABLE: predecessor})
+    os.environ.update({RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: predecessor})
     door.supervise(str(run.config), [])
     assert supervised == ([(str(run.path), "slurm")] if wanted else [])
-    assert PREDECESSOR_VARIABLE not in os.environ
+    assert PREDECESSORS_VARIABLE not in os.environ
+
+
+def test_a_follow_up_job_of_a_run_that_another_job_has_meanwhile_writes_nothing(
+    supervised: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm()
+    jobs = [slurm.sbatch(["--no-requeue", "job.sh"]) for _ in range(2)]
+    for job in jobs:
+        slurm.start(job)
+    slurm.fail_node(jobs[0])
+    monkeypatch.setattr(door, "Slurm", lambda: slurm)
+    run = earlier_run("box-41")
+    fsio.make_dir(run.logs)
+    claim = Claim.of_job(run, Allocation(("node1",), (1,), 1, job_id=jobs[1]), "token")
+    os.environ.update({RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: jobs[0]})
+    os.environ[ownership.TOKEN_VARIABLE] = "token"
+    door.supervise(str(run.config), [])
+    assert supervised == []
+    assert run.result() is None
+    assert claim.holds()

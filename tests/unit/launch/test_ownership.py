@@ -52,7 +52,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> RunDir:
-    """A run whose job 1 waits in the queue."""
+    """A run whose job 1 waits in the queue, and behind it its follow-up job 2."""
     folder = tmp_path / "project"
     (folder / "ownjobs").mkdir(parents=True)
     (folder / "ownjobs/__init__.py").touch()
@@ -74,7 +74,7 @@ def token_of(run: RunDir) -> str:
 
 
 def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
-    """The job starts, its supervisor takes the run and submits the follow-up job."""
+    """The job starts, its supervisor takes the run and submits the second follow-up job."""
     slurm.start(job)
     claim = Claim.of_job(run, allocation(job), token_of(run))
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
@@ -84,7 +84,7 @@ def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
 
 
 def preempted(run: RunDir, slurm: FakeSlurm) -> None:
-    """Job 1 has run and was taken away; its follow-up job 2 waits."""
+    """Job 1 has run and was taken away; its follow-up jobs 2 and 3 wait."""
     start(run, slurm, "1")
     slurm.preempt("1")
     slurm.advance(1)
@@ -116,7 +116,7 @@ def test_a_run_whose_follow_up_job_waits_or_runs_is_not_submitted_a_second_time(
     start(run, slurm, "2")
     with pytest.raises(RequestError, match=ended):
         submit.resume(run)
-    assert sorted(slurm.submitted) == ["1", "2", "3"]  # 3 follows 2
+    assert sorted(slurm.submitted) == ["1", "2", "3", "4"]  # 3 follows 2, and 4 both
 
 
 @pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("cancel", "cancelled")])
@@ -126,7 +126,7 @@ def test_what_waits_is_ended_with_its_follow_up_job_and_has_a_result(
     preempted(run, slurm)
     assert main([how, run.id]) == EXIT_DONE
     assert (run.result() or {})["state"] == state
-    assert slurm.show_job("2").state == "CANCELLED"  # type: ignore[union-attr]
+    assert [slurm.show_job(job).state for job in "23"] == ["CANCELLED"] * 2  # type: ignore[union-attr]
 
 
 def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: FakeSlurm) -> None:
@@ -134,25 +134,25 @@ def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: F
     start(run, slurm, "2")
     assert submit.attach(run).job_now == "2"
     submit.attach(run).stop()
-    assert slurm.sent == [Sent("3"), Sent("2", "USR1", batch=True)]
+    assert slurm.sent == [Sent("4"), Sent("3"), Sent("2", "USR1", batch=True)]
     submit.attach(run).cancel()
-    assert slurm.sent[2:] == [Sent("3"), Sent("2")]
+    assert slurm.sent[3:] == [Sent("4"), Sent("3"), Sent("2")]
     assert run.result() is None  # its supervisor writes it
 
 
 def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
-    slurm.cancel("2")
+    slurm.cancel("2"), slurm.cancel("3")
     assert row_of(run)["state"] == "lost (CANCELLED)"
     told = why.page(why.facts(run))
     assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` goes on" in told
-    assert "job 2 is over (CANCELLED)" in told
-    with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up job 2, is over.*resume {run.id}"):
+    assert "job 3 is over (CANCELLED)" in told
+    with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
         submit.attach(run).wait(5)
-    assert submit.resume(run).job_id == "3"
+    assert submit.resume(run).job_id == "4"
 
 
-def test_where_a_preemption_cancels_a_follow_up_job_is_there_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:
+def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:
     job = slurm.sbatch(["job.sh"])  # may be requeued
     slurm.start(job)
     row = slurm.show_job(job)
@@ -162,15 +162,53 @@ def test_where_a_preemption_cancels_a_follow_up_job_is_there_from_the_start(run:
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
     first = Comeback(run, allocation(job), slurm, nodes)
     first.prepare(row, Settings(), claim)
-    assert claim.follow_up == "3"
+    assert claim.follow_ups == ("4", "5")
+    assert [waits_for(slurm, job) for job in claim.follow_ups] == ["afterany:3", "afterany:3:4"]
     assert first.requeue() is ending.Slurm.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
     Comeback(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
-    assert again.follow_up == "3"
-    assert len(slurm.submitted) == 3
-    slurm.cancel("3")
+    assert again.follow_ups == ("4", "5")
+    assert len(slurm.submitted) == 5
+    slurm.cancel("4")
     assert first.requeue() is ending.Slurm.REQUEUED  # by itself: nobody follows any more
+    assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
     assert slurm.show_job(job).state == "PENDING"  # type: ignore[union-attr]
+
+
+def waits_for(slurm: FakeSlurm, job: str) -> str:
+    return next(a.partition("=")[2] for a in slurm.submitted[job] if a.startswith("--dependency="))
+
+
+def test_whenever_a_job_starts_another_one_waits_already(run: RunDir, slurm: FakeSlurm) -> None:
+    """Else a preemption in the first seconds of a job would end the run."""
+    assert ownership.jobs_of(run) == ["1", "2"]
+    start(run, slurm, "1")
+    assert ownership.jobs_of(run) == ["1", "2", "3"]
+    start(run, slurm, "3")  # 2 was preempted before it could do anything
+    assert ownership.jobs_of(run) == ["3", "4", "5"]
+    assert [waits_for(slurm, job) for job in "2345"] == ["afterany:1", "afterany:1:2", "afterany:3", "afterany:3:4"]
+
+
+def test_where_no_more_jobs_may_be_queued_the_run_goes_on_with_those_that_wait(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(arguments: object) -> str:
+        raise SlurmError("Job violates accounting/QOS policy (job submit limit)")
+
+    monkeypatch.setattr(slurm, "sbatch", refuse)
+    claim = start(run, slurm, "1")
+    assert claim.follow_ups == ("2",)
+    assert "no follow-up job could be submitted: Job violates" in caplog.text
+
+
+def test_a_run_that_slurm_brings_back_is_submitted_without_a_follow_up_job(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit.attach(run).cancel()
+    slurm.preempt_mode = "REQUEUE"
+    monkeypatch.setattr(submit, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["job.sh"]))
+    submit.resume(run)
+    assert ownership.jobs_of(run) == ["3"]
 
 
 def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_ask_in_vain(
@@ -184,16 +222,26 @@ def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_
     assert comeback.requeue() is ending.Slurm.PREEMPTED  # and not after a minute of refusals
 
 
+def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:
+    """Slurm would put it back for its exit code, and they would wait for its end for ever."""
+    job = slurm.sbatch(["--requeue=expedite", "job.sh"])
+    slurm.start(job)
+    comeback = Comeback(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
+    comeback.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
+    slurm.finish(job, exit_code=1)
+    assert slurm.show_job(job).state == "FAILED"  # type: ignore[union-attr]
+
+
 # --------------------------------------------------------------------------------------------------- whose the run is
 
 
 def test_a_job_of_an_earlier_submission_finds_the_run_taken_and_leaves_it(run: RunDir, slurm: FakeSlurm) -> None:
     old = token_of(run)
     submit.attach(run).cancel()
-    assert submit.resume(run).job_id == "2"
-    with pytest.raises(Overtaken, match=r"belongs to job 2: nothing is left to do here"):
+    assert submit.resume(run).job_id == "3"
+    with pytest.raises(Overtaken, match=r"belongs to job 3: nothing is left to do here"):
         Claim.of_job(run, allocation("1"), old)
-    new = Claim.of_job(run, allocation("2"), token_of(run))
+    new = Claim.of_job(run, allocation("3"), token_of(run))
     with pytest.raises(Overtaken):
         Claim.of_job(run, allocation("1"), old)
     assert new.holds()
@@ -239,7 +287,7 @@ def test_of_four_resumes_at_once_one_submits_a_job(run: RunDir, slurm: FakeSlurm
     submit.attach(run).cancel()
     answers = at_once(*[lambda: submit.resume(run, executor="slurm")] * 4)
     assert sum(isinstance(answer, submit.Run) for answer in answers) == 1, answers
-    assert sorted(slurm.submitted) == ["1", "2"]
+    assert sorted(slurm.submitted) == ["1", "2", "3", "4"]
     assert all(
         "being resumed" in str(a) or "being submitted" in str(a) or "queued" in str(a)
         for a in answers
@@ -263,7 +311,7 @@ def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
         full.setattr(os, "fsync", no_space)
         with pytest.raises(OSError, match=r"No space.*owner\.json"):
             submit.resume(run, executor="slurm")
-    assert submit.resume(run, executor="slurm").job_id == "2"
+    assert submit.resume(run, executor="slurm").job_id == "3"
 
 
 def test_a_resume_that_fails_on_a_full_disk_when_the_job_is_queued_leaves_the_run_as_it_was(
@@ -301,7 +349,7 @@ def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
             return submit.submit("own.yaml", ["name=again"], executor="slurm")
         return submit.submit_command(["true"], name="again", executor="slurm")
 
-    fsync, failed = os.fsync, 0
+    fsync, failed, before = os.fsync, 0, {*slurm.submitted}
     for room in itertools.count():
         written = itertools.count()
         monkeypatch.setattr(os, "fsync", lambda fd, w=written, r=room: fsync(fd) if next(w) < r else no_space(fd))
@@ -310,7 +358,7 @@ def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
             break
         except OSError:
             failed += 1
-        rows = [slurm.show_job(job) for job in slurm.submitted if job != "1"]
+        rows = [slurm.show_job(job) for job in {*slurm.submitted} - before]
         assert [row for row in rows if row and row.state != "CANCELLED"] == []
         assert [found for found in rundir.all_runs() if found.name == "again"] == []
     assert failed > 3
@@ -327,7 +375,7 @@ def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, m
     with pytest.raises(RequestError, match="being resumed by somebody else"):
         submit.resume(run, executor="slurm")
     monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
-    assert submit.resume(run, executor="slurm").job_id == "2"
+    assert submit.resume(run, executor="slurm").job_id == "3"
 
 
 def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,7 +397,7 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     submit.attach(run).stop()
     assert ((run.result() or {})["state"], intent.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()
-    assert submit.resume(run).job_id == "2"
+    assert submit.resume(run).job_id == "3"
     with pytest.raises(Overtaken):
         Claim.of_job(run, allocation("7"), dead.token)
 
@@ -372,11 +420,11 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert "it can be resumed when it has ended" in said[4][1]
     assert "cancel was asked for before" in said[5][1]
     assert intent.asked(run) is Intent.CANCEL
-    assert sorted(slurm.submitted) == ["1", "2"]
+    assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
     assert row_of(run)["state"] == "cancelled"
     assert submit.attach(run).wait(5)["state"] == "cancelled"
-    assert submit.resume(run).job_id == "3"
+    assert submit.resume(run).job_id == "4"
     with pytest.raises(RequestError, match="is queued"):
         submit.resume(run)
 
@@ -456,7 +504,7 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
     assert run.config.read_text() == old
     assert (run.result() or {})["state"] == "completed"
     assert intent.asked(run) is Intent.STOP
-    assert ownership.jobs_of(run) == ["1", "2"]
+    assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []
     monkeypatch.setattr(submit, "_send_to_slurm", lambda *_: "9")
     assert submit.resume(run, ["train.epochs=5"]).job_id == "9"

@@ -231,6 +231,32 @@ def test_the_project_may_be_another_folder_than_the_current_one(
     assert (run.dir.code / "ownjobs/job.py").is_file()
 
 
+EXPEDITES = """
+case "$*" in
+    "show config") echo "SlurmctldParameters = enable_expedited_requeue"; echo "SLURM_VERSION = 25.11.7";;
+    *) echo "Invalid job id specified" >&2; exit 1;;
+esac"""
+SBATCH = """
+case "$1" in
+    --help) echo "      --requeue[=expedite]   if set, permit the job to be requeued";;
+    *) cat "$1" >>{sent}; echo Submitted batch job 7;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "asked"),
+    [("{}", ["--requeue=expedite"]), ("{no-requeue: true}", ["--no-requeue"]), ("{requeue: true}", ["--requeue"])],
+)
+def test_where_slurm_expedites_requeues_it_is_asked_to(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, asked: list[str]
+) -> None:
+    sent = tmp_path / "sent.sh"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch=SBATCH.format(sent=sent), scontrol=EXPEDITES, srun="")
+    submit.submit("own.yaml", [f"cluster.extra={extra}"], executor="slurm")
+    options = [line.partition(" ")[2] for line in sent.read_text().splitlines() if "requeue" in line]
+    assert options == asked
+
+
 def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
     monkeypatch.setattr(Run, "_is_over", lambda *_, **__: is_over)
     monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)

@@ -594,7 +594,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
 
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:
-        claim.note_follow_up("2")
+        claim.note_follow_ups(["2"])
     monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
     monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
     monkeypatch.setattr(supervisor, "_build", full)
@@ -616,3 +616,22 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
     monkeypatch.setattr(RunDir, "write_result", full)
     supervisor._write_own_failure(run, ValueError("x"))
     assert run.result() is None
+
+
+@pytest.mark.parametrize(("has_ended", "state"), [(True, "FAILED"), (False, "REQUEUE_HOLD")])
+def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, has_ended: bool, state: str
+) -> None:
+    """Slurm puts it back for its exit code: what the run goes on with, and what it does not need any more."""
+    slurm = FakeSlurm()
+    job = slurm.sbatch(["--requeue=expedite", "job.sh"])
+    slurm.start(job)
+    if has_ended:
+        run.write_result({"state": "failed"})
+    monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
+    monkeypatch.setattr(supervisor, "guarded", lambda *_: EXIT_STOPPED)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(SystemExit):
+        supervisor.supervise(str(run.path), "slurm")
+    slurm.finish(job, exit_code=EXIT_STOPPED)
+    assert slurm.show_job(job).state == state  # type: ignore[union-attr]

@@ -7,17 +7,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from toolkit import rundir
 from toolkit.cluster.commands import JobRow
-from toolkit.cluster.fake import FakeSlurm, Sent
+from toolkit.cluster.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.config import JobConfig, dump_config
-from toolkit.launch import heir, intent, ownership, patience
+from toolkit.launch import follow_up, intent, ownership, patience, submit
 from toolkit.launch.ending import Slurm
-from toolkit.launch.heir import _OPTIONS, PREDECESSOR_VARIABLE, RUN_VARIABLE, Heir, fate_of, takes_over
+from toolkit.launch.follow_up import (
+    _OPTIONS,
+    PREDECESSORS_VARIABLE,
+    RUN_VARIABLE,
+    dismiss,
+    fate_of,
+    fates,
+    still_waiting,
+    takes_over,
+)
 from toolkit.launch.intent import Intent
 from toolkit.rundir import RunDir
 
@@ -53,14 +63,14 @@ def running(slurm: FakeSlurm, *options: str) -> JobRow:
     return row
 
 
-def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow) -> list[str]:
-    """What sbatch was given for the heir."""
-    heir = Heir.submit(run, row, slurm, "token")
-    assert heir is not None
-    return slurm.submitted[heir.job_id]
+def submitted(run: RunDir, slurm: FakeSlurm, row: JobRow, *waiting: str) -> list[str]:
+    """What sbatch was given for the follow-up job."""
+    job = follow_up.submit_like_ours(run, row, waiting, slurm, "token")
+    assert job is not None
+    return slurm.submitted[job]
 
 
-def test_the_heir_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDir) -> None:
+def test_the_follow_up_job_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDir) -> None:
     slurm = FakeSlurm()
     *options, script = submitted(run, slurm, running(slurm, "--time=90", "--gres=gpu:a100:4"))
     assert sorted(options) == sorted(
@@ -77,7 +87,7 @@ def test_the_heir_asks_for_what_our_own_job_has_and_waits_for_its_end(run: RunDi
             "--time=90",
             "--no-requeue",
             "--dependency=afterany:1",
-            f"--output={run.logs}/heir-%j.out",
+            f"--output={run.logs}/follow-up-%j.out",
             "--open-mode=append",
         ]
     )
@@ -98,10 +108,10 @@ def test_the_time_limit_is_the_one_that_the_job_has_now(run: RunDir, limit: str)
     slurm = FakeSlurm()
     row = running(slurm, f"--time={limit}")
     submitted(run, slurm, row)
-    heir = slurm.show_job("2")
-    assert heir is not None
-    assert heir.time_limit_s == row.time_limit_s
-    assert not heir.can_requeue
+    follower = slurm.show_job("2")
+    assert follower is not None
+    assert follower.time_limit_s == row.time_limit_s
+    assert not follower.can_requeue
 
 
 def test_a_limit_below_a_minute_is_not_none_at_all(run: RunDir) -> None:
@@ -110,7 +120,7 @@ def test_a_limit_below_a_minute_is_not_none_at_all(run: RunDir) -> None:
     assert "--time=1" in submitted(run, slurm, running(slurm, "--time=00:00:20"))
 
 
-def test_the_heir_of_an_array_element_waits_for_that_element_only(run: RunDir, tmp_path: Path) -> None:
+def test_the_follow_up_job_of_an_array_element_waits_for_that_element_only(run: RunDir, tmp_path: Path) -> None:
     slurm = FakeSlurm()
     slurm.sbatch(["--array=0-2", "--no-requeue", "job.sh"])
     slurm.start("1_1")
@@ -118,7 +128,7 @@ def test_the_heir_of_an_array_element_waits_for_that_element_only(run: RunDir, t
     assert row is not None
     arguments = submitted(run, slurm, row)
     assert f"--dependency=afterany:{row.job_id}" in arguments
-    assert environment_of(arguments[-1], tmp_path)[PREDECESSOR_VARIABLE] == "1_1"
+    assert environment_of(arguments[-1], tmp_path)[PREDECESSORS_VARIABLE] == "1_1"
 
 
 def environment_of(script: str, folder: Path) -> dict[str, str]:
@@ -147,9 +157,9 @@ def test_the_script_is_bash_and_becomes_the_supervisor_of_this_run(
     assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
     environ = environment_of(script, tmp_path)
     assert (tmp_path / "arguments").read_text().split("\0")[:-1] == ["-m", "toolkit", "supervise", str(run.config)]
-    assert {name: environ[name] for name in (RUN_VARIABLE, PREDECESSOR_VARIABLE, "TOOLKIT_RUNS")} == {
+    assert {name: environ[name] for name in (RUN_VARIABLE, PREDECESSORS_VARIABLE, "TOOLKIT_RUNS")} == {
         RUN_VARIABLE: str(run.path),
-        PREDECESSOR_VARIABLE: "1",
+        PREDECESSORS_VARIABLE: "1",
         "TOOLKIT_RUNS": str(run.path.parent.parent),
     }
     assert environ["PYTHONPATH"].split(":") == [str(run.code), "/their own/lib"]
@@ -165,17 +175,19 @@ def test_no_bash_stays_between_slurm_and_the_supervisor(run: RunDir, tmp_path: P
     assert int((tmp_path / "pid").read_text()) == process.pid
 
 
-def test_a_node_that_may_not_submit_has_no_heir_and_says_so(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_may_not_submit_has_no_follow_up_job_and_says_so(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     slurm = FakeSlurm()
     row = running(slurm)
     slurm.is_up = False
-    assert Heir.submit(run, row, slurm, "token") is None
+    assert follow_up.submit_like_ours(run, row, [], slurm, "token") is None
     (said,) = caplog.records
     assert said.levelname == "WARNING"
     assert "no follow-up job could be submitted: Unable to contact slurm controller" in said.getMessage()
 
 
-def test_a_full_disk_costs_the_heir_and_not_the_run(
+def test_a_full_disk_costs_the_follow_up_job_and_not_the_run(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(fd: int) -> None:
@@ -184,27 +196,28 @@ def test_a_full_disk_costs_the_heir_and_not_the_run(
     slurm = FakeSlurm()
     row = running(slurm)
     monkeypatch.setattr(os, "fsync", full)
-    assert Heir.submit(run, row, slurm, "token") is None
+    assert follow_up.submit_like_ours(run, row, [], slurm, "token") is None
     assert list(slurm.submitted) == [row.job_id]
     assert "No space left on device" in caplog.records[-1].getMessage()
 
 
-def test_an_heir_that_is_not_needed_is_cancelled(run: RunDir) -> None:
+def test_follow_up_jobs_that_are_not_needed_are_cancelled_the_last_one_first(run: RunDir) -> None:
     slurm = FakeSlurm()
-    heir = Heir.submit(run, running(slurm), slurm, "token")
-    assert heir is not None
-    heir.dismiss()
-    assert slurm.sent == [Sent(heir.job_id)]
-    assert slurm.show_jobs([heir.job_id])[heir.job_id].state == "CANCELLED"  # type: ignore[union-attr]
+    row = running(slurm)
+    submitted(run, slurm, row), submitted(run, slurm, row, "2")
+    dismiss(["2", "3"], slurm)
+    assert slurm.sent == [Sent("3"), Sent("2")]
+    assert {status and status.state for status in slurm.show_jobs(["2", "3"]).values()} == {"CANCELLED"}
 
 
-def test_a_run_ends_well_also_when_its_heir_cannot_be_cancelled(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_ends_well_also_when_a_follow_up_job_cannot_be_cancelled(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     slurm = FakeSlurm()
-    heir = Heir.submit(run, running(slurm), slurm, "token")
-    assert heir is not None
+    submitted(run, slurm, running(slurm))
     slurm.is_up = False
-    heir.dismiss()
-    assert f"the follow-up job {heir.job_id} could not be cancelled: Unable" in caplog.records[-1].getMessage()
+    dismiss(["2"], slurm)
+    assert "the follow-up job 2 could not be cancelled: Unable" in caplog.records[-1].getMessage()
 
 
 # -------------------------------------------------------------------------------------------------- who takes over
@@ -266,7 +279,7 @@ def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDi
     run.write_status({"state": "running"})
     fate = predecessor(forgotten, accounting=False)
     assert fate is Slurm.UNKNOWN
-    assert takes_over(run, fate)
+    assert takes_over(run, [fate])
 
 
 def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +292,7 @@ def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert fate_of("1", slurm) is Slurm.PREEMPTED
 
 
-def test_the_heir_inherits_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
+def test_the_follow_up_job_gets_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
     config = JobConfig()
     config.cluster.extra = {"no_requeue": True, "hold": True, "licenses": "matlab:1", "mail_type": "FAIL"}
     run.config.write_text(dump_config(config))
@@ -296,7 +309,7 @@ def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
     run: RunDir, end: Callable[[FakeSlurm], None], wanted: bool
 ) -> None:
     run.write_status({"state": "running"})
-    assert takes_over(run, predecessor(end)) is wanted
+    assert takes_over(run, [predecessor(end)]) is wanted
 
 
 @pytest.mark.parametrize(
@@ -308,7 +321,7 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
     run.write_status({"state": "starting"})
     if wish is not None:
         intent.ask(run, wish)
-    heir.close(run, "1", owner.token)
+    follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
     assert result is not None
     assert (result["state"], run.status()["state"]) == (state, state)
@@ -318,7 +331,7 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
 def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: RunDir) -> None:
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     ownership.submit_as(run, "slurm", ownership.take(run, owner.number))
-    heir.close(run, "1", owner.token)
+    follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     assert run.result() is None
 
 
@@ -327,20 +340,133 @@ def test_a_run_whose_supervisor_has_left_it_to_be_continued_goes_on(
     run: RunDir, end: Callable[[FakeSlurm], None]
 ) -> None:
     run.write_status({"state": "requeued"})
-    assert takes_over(run, predecessor(end))
+    assert takes_over(run, [predecessor(end)])
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "stopped", "cancelled"])
 def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None:
     run.write_status({"state": "requeued"})
     run.write_result({"state": state})
-    assert not takes_over(run, predecessor(preempted))
+    assert not takes_over(run, [predecessor(preempted)])
 
 
 @pytest.mark.parametrize("wish", Intent)
 def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
     run.write_status({"state": "requeued"})
     intent.ask(run, wish)
-    assert not takes_over(run, predecessor(preempted))
+    assert not takes_over(run, [predecessor(preempted)])
     intent.clear(run)
-    assert takes_over(run, predecessor(preempted))
+    assert takes_over(run, [predecessor(preempted)])
+
+
+# ------------------------------------------------------------------------------------------- one after the other
+
+
+def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
+    """Job 1 serves the run and runs; 2 waits for its end, and 3 for the ends of both."""
+    owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
+    row = running(slurm, "--time=10")
+    submitted(run, slurm, row), submitted(run, slurm, row, "2")
+    run.write_owner({**asdict(owner), "jobs": ["1"], "follow_ups": ["2", "3"]})
+    run.write_status({"state": "running"})
+    return ["1", "2"]
+
+
+def take_away(slurm: FakeSlurm, job: str) -> None:
+    slurm.preempt(job)
+    slurm.advance(1), slurm.advance(1)
+
+
+def test_a_follow_up_job_that_was_preempted_before_it_could_look_is_followed_by_the_next(run: RunDir) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    before = chain(run, slurm)
+    take_away(slurm, "1")
+    slurm.start("2")
+    take_away(slurm, "2")
+    assert takes_over(run, fates(run, before, slurm))
+
+
+@pytest.mark.parametrize("state", ["running", "requeued"])
+def test_a_follow_up_job_that_somebody_has_cancelled_has_no_follow_up_either(run: RunDir, state: str) -> None:
+    """While it waits, `toolkit status` shows it as the run's job: whoever cancels it means the run."""
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    before = chain(run, slurm)
+    run.write_status({"state": state})
+    take_away(slurm, "1")
+    slurm.cancel("2")
+    assert not takes_over(run, fates(run, before, slurm))
+
+
+def test_a_cancelled_job_is_not_revived_where_its_follow_up_job_was_preempted_first(run: RunDir) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    chain(run, slurm)
+    slurm.cancel("1")
+    slurm.advance(1)
+    slurm.start("2")
+    take_away(slurm, "2")
+    assert not takes_over(run, fates(run, ["2"], slurm))  # nor by one that was submitted when 2 ran, and waited for it
+
+
+def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: RunDir) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    job = slurm.sbatch(["--time=10", "job.sh"])
+    slurm.start(job)
+    slurm.requeue(job)
+    slurm.advance(REQUEUE_DELAY_S)
+    slurm.start(job)
+    slurm.cancel(job)
+    slurm.advance(1)
+    run.write_status({"state": "running"})
+    assert fate_of(job, slurm) is Slurm.CANCELLED
+
+
+def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -> None:
+    slurm = FakeSlurm()
+    row = running(slurm)
+    slurm.finish(row.job_id, exit_code=0, signal=53)
+    slurm._set(slurm._one(row.job_id), reason="JobLaunchFailure")
+    assert fate_of(row.job_id, slurm) is Slurm.NODE_FAILED
+
+
+def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    chain(run, slurm)
+    slurm.cancel("1")
+    slurm.advance(1)
+    slurm.start("2")
+    owner = ownership.read(run)
+    assert owner is not None
+    follow_up.close(run, "1", owner.token, slurm, "2")
+    assert [slurm.show_job(job).state for job in "23"] == ["RUNNING", "CANCELLED"]  # type: ignore[union-attr]
+
+
+def test_of_follow_up_jobs_those_behind_a_cancelled_one_are_cancelled_too(run: RunDir) -> None:
+    slurm = FakeSlurm(preempt_mode="CANCEL")
+    chain(run, slurm)
+    assert still_waiting(["2", "3"], slurm) == ["2", "3"]
+    slurm.cancel("2")
+    assert still_waiting(["2", "3"], slurm) == []
+    assert slurm.show_job("3").state == "CANCELLED"  # type: ignore[union-attr]
+    slurm.is_up = False
+    assert still_waiting(["2", "3"], slurm) == ["2", "3"]
+
+
+# ------------------------------------------------------------------------------------------- from the login node
+
+
+def test_the_script_from_the_login_node_asks_for_what_the_config_does(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = JobConfig()
+    config.cluster.nodes, config.cluster.partition, config.cluster.time_min = 2, "gpu", 90
+    config.cluster.setup = ["export FROM_SETUP=1"]
+    config.cluster.extra = {"hold": True, "begin": "now+1hour", "dependency": "afterok:7", "mail-type": "FAIL"}
+    script = tmp_path / "script.sh"
+    script.write_text(submit._follow_up_script(run, config, "token", "1"))
+    asked = {line.partition(" ")[2] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
+    assert {"--nodes=2", "--partition=gpu", "--time=90", "--mail-type=FAIL"} <= asked
+    assert [option for option in asked if option.startswith(("--hold", "--begin", "--dependency"))] == []
+    environ = environment_of(str(script), tmp_path)
+    assert (environ[RUN_VARIABLE], environ[PREDECESSORS_VARIABLE]) == (str(run.path), "1")
+    assert (environ["FROM_SETUP"], environ[ownership.TOKEN_VARIABLE]) == ("1", "token")
+    assert (tmp_path / "arguments").read_text().split("\0")[:-1] == ["-m", "toolkit", "supervise", str(run.config)]

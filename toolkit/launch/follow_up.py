@@ -1,0 +1,229 @@
+"""The follow-up jobs of a run whose job Slurm will not bring back by itself.
+
+The job may not be requeued (``--no-requeue``, ``JobRequeue=0``), or where it runs a preemption cancels it, perhaps
+before its supervisor could do anything (``PreemptMode=CANCEL``, ``GraceTime=0``).
+
+Two of them wait while a job runs, each for the end of all jobs before it. One alone would not do: it may be preempted
+as well, before it could submit the next one. The first is submitted together with the run's job, the others when a job
+starts: a compute node that is about to be taken away may have no time left for an ``sbatch``.
+
+A follow-up job that starts looks at what became of the jobs before it. It takes the run over if they were preempted,
+timed out or lost a node, and ends at once if the run is over. So it never revives what somebody has cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from toolkit import fsio, logs
+from toolkit.cluster.commands import JobRow, Settings, SlurmCommands
+from toolkit.config import ClusterConfig, load_config
+from toolkit.errors import EXIT_STOPPED, SlurmError
+from toolkit.launch import ending, intent, ownership, patience, snapshot
+from toolkit.launch.intent import Intent
+from toolkit.launch.journal import write_ended
+from toolkit.rundir import RunDir
+
+RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
+#: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.
+PREDECESSORS_VARIABLE = "TOOLKIT_PREDECESSORS"
+#: How many wait while a job runs.
+COUNT = 2
+
+#: sbatch's options, from what describes our own job in its environment.
+_OPTIONS: Mapping[str, str] = {
+    "job-name": "SLURM_JOB_NAME",
+    "partition": "SLURM_JOB_PARTITION",
+    "account": "SLURM_JOB_ACCOUNT",
+    "qos": "SLURM_JOB_QOS",
+    "reservation": "SLURM_JOB_RESERVATION",
+    "nodes": "SLURM_JOB_NUM_NODES",
+    "ntasks": "SLURM_NTASKS",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+    "mem": "SLURM_MEM_PER_NODE",
+    "mem-per-cpu": "SLURM_MEM_PER_CPU",
+    "clusters": "SLURM_CLUSTERS",
+}
+#: Flags about the place in the queue of one job only, or set for every follow-up job anyway.
+_NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
+
+log = logs.get(__name__)
+
+
+# ------------------------------------------------------------------------------------------------------- submitting
+
+
+def are_needed(row: JobRow, settings: Settings, slurm: SlurmCommands) -> bool:
+    """True if Slurm may end the job for good, and not bring it back. Raises SlurmError."""
+    return not row.can_requeue or slurm.preemption_cancels(row, settings)
+
+
+def submit(
+    run: RunDir, slurm: SlurmCommands, script: str, after: Sequence[str], options: Iterable[str] = ()
+) -> str | None:
+    """Submit a job with this script that starts when all jobs of ``after`` have ended. Return its id.
+
+    Return None, with a warning, where sbatch refuses: the site does not let compute nodes submit, the user has too many
+    jobs, or the disk is full. The run goes on with what it has.
+    """
+    path = run.submitit / "follow-up.sh"
+    output = f"--output={run.logs}/follow-up-%j.out"
+    wait = f"--dependency=afterany:{':'.join(after)}"
+    try:
+        fsio.write_atomic(path, script)
+        job_id = slurm.sbatch([*options, "--no-requeue", wait, output, "--open-mode=append", str(path)])
+    except (SlurmError, OSError) as error:
+        log.warning("no follow-up job could be submitted: %s", error)
+        return None
+    log.info("job %s waits to take over after job %s", job_id, ", ".join(after))
+    return job_id
+
+
+def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str | None:
+    """Submit, from inside our own job, one like it that follows it and the jobs that wait for it."""
+    variables = {
+        **snapshot.environment(run.code, os.environ),
+        "TOOLKIT_RUNS": str(run.path.parent.parent),
+        ownership.TOKEN_VARIABLE: token,
+        **environment(run, [row.requeue_id, *waiting]),
+    }
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    script = "\n".join(["#!/bin/bash", *exports, command(run), ""])
+    return submit(run, slurm, script, [row.job_id, *waiting], options_of_job(os.environ, row, run))
+
+
+def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
+    """Return what tells a job that it follows these, and which run it may take over."""
+    return {RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: ":".join(predecessors)}
+
+
+def command(run: RunDir) -> str:
+    """Return the last line of the batch script. No bash may stay: the first SIGTERM would end it, and all with it."""
+    return f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
+
+
+def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
+    """sbatch's options for another job like our own."""
+    for option, name in _OPTIONS.items():
+        if environ.get(name):
+            yield f"--{option}={environ[name]}"
+    yield from row.options
+    yield from _extra_options(run)
+    if row.time_limit_s is not None:
+        yield f"--time={max(1, round(row.time_limit_s / 60))}"
+
+
+def _extra_options(run: RunDir) -> Iterator[str]:
+    """What neither a job's environment nor Slurm tells: mail, comments. An sbatch script's lines are not seen."""
+    cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
+    for key, value in cluster.extra.items():
+        flag = str(key).replace("_", "-")
+        if not is_for_one_job(flag) and value is not False:
+            yield f"--{flag}" if value is True else f"--{flag}={value}"
+
+
+def is_for_one_job(key: str) -> bool:
+    """True for a key of ``cluster.extra`` that a follow-up job does not get."""
+    return str(key).replace("_", "-") in _NOT_INHERITED
+
+
+# -------------------------------------------------------------------------------------------- those that are waiting
+
+
+def still_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
+    """Return the jobs up to the first that is over, which somebody has cancelled, and cancel those behind it.
+
+    A controller that does not answer says nothing about them: then it is all of them.
+    """
+    try:
+        statuses = slurm.show_jobs(jobs) if jobs else {}
+    except SlurmError:
+        return list(jobs)
+    over = [status is None or status.is_over for status in map(statuses.get, jobs)]
+    count = over.index(True) if True in over else len(over)
+    if count < len(jobs):
+        log.warning("the follow-up job %s was cancelled", jobs[count])
+        dismiss([job for job, is_over in zip(jobs[count:], over[count:], strict=True) if not is_over], slurm)
+    return list(jobs[:count])
+
+
+def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
+    """Cancel the follow-up jobs of a run that has ended, the last one first: it waits for the others' ends."""
+    for job in reversed(jobs):
+        try:
+            slurm.cancel(job)
+        except SlurmError as error:  # it will find the result and end by itself
+            log.warning("the follow-up job %s could not be cancelled: %s", job, error)
+
+
+# ------------------------------------------------------------------------------------------------------ taking over
+
+
+def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[ending.Slurm]:
+    """Return what became of the job that served the run last, and then of those that were to follow it.
+
+    Between the two may be jobs that were preempted before they could look at those before them.
+    """
+    served = ownership.jobs_of(run)[:1]
+    return [fate_of(job, slurm) for job in dict.fromkeys([*served, *predecessors])]
+
+
+def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
+    """What became of the job. The controller forgets within minutes and queues are long: then accounting is asked.
+
+    Waits for a controller that does not answer: the follow-up job is the run's only way on, and has its nodes already.
+    """
+
+    def look() -> JobRow | None:
+        row = slurm.show_job(predecessor)
+        status = None if row else slurm.show_jobs([predecessor])[predecessor]
+        return JobRow(predecessor, status.state, status.reason) if status else row
+
+    row = patience.ask(look, f"Slurm does not say what became of job {predecessor}")
+    if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
+        return ending.Slurm.REQUEUED
+    if row is not None and row.reason == "JobLaunchFailure":  # its node did not see the run folder, say
+        return ending.Slurm.NODE_FAILED
+    return ending.how_slurm_sees_it(row, restart_count=0 if row is None else row.restarts)
+
+
+def takes_over(run: RunDir, fates: Sequence[ending.Slurm]) -> bool:
+    """Whether the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
+
+    A predecessor that nobody knows any more is over all the same, or we would not have started; who cancelled it would
+    have left it the time to write a result.
+    """
+    if run.result() is not None or intent.asked(run):
+        return False
+    served, *others = fates
+    is_left = run.status().get("state") == "requeued" or served in _TAKEN_AWAY
+    return is_left and all(fate in _TAKEN_AWAY for fate in others)
+
+
+_TAKEN_AWAY = (
+    ending.Slurm.PREEMPTED,
+    ending.Slurm.REQUEUED,
+    ending.Slurm.TIMEOUT,
+    ending.Slurm.NODE_FAILED,
+    ending.Slurm.UNKNOWN,
+)
+
+
+def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
+    """Write the result of a run that goes no further, where what ended the predecessor left it no time to do so.
+
+    Cancel the follow-up jobs behind our own job ``job_id``, too. Leave alone a run that somebody has resumed meanwhile:
+    it has another ``token``.
+    """
+    owner = ownership.read(run)
+    if owner is None or owner.token != token:
+        return
+    dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)
+    if run.result() is None:
+        state = "stopped" if intent.asked(run) is Intent.STOP else "cancelled"
+        why = f"job {predecessor} was {state}, and could not say so itself"
+        patience.persist(lambda: write_ended(run, state, why), run.path)
