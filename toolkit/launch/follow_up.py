@@ -188,7 +188,17 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
         return ending.Slurm.REQUEUED
     if row is not None and row.reason == "JobLaunchFailure":  # its node did not see the run folder, say
         return ending.Slurm.NODE_FAILED
+    if row is not None and _was_killed(row):
+        return ending.Slurm.NODE_FAILED
     return ending.how_slurm_sees_it(row, restart_count=0 if row is None else row.restarts)
+
+
+def _was_killed(row: JobRow) -> bool:
+    """True if a signal ended the batch script, or want of memory did, and nobody has cancelled the job.
+
+    Slurm calls it FAILED, with the exit code 0. A supervisor that fails by itself has another one, and writes a result.
+    """
+    return row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)
 
 
 def takes_over(run: RunDir, fates: Sequence[ending.Slurm]) -> bool:

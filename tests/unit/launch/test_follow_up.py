@@ -261,7 +261,7 @@ ENDS: dict[str, tuple[Callable[[FakeSlurm], None], bool]] = {
     "lost a node": (lambda slurm: slurm.fail_node("1"), True),
     "cancelled by somebody": (cancelled, False),
     "crashed": (lambda slurm: slurm.finish("1", exit_code=1), False),
-    "killed": (lambda slurm: slurm.finish("1", signal=9), False),
+    "killed": (lambda slurm: slurm.finish("1", signal=9), True),
     "completed": (lambda slurm: slurm.finish("1"), False),
     "forgotten by the controller": (forgotten, True),
     "cancelled, and forgotten by the controller": (cancelled_and_forgotten, False),
