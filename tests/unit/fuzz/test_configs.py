@@ -108,7 +108,8 @@ def test_every_key_takes_a_value_that_reads_back_equal_or_refuses_it_by_name(cou
         except RequestError as error:
             return refused(error, any(names_a_key(str(error), key) for key, _ in case))
         written.write_text(dump_config(config), encoding="utf-8")
-        assert load_config(written, site=False) == config, "it does not read back equal"
+        again = load_config(written, site=False)  # compared as text: .nan is not equal to itself
+        assert dump_config(again) == dump_config(config), "it does not read back equal"
         try:
             validate(config)
         except RequestError as error:
