@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from toolkit.cluster.container import Container
 from toolkit.cluster.network import job_address, listen, wildcard
 from toolkit.cluster.placement import Placement, rank_environment
 from toolkit.errors import EXIT_FAILED
-from toolkit.launch import patience
+from toolkit.launch import foreign, patience
 from toolkit.launch.agent_links import AgentLinks
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.srun import Srun, SrunEvent
@@ -48,7 +48,7 @@ from toolkit.rundir import RunDir
 
 #: An agent must stand after so long, or its node counts as one where nothing can be started.
 STANDS_WITHIN_S = 120.0
-#: How our own modules are started; one that becomes a command of the user's gains nothing by a fork.
+#: How our own modules are started.
 MODULE = (sys.executable, "-P", "-m")
 FOREIGN_MODULE = "toolkit.launch.foreign"
 #: Variables by which srun binds tasks to GPUs.
@@ -286,7 +286,7 @@ class AgentLauncher:
         processes: Sequence[Message],
         cpus: int | None = None,
     ) -> Message:
-        is_module = tuple(command[:3]) == MODULE and command[3] != FOREIGN_MODULE
+        is_module = tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
         changed = {name: value for name, value in environ.items() if self._environ.get(name) != value}
         return {
             "do": "start",
@@ -298,6 +298,10 @@ class AgentLauncher:
             "processes": processes,
             "cpus_per_task": cpus,
         }
+
+    @cached_property
+    def _command_gains(self) -> bool:
+        return foreign.gains_by_fork(self._run)
 
     # --------------------------------------------------------------------------------------------------- the thread
 
