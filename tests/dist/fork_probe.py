@@ -1,4 +1,4 @@
-"""Says all that a program can see of itself, for test_fork.py: ``python -m probe FOLDER EXIT_CODE``."""
+"""Says all that a program can see of itself, for test_fork.py: ``python [-m] probe FOLDER EXIT_CODE``."""
 
 import atexit
 import ctypes
@@ -27,7 +27,11 @@ import torch
 
 from toolkit.agent import zygote
 
-own = {"RANK", "LOCAL_RANK", "MASTER_PORT", "_"}  # the last is set by shells
+own = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_PORT", "_"}  # the last is set by shells
+own |= {"TOOLKIT_EXEC_RANK", "TOOLKIT_LAUNCH_KEY", "TORCHELASTIC_ERROR_FILE"}
+#: signal.getsignal() does not tell whether it handles them
+faulty = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+names = {name: type(value).__name__ for name, value in sorted(globals().items()) if name.startswith("__")}
 environ = {name: value for name, value in sorted(os.environ.items()) if name not in own}
 for name in zygote.MODULES:
     importlib.import_module(name)
@@ -45,13 +49,14 @@ same = {
     "a variable that is gone": str(libc.getenv(b"TOOLKIT_ROOM")),
     "folder": str(Path.cwd()),
     "umask": mask,
-    "argv": list(sys.argv),
+    "argv": [list(sys.argv), list(sys.orig_argv), sys._xoptions],
     "path": sys.path,
     "flags": str(sys.flags),
     "executable": sys.executable,
-    "main": [main.__name__, main.__spec__.name, main.__file__, str(main.__package__), __name__],
-    "signals": {str(n): str(signal.getsignal(n)) for n in signal.valid_signals()},
-    "signal masks": [status[name] for name in ("SigBlk", "SigIgn")],
+    "main": [main.__name__, main.__spec__ and main.__spec__.name, main.__file__, str(main.__package__), __name__],
+    "names of main": names,
+    "signals": {str(n): str(signal.getsignal(n)) for n in signal.valid_signals() - faulty},
+    "signal masks": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
     "wakeup": signal.set_wakeup_fd(-1),
     "limits": {
         name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT")
@@ -86,8 +91,10 @@ same = {
         torch.__config__.parallel_info(),
     ],
     "sum with all threads": torch.ones(1 << 22).sum().item(),
-    "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip().partition(" -P ")[2],
-    "shown": sorted(v for v in Path("/proc/self/environ").read_text().split("\0") if v.startswith("RANK=")),
+    "command": Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip(),
+    "shown": sorted(
+        v for v in Path("/proc/self/environ").read_text().split("\0") if v.startswith(("RANK=", "TOOLKIT_EXEC_RANK="))
+    ),
 }
 differ = {
     "seed of torch": torch.initial_seed(),

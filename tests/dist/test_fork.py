@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
+from toolkit.launch import foreign
 from toolkit.launch.agent_launcher import MODULE, AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent
 from toolkit.launch.agents import Agents
@@ -51,6 +55,13 @@ class Site:
         store.close(TIMEOUT_S)
         return happened
 
+    def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
+        """What happens to two ranks of `toolkit exec -- WORDS`; ``fresh`` has them start as fresh interpreters."""
+        foreign.write_command(self.run, words)
+        command = [*MODULE, foreign.__name__, str(self.run.config)]
+        changed = {"TOOLKIT_RUN_DIR": str(self.run.path), "OMP_NUM_THREADS": "3", **changed}
+        return self.run_module(["env", *command] if fresh else command, **changed)
+
     def log(self, rank: int) -> str:
         return self.run.rank_log(self.attempt, rank).read_text()
 
@@ -69,6 +80,125 @@ def test_a_fork_is_as_good_as_a_fresh_interpreter(site: Site) -> None:
         # the second attempt has another environment than its agent
         happened = site.run_module([*starter, "probe", str(folder), "3"], WORD=folder.name, MASTER_PORT="1")
         assert [event.exit_code for event in happened] == [3, 3, 3], site.log(0)
+    compare(site, fresh, forked)
+
+
+@pytest.mark.parametrize("words", [["probe.py"], ["-u", "-X", "faulthandler", "-m", "probe"]], ids=["script", "module"])
+def test_a_script_finds_in_a_fork_what_it_finds_in_a_fresh_interpreter(
+    site: Site, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh, forked = site.folder / "fresh", site.folder / "forked"
+    monkeypatch.chdir(site.folder)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for folder in (fresh, forked):
+        folder.mkdir()
+        command = ["python3", *words, str(folder), "3"]
+        happened = site.run_command(command, fresh=folder == fresh, WORD=folder.name, MASTER_PORT="1")
+        assert [event.exit_code for event in happened] == [3, 3, 3], site.log(0)
+    compare(site, fresh, forked)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One zygote for all scripts of this file, and a current folder that is not theirs."""
+    site = Site(tmp_path_factory.mktemp("scripts"))
+    (site.folder / "project" / "data").mkdir(parents=True)
+    (site.folder / "project" / "data" / "words.txt").write_text("a file beside the script")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(site.folder / "project" / "data")
+        yield site
+        site.launcher.close()
+
+
+#: The first lines of each script.
+PROLOGUE = """import os, sys
+if __name__ == "__main__": print("torch" in sys.modules, file=open("had-torch.txt", "w"))
+def unused():
+    import torch
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def deeper(): raise ValueError('told')\ntry: 1 / 0\nexcept ArithmeticError: deeper()",
+        "sys.exit('a reason')",
+        "sys.exit(7)",
+        "import signal; signal.raise_signal(signal.SIGINT)",
+        "import signal; signal.raise_signal(signal.SIGTERM)",
+        "sys.excepthook = lambda *said: print(said[:2], said[2].tb_next)\n{}['key']",
+        "import atexit, threading\natexit.register(print, 'at the end')\n"
+        "threading.Thread(target=lambda: threading.Event().wait(0.2) or print('in a thread')).start()",
+        "print(open(os.path.join(os.path.dirname(__file__), 'data', 'words.txt')).read(), os.listdir())",
+        "import warnings; warnings.warn('about this line')",
+        "def double(x): return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    import multiprocessing\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [1, 2]))",
+        "import subprocess; print(subprocess.run([sys.executable, '-c', 'import sys; print(sys.path, sys.flags)'],"
+        "capture_output=True))",
+        "sys.path.insert(0, os.path.dirname(__file__) + '/data/lib')\nimport toolkit; print(toolkit.__file__)",
+        "import toolkit; print(toolkit.__file__)",
+        "import pickle\nclass Own: pass\nprint(pickle.dumps(Own()))",
+    ],
+    ids=lambda body: body.strip().splitlines()[-1][-30:],
+)
+def test_a_script_does_in_a_fork_what_it_does_in_a_fresh_interpreter(scripts: Site, body: str) -> None:
+    (scripts.folder / "project" / "data" / "lib" / "toolkit").mkdir(parents=True, exist_ok=True)
+    (scripts.folder / "project" / "data" / "lib" / "toolkit" / "__init__.py").touch()
+    (scripts.folder / "project" / "train.py").write_text(PROLOGUE + body)
+    assert_same(scripts, [sys.executable, "../train.py", "--lr", "1"], is_fork=True)
+
+
+def assert_same(site: Site, command: list[str], *, is_fork: bool) -> None:
+    seen = []
+    for fresh in (True, False):
+        happened = site.run_command(command, fresh=fresh)
+        ends = [(event.ranks, event.how) if isinstance(event, RankEnded) else event for event in happened]
+        seen.append([sorted(map(str, ends)), site.log(0)])
+        assert Path("had-torch.txt").read_text() == f"{is_fork and not fresh}\n"
+    assert seen[1] == seen[0]
+
+
+def test_a_module_of_a_package_is_run_in_a_fork(scripts: Site) -> None:
+    package = Path("pack")
+    package.mkdir()
+    (package / "__init__.py").write_text("print(__name__, __file__)")
+    (package / "inner.py").write_text("def fail(): raise ValueError('inside')")
+    (package / "__main__.py").write_text(PROLOGUE + "from .inner import fail\nprint(sys.argv, __spec__.name)\nfail()")
+    assert_same(scripts, [sys.executable, "-m", "pack", "x"], is_fork=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("torch/__init__.py", "import torch; print(torch.__file__)"),
+        ("random.py", "import random; print(random.__file__)"),
+        ("random.pyc", "import random; print(random.__file__)"),
+    ],
+)
+def test_a_module_that_hides_one_of_what_is_loaded_is_imported(scripts: Site, name: str, body: str) -> None:
+    folder = scripts.folder / f"hiding-{name.partition('/')[0]}"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).touch()
+    if name.endswith("c"):
+        py_compile.compile(os.devnull, str(folder / name), doraise=True)
+    (folder / "train.py").write_text(PROLOGUE + body)
+    scripts.run_command([sys.executable, str(folder / "train.py")])
+    *notes, said = scripts.log(0).splitlines()
+    assert said == str(folder / name)
+    assert "has the name of one that is loaded" in notes[0]
+
+
+@pytest.mark.parametrize("options", [["-O"], ["-W", "error"], ["-X", "dev"], ["-I"], ["-c"]], ids=str)
+def test_an_option_that_a_fork_cannot_obey_is_obeyed(scripts: Site, options: list[str]) -> None:
+    (scripts.folder / "project" / "train.py").write_text(PROLOGUE + "print(sys.flags, sys.warnoptions)")
+    last = f"exec(open('{scripts.folder}/project/train.py').read())" if options == ["-c"] else "../train.py"
+    assert_same(scripts, [sys.executable, *options, last], is_fork=False)
+
+
+def compare(site: Site, fresh: Path, forked: Path) -> None:
+    """What the probes of two ranks have written, of the first attempt into ``fresh``, of the second ``forked``."""
     assert "forked from a process" in (site.run.logs / "agent.log").read_text()
     values = {
         folder.name: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -78,7 +208,7 @@ def test_a_fork_is_as_good_as_a_fresh_interpreter(site: Site) -> None:
         (wanted, _, fresh_modules), (got, _, modules) = values["fresh"][rank], values["forked"][rank]
         text = json.dumps(wanted).replace(str(fresh), str(forked)).replace('"WORD": "fresh"', '"WORD": "forked"')
         wanted = json.loads(text.replace("attempt-001", "attempt-002"))
-        assert {name: value for name, value in got.items() if value != wanted[name]} == {}
+        assert {name: (value, wanted[name]) for name, value in got.items() if value != wanted[name]} == {}
         assert set(fresh_modules) <= set(modules)
     for name in values["fresh"][0][1]:
         seen = [differ[name] for folder in values.values() for _, differ, _ in folder]

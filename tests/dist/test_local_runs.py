@@ -219,6 +219,35 @@ def test_the_python_door_submits_waits_and_returns_the_result(env: dict[str, str
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+KILLED = """
+import os, signal, sys, time
+attempt, rank = os.environ["TOOLKIT_ATTEMPT"], os.environ["RANK"]
+note = f"torch={'torch' in sys.modules} toolkit={'toolkit' in sys.modules} {sys.path[:2]} {os.environ['PYTHONPATH']}"
+with open(f"{attempt}-{rank}.txt", "w") as file:
+    print(note, file=file)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if (attempt, rank) == ("1", "1"):
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], tmp_path: Path) -> None:
+    """Also where the import path has empty entries, and one of ours before them."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").write_text(KILLED)
+    words = ["exec", "--executor", "local", "--wait", "cluster.tasks_per_node=2", "--", sys.executable, "own/train.py"]
+    environ = {**env, "PYTHONPATH": f":{tmp_path}/lib"}
+    done = subprocess.run([*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=END_S)
+    assert done.returncode == 0, done.stderr
+    assert [line["cause"] for line in the_run(env).attempts()] == ["crashed", "completed"]
+    notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
+    expected = f"torch=True toolkit=False {[f'{tmp_path}/own', f'{tmp_path}/lib']} {tmp_path}/lib\n"
+    assert notes == dict.fromkeys(["1-0.txt", "1-1.txt", "2-0.txt", "2-1.txt"], expected)
+
+
 def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
     """Exit code and output of a command that is read to the end of its pipe."""
     done = subprocess.run([*TOOLKIT, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S)

@@ -11,6 +11,7 @@ The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, 
 from __future__ import annotations
 
 import atexit
+import builtins
 import ctypes
 import gc
 import importlib
@@ -44,7 +45,7 @@ MODULES = (
     "toolkit.train.run_job",
     "toolkit.train.own_loop",
 )
-#: A variable of this process that makes room for those of a rank, see :func:`_show`.
+#: A variable of this process that makes room for those of a rank, see :func:`show`.
 ROOM_VARIABLE = "TOOLKIT_ROOM"
 ROOM_BYTES = 1 << 13
 
@@ -66,7 +67,7 @@ def main() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
     agent = socket.socket(fileno=int(sys.argv[1]))
-    _show([*sys.orig_argv[:-1]], {})
+    show([*sys.orig_argv[:-1]], {})
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began = time.monotonic()
@@ -151,7 +152,7 @@ def _become(order: Order) -> None:
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
     module, *arguments = order["module"]
-    _show(order["command"], {k: v for k, v in order["environ"].items() if os.environ.get(k) != v})
+    show(order["command"], {k: v for k, v in order["environ"].items() if os.environ.get(k) != v})
     os.environ.clear()
     os.environ.update(order["environ"])
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as multiprocessing does in its forks
@@ -165,8 +166,15 @@ def _become(order: Order) -> None:
     for number in SIGNALS:  # last: the module installs its own as the first thing that it does
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     atexit.register(gc.unfreeze)  # what is frozen is not freed at the end, and libraries print that it leaks
-    sys.modules["__main__"] = ModuleType("__main__")
+    new_main()
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # what `python -m` itself calls
+
+
+def new_main() -> ModuleType:
+    """Replace ``__main__`` by what a fresh interpreter has there before it runs anything."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    return main
 
 
 @contextmanager
@@ -196,8 +204,8 @@ def _die_with(agent: int) -> None:
         os._exit(1)
 
 
-def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show these, and not the zygote's.
+def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show this command, and also these variables.
 
     The kernel shows the memory that a program has got its arguments and variables in. Nobody else reads the place of
     the last argument and of ``ROOM_VARIABLE``, which are there for this. From proc_pid_cmdline(5): where the last byte
@@ -210,11 +218,15 @@ def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     size = arguments_end - arguments
     title = " ".join(command).encode(errors="surrogateescape")[: size - 2]
     ctypes.memmove(arguments, title.ljust(size - 1, b"\0") + b" ", size)
-    start = ctypes.string_at(variables, variables_end - variables).find(f"{ROOM_VARIABLE}=".encode())
-    if start >= 0 and environ:
-        size = len(ROOM_VARIABLE) + 1 + ROOM_BYTES
-        text = "\0".join(f"{name}={value}" for name, value in environ.items()).encode(errors="surrogateescape")
-        ctypes.memmove(variables + start, text[: size - 1].ljust(size, b"\0"), size)
+    prefix = f"{ROOM_VARIABLE}=".encode()
+    block = ctypes.string_at(variables, variables_end - variables)
+    start = block.find(prefix) + len(prefix)
+    if start >= len(prefix):
+        room = block[start : start + ROOM_BYTES]
+        known = [] if room.startswith(b"-") else [room.strip(b"\0")]
+        entries = [f"{name}={value}".encode(errors="surrogateescape") for name, value in environ.items()]
+        text = b"\0" + b"\0".join([*entries, *known])
+        ctypes.memmove(variables + start, text[: ROOM_BYTES - 1].ljust(ROOM_BYTES, b"\0"), ROOM_BYTES)
 
 
 if __name__ == "__main__":

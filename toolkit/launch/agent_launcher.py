@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from toolkit.agent.link import Message
 from toolkit.cluster import hostlist
 from toolkit.cluster.container import Container
 from toolkit.cluster.placement import Placement, rank_environment
 from toolkit.errors import EXIT_FAILED
+from toolkit.launch import foreign
 from toolkit.launch.agent_links import AgentLinks
 from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
@@ -23,7 +25,7 @@ from toolkit.rundir import RunDir
 
 #: How our own modules are started.
 MODULE = (sys.executable, "-P", "-m")
-#: A module that becomes a command of the user's: it gains nothing by a fork.
+#: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.launch.foreign"
 
 
@@ -99,7 +101,7 @@ class AgentLauncher:
         processes: Sequence[Message],
         cpus: int | None = None,
     ) -> Message:
-        is_module = tuple(command[:3]) == MODULE and command[3] != FOREIGN_MODULE
+        is_module = tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
         changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
         return {
             "do": "start",
@@ -111,6 +113,10 @@ class AgentLauncher:
             "processes": processes,
             "cpus_per_task": cpus,
         }
+
+    @cached_property
+    def _command_gains(self) -> bool:
+        return foreign.gains_by_fork(self._run)
 
     # --------------------------------------------------------------------------------------------------- the thread
 

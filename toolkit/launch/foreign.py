@@ -2,6 +2,7 @@
 
 The command lies beside the run's config. It finds what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, a store
 that an agent hosts, an error file), and nothing else of ours: no snapshot on its path, no handlers, no wrapper process.
+A Python program runs in this very process where that is a fork that has imported torch; anything else replaces it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import fsio, records
+from toolkit.agent import zygote
 from toolkit.cluster import placement
 from toolkit.cluster.rank_environment import environment
 from toolkit.errors import RequestError
-from toolkit.launch import node_watch
+from toolkit.launch import node_watch, python_command
 from toolkit.records import TEXT, ListOf
 from toolkit.rundir import RunDir
 
@@ -25,6 +27,14 @@ from toolkit.rundir import RunDir
 def write_command(run: RunDir, command: Sequence[str]) -> None:
     """Note what the ranks are to become."""
     fsio.write_json(run.path / "command.json", list(command))
+
+
+def gains_by_fork(run: RunDir) -> bool:
+    """True if ranks of ``run`` that are forked become its command sooner."""
+    try:
+        return python_command.gains_by_fork(read_command(run))
+    except RequestError:  # which its ranks say
+        return False
 
 
 def read_command(run: RunDir) -> list[str]:
@@ -46,9 +56,17 @@ def main(run: RunDir) -> None:
     environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see rank.py
     environ[node_watch.MARK_VARIABLE] = node_watch.mark(run, attempt, place.rank)
     environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
-    command = read_command(run)
+    command, environ = read_command(run), without_snapshot(environ, run.code)
+    python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None
+    if python is not None:
+        why = python_command.obstacle(python, environ)
+        if why is None:
+            zygote.show(command, {k: v for k, v in environ.items() if os.environ.get(k) != v})
+            python_command.become(python, command, environ)
+            return
+        print(f"toolkit exec: starting a fresh interpreter: {why}", file=sys.stderr)
     try:
-        os.execvpe(command[0], command, without_snapshot(environ, run.code))
+        os.execvpe(command[0], command, environ)
     except OSError as error:
         sys.exit(f"toolkit exec: {command[0]}: cannot be started on {place.host}: {error.strerror}")
 

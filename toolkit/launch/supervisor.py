@@ -47,6 +47,7 @@ from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
+from toolkit.launch.foreign import without_snapshot
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
@@ -356,7 +357,8 @@ class Supervisor:
         )
         environ.setdefault("OMP_NUM_THREADS", str(self._allocation.cpus_per_task))
         environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
-        return environ
+        # what is forked for a foreign script must have been started with the script's own import path
+        return without_snapshot(environ, self._run.code) if self._foreign else environ
 
     def _watch(self, attempt: Attempt, step: Step, store: Store) -> None:
         """Handle events until every rank has ended. The one place where things happen during an attempt."""
