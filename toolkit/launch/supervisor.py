@@ -71,8 +71,9 @@ REPORTS_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 STATUS_EVERY_S = 0.5
 #: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
 MAX_RESTARTS_ON_A_FULL_DISK = 100
-#: Ranks that have not reported after so long are asked after: most are still importing, from a slow disk.
-SLOW_START_S = 60.0
+#: Before a restart after an attempt that made no step; twice as long after each further one, up to the second. A file
+#: system that is away for some seconds must not use up all restarts, which take but a second.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 KILL_AGAIN_S = 10.0
 #: Ranks that got SIGKILL are gone after this long.
 DYING_S = 1.0
@@ -125,6 +126,7 @@ class Supervisor:
         self._events: Events = SimpleQueue()
         self._row: JobRow | None = None
         self._ahead_s = 0.0  #: of the controller's clock, by which a job's times are
+        self._in_vain = 0  #: attempts in a row that made no step
         self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
         self._settings = Settings()
         self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._unreachable)
@@ -261,6 +263,8 @@ class Supervisor:
         self._excuse_nodes(attempt)
         self._look_after_nodes(attempt)
         verdict = self._judge(attempt)
+        made_a_step = (attempt.progress.get("step") or 0) > (attempt.progress.get("step_start") or 0)
+        self._in_vain = 0 if made_a_step or self._foreign else self._in_vain + 1
         self._record(attempt, verdict)
         hang.remove_unused(self._run.attempt_logs(attempt.number))  # last: a job that is being ended has but seconds
         return verdict
@@ -270,9 +274,14 @@ class Supervisor:
         return Attempt(self._journal.next_number(), time.time(), plan, start)
 
     def _was_told_to_end(self, attempt: Attempt) -> bool:
-        """By a signal that came while there were no ranks: in the preflight, or between two attempts."""
-        while not self._events.empty():
-            event = self._events.get()
+        """By a signal that came while there were no ranks: in the preflight, between two attempts, or in the pause."""
+        pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
+        deadline = time.monotonic() + pause_s
+        while attempt.stop is None:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
             if isinstance(event, _Signalled) and not self._is_slurms_signal(attempt, event.number):
                 attempt.stop, attempt.stop_asked = self._why_stop(event.number), time.time()
                 log.warning("%s: the ranks are not started", event.number.name)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.01)
     monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():
@@ -138,6 +140,47 @@ def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(ru
     first, second = run.attempts()
     assert (first["cause"], first["decision"], second["cause"]) == ("crashed", "restart", "completed")
     assert "handed over no result" in first["line"]
+
+
+def test_attempts_that_make_no_step_start_again_after_growing_pauses(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart takes a second: a folder that is away for ten would use all of them up."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.1)
+    starts: list[float] = []
+
+    def fails(ranks: Ranks) -> None:
+        starts.append(time.monotonic())
+        ranks.events.put(ended(2))
+        ranks.events.put(StepEnded(137))
+
+    def fails_after_a_step(ranks: Ranks) -> None:
+        ranks.report(step=5, step_start=0)
+        fails(ranks)
+
+    def ends(ranks: Ranks) -> None:
+        starts.append(time.monotonic())
+        completes(ranks)
+
+    assert supervise(run, Ranks(fails, fails, fails_after_a_step, ends), no_progress_attempts=9) == 0
+    pauses = [after - before for before, after in pairwise(starts)]
+    assert pauses[0] >= 0.1
+    assert pauses[1] >= 0.2
+    assert pauses[2] < 0.1
+
+
+def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 600.0)
+
+    def fails(ranks: Ranks) -> None:
+        ranks.events.put(ended(2))
+        ranks.events.put(StepEnded(137))
+        threading.Timer(0.1, ranks.events.put, [_Signalled(signal.SIGTERM)]).start()
+
+    assert supervise(run, Ranks(fails)) == 75
+    assert [line["cause"] for line in run.attempts()] == ["crashed", "stopped"]
 
 
 def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunDir) -> None:
