@@ -59,7 +59,7 @@ def agent(tmp_path: Path) -> Iterator[WatchingAgent]:
     agent.process.wait()
 
 
-def test_an_agent_says_that_it_lives_and_leaves_the_batch_host_alone_while_the_supervisor_does(
+def test_an_agent_that_hears_its_supervisor_leaves_the_batch_host_alone(
     agent: WatchingAgent,
 ) -> None:
     heard: list[str] = []
@@ -77,7 +77,7 @@ def test_a_silent_supervisors_host_is_looked_after_until_it_speaks_again(agent: 
     assert agent.process.poll() is None
 
 
-def test_an_agent_without_a_supervisor_ends_with_what_looks_after_the_batch_host(agent: WatchingAgent) -> None:
+def test_an_agent_without_supervisor_has_the_batch_host_looked_after(agent: WatchingAgent) -> None:
     agent.hear()
     agent.connection.close()
     watcher = agent.watcher()

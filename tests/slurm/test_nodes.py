@@ -181,7 +181,7 @@ def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: S
 # ------------------------------------------------------------------------------------------------- state in memory
 
 
-def test_with_state_in_memory_a_killed_rank_costs_a_step_and_a_dead_node_goes_back_to_the_disk(site: Site) -> None:
+def test_state_in_memory_saves_the_steps_of_a_killed_rank_but_not_of_a_dead_node(site: Site) -> None:
     run = start(site, *SPARE, "checkpoint.memory_every_steps=1", "cluster.tasks_per_node=2")
     ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
     since = time.time()

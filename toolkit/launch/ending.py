@@ -428,12 +428,17 @@ def _requeue(facts: Facts, cause: Cause, line: str) -> Ending:
     limit = facts.budgets.max_requeues
     if limit == 0:
         return Ending(cause, Decision.GIVE_UP, f"{line}; given up (retry.max_requeues: 0)")
-    in_vain = takewhile(lambda past: past.gained_s == 0.0, reversed(facts.history))
-    before = sum(past.decision == Decision.REQUEUE for past in in_vain)
+    before = requeues_in_vain(facts.history)
     if facts.gained_s == 0.0 and before >= limit:
         line = f"{line}; given up after {before} requeues without a new checkpoint (retry.max_requeues: {limit})"
         return Ending(cause, Decision.GIVE_UP, line)
     return Ending(cause, Decision.REQUEUE, line)
+
+
+def requeues_in_vain(history: Sequence[Past]) -> int:
+    """Count the requeues since the run last saved a new step."""
+    in_vain = takewhile(lambda past: past.gained_s == 0.0, reversed(history))
+    return sum(past.decision == Decision.REQUEUE for past in in_vain)
 
 
 def _best(history: Sequence[Past]) -> int:

@@ -741,6 +741,9 @@ class Supervisor:
         left.left_over = status
         self._journal.note_gain(left)
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
+        in_vain, limit = ending.requeues_in_vain(self._journal.history()), self._config.retry.max_requeues
+        if in_vain > limit:
+            raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")
 
     def _was_preempted(self, job_id: str | None) -> bool:
         """True if that is another job than ours, which a preemption has ended."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from toolkit import fsio, records, rundir
 from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_STOPPED
+from toolkit.errors import EXIT_STOPPED, ToolkitError
 from toolkit.launch import nodes, patience, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
@@ -300,6 +301,19 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     first, second = run.attempts()
     assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", last_words)
     assert second["cause"] == "completed"
+
+
+def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir, slurm: FakeSlurm) -> None:
+    """Nobody judges such attempts, and follow-up jobs would follow each other for ever."""
+    config = JobConfig()
+    config.retry.max_requeues = 2
+    supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
+    for attempt in (1, 2):
+        run.write_status({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+        supervisor_of(Ranks(), slurm)._close_left_over_attempt(None)
+    run.write_status({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+    with pytest.raises(ToolkitError, match="given up after 2 requeues"):
+        supervisor_of(Ranks(), slurm).run()
 
 
 def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
