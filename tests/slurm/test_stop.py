@@ -499,12 +499,15 @@ def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Si
     )
     options = [f"--array=0-{elements - 1}", "--ntasks=1", "--mem=900", str(site.folder / "array.sh")]
     job = site.sbatch(*options)
-    starts = lambda: list((site.folder / "state").glob("*.starts"))  # noqa: E731
+
+    def starts() -> int:
+        return sum(len(path.read_text().splitlines()) for path in (site.folder / "state").glob("*.starts"))
+
     for _ in range(2):
-        wait_for(lambda: len(starts()) >= 4, END_S, "some elements to run")
-        time.sleep(random.uniform(2, 6))
+        before = starts()
+        wait_for(lambda before=before: starts() >= before + 2, END_S, "some elements to run, for 6 s each")
+        time.sleep(random.uniform(0, 3))
         site.preempt()
-        time.sleep(2)
 
     def all_done() -> bool:
         runs = list(site.runs.glob("counter/*/result.json"))
