@@ -107,7 +107,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(site.folder / "project" / "data")
         yield site
-        site.launcher.close()
+        site.agents.close()
 
 
 #: The first lines of each script.

@@ -62,7 +62,7 @@ def hangs_itself(env: dict[str, str], run: RunDir) -> int:
 
 
 def is_stopped(env: dict[str, str], run: RunDir) -> int:
-    reached(run, 20)
+    reached(run, 300)  # seconds after each rank's first report
     os.kill(ranks(env)[1], signal.SIGSTOP)
     return 1
 
