@@ -62,7 +62,7 @@ def hangs_itself(env: dict[str, str], run: RunDir) -> int:
 
 
 def is_stopped(env: dict[str, str], run: RunDir) -> int:
-    reached(run, 300)  # seconds after each rank's first report
+    reached(run, 100)  # by then each rank has reported
     os.kill(ranks(env)[1], signal.SIGSTOP)
     return 1
 
@@ -72,7 +72,12 @@ STORIES: dict[str, tuple[str, list[str], Callable[[dict[str, str], RunDir], int]
     "endless loader": ("sample", [], hangs_itself, "waiting for data"),
     "deadlocked worker": ("sample", ["data.workers=1"], hangs_itself, "waiting for data"),
     "collective never entered": ("collective", [], hangs_itself, "in a step"),
-    "stopped": ("none", ["train.max_steps=3000"], is_stopped, "does not answer (stopped, or its node is gone)"),
+    "stopped": (
+        "none",
+        ["train.max_steps=600", "train.epochs=100"],
+        is_stopped,
+        "does not answer (stopped, or its node is gone)",
+    ),
 }
 
 
