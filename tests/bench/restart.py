@@ -91,7 +91,7 @@ def one_round(box: Box, folder: Path, way: str) -> tuple[float, float, float]:
     job = box.run(["sbatch", "--parsable", *size, str(folder / "job.sh")]).stdout.strip()
     wait_for(lambda: len(notes(folder, 1)["step"]) > 50, LIMIT_S, "50 steps")
     inside = notes(folder, 1)["step"][-1]["pid"]
-    victim = next(pid for pid, command in box.processes("node2") if _inner_pid(pid) == inside)
+    victim = next(pid for pid, command in box.processes("node2") if inner_pid(pid) == inside)
     os.kill(victim, signal.SIGKILL)
     killed = time.time()
     wait_for(lambda: notes(folder, 1, killed + 0.2)["step"], LIMIT_S, f"a step after the restart ({folder}/log)")
@@ -103,7 +103,7 @@ def one_round(box: Box, folder: Path, way: str) -> tuple[float, float, float]:
     return start - killed, imported - start, after["step"][0]["time"] - killed
 
 
-def _inner_pid(pid: int) -> int:
+def inner_pid(pid: int) -> int:
     """The pid that the process has in its node's own namespace."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])

@@ -1,0 +1,118 @@
+"""From the SIGKILL of a rank to the next step that all ranks finish, again and again in one run on four nodes.
+
+    python -m tests.bench.kills [--kills 100] [--how job|script]
+
+``script`` is a training loop of somebody's under `toolkit exec`, ``job`` a job of the Trainer with its state in memory.
+A rank drawn at random is killed at a random moment of its training. The ranks note each step themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tests.bench import restart
+from tests.box import Box, BoxUnavailable
+from tests.waiting import wait_for
+
+NODES, LIMIT_S = 4, 100
+#: The digits job, slowed down such that most of a step is no computing, with the notes of restart.py.
+JOB = """
+import json, os, time
+from jobs import classify
+from toolkit.data.loader import Loader
+plain_at = Loader.at
+def main(config):
+    def at(self, step):
+        time.sleep(0.02)
+        with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
+            file.write(json.dumps({"event": "step", "time": time.time(), "pid": os.getpid()}) + "\\n")
+        return plain_at(self, step)
+    Loader.at = at
+    classify.Classify.main(config, None)
+"""
+CONFIG = """
+name: kills
+job: jobs.noting
+cluster: {preflight: false}
+data: {name: digits, global_batch_size: 64}
+model: {name: mlp}
+train: {epochs: 1000000, log_every: 50}
+checkpoint: {every_steps: 100, memory_every_steps: 1}
+retry: {max_failures: 100000, no_progress_attempts: 1000}
+"""
+COMMANDS = {
+    "script": "exec toolkit exec cluster.preflight=false retry.max_failures=100000 -- "
+    "{python} {folder}/script.py {folder}",
+    "job": "exec toolkit supervise {folder}/kills.yaml",
+}
+
+
+def prepare(folder: Path, how: str) -> str:
+    """Write what is run; return the batch script's last line."""
+    (folder / "script.py").write_text(restart.SCRIPT)
+    (folder / "jobs").mkdir()
+    for name in ("__init__", "classify", "models"):
+        source = Path(__file__).parents[2] / "jobs" / f"{name}.py"
+        (folder / "jobs" / source.name).write_text(source.read_text())
+    (folder / "jobs/noting.py").write_text(JOB.replace("{folder}", str(folder)))
+    (folder / "kills.yaml").write_text(CONFIG)
+    return COMMANDS[how].format(python=sys.executable, folder=folder)
+
+
+def last_steps(folder: Path, since: float) -> list[float]:
+    """When each rank made its first step after ``since``; shorter than the ranks while one has made none."""
+    found = [restart.notes(folder, rank, since)["step"] for rank in range(NODES)]
+    return [steps[0]["time"] for steps in found if steps]
+
+
+def one_kill(box: Box, folder: Path, dice: random.Random) -> float:
+    """Seconds until every rank has made a step again."""
+    for rank in range(NODES):  # else each look reads the whole run's
+        (folder / f"notes-{rank}.jsonl").write_text("")
+    began = time.time()
+    wait_for(lambda: len(last_steps(folder, began)) == NODES, LIMIT_S, "a step of each rank")
+    time.sleep(dice.uniform(0.5, 2.0))
+    rank = dice.randrange(NODES)
+    inside = restart.notes(folder, rank)["step"][-1]["pid"]
+    victim = next(pid for pid, _ in box.processes(f"node{rank + 1}") if restart.inner_pid(pid) == inside)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.time()
+    settled = killed + 0.2  # steps that the others were in the midst of
+    wait_for(lambda: len(last_steps(folder, settled)) == NODES, LIMIT_S, "a step of each rank after the kill")
+    return max(last_steps(folder, settled)) - killed
+
+
+def main() -> None:
+    """Kill, and print the figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--how", choices=sorted(COMMANDS), default="job")
+    args = parser.parse_args()
+    dice = random.Random()
+    try:
+        with Box(nodes=NODES) as box:
+            folder = box.shared / "kills"
+            folder.mkdir()
+            command = prepare(folder, args.how)
+            script = f"#!/bin/bash\ncd {folder}\nexport TOOLKIT_RUNS={folder}/runs\n{command}\n"
+            (folder / "job.sh").write_text(script)
+            size = [f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={folder}/log"]
+            box.run(["sbatch", *size, str(folder / "job.sh")])
+            took = sorted(one_kill(box, folder, dice) for _ in range(args.kills))
+    except BoxUnavailable as reason:
+        print(f"no Slurm to be had: {reason}")
+        return
+    p99 = took[min(len(took) - 1, round(0.99 * len(took)))]
+    print(f"{args.how}: {len(took)} kills, seconds to the next step of all {NODES} ranks: ", end="")
+    print(f"median {statistics.median(took):.2f}, p99 {p99:.2f}, longest {took[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
