@@ -9,6 +9,7 @@ A rank drawn at random is killed at a random moment of its training. The ranks n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -32,7 +33,8 @@ def main(config):
     def at(self, step):
         time.sleep(0.02)
         with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
-            file.write(json.dumps({"event": "step", "time": time.time(), "pid": os.getpid()}) + "\\n")
+            told = {"event": "step", "time": time.time(), "pid": os.getpid(), "node": os.uname().nodename}
+            file.write(json.dumps(told) + "\\n")
         return plain_at(self, step)
     Loader.at = at
     classify.Classify.main(config, None)
@@ -80,13 +82,22 @@ def one_kill(box: Box, folder: Path, dice: random.Random) -> float:
     wait_for(lambda: len(last_steps(folder, began)) == NODES, LIMIT_S, "a step of each rank")
     time.sleep(dice.uniform(0.5, 2.0))
     rank = dice.randrange(NODES)
-    inside = restart.notes(folder, rank)["step"][-1]["pid"]
-    victim = next(pid for pid, _ in box.processes(f"node{rank + 1}") if restart.inner_pid(pid) == inside)
+    victim = wait_for(lambda: process_of(box, folder, rank), LIMIT_S, f"the process of rank {rank}")
     os.kill(victim, signal.SIGKILL)
     killed = time.time()
     settled = killed + 0.2  # steps that the others were in the midst of
     wait_for(lambda: len(last_steps(folder, settled)) == NODES, LIMIT_S, "a step of each rank after the kill")
     return max(last_steps(folder, settled)) - killed
+
+
+def process_of(box: Box, folder: Path, rank: int) -> int | None:
+    """Return the pid of the process that made the rank's last step; None if it is not found at this moment."""
+    last = restart.notes(folder, rank)["step"][-1]
+    for pid, _ in box.processes(last["node"]):
+        with contextlib.suppress(OSError, StopIteration):  # one that has just ended
+            if restart.inner_pid(pid) == last["pid"]:
+                return pid
+    return None
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ import json, os, sys
 folder = sys.argv[1]
 def note(event, at=None):
     with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
-        file.write(json.dumps({"event": event, "time": at or time.time(), "pid": os.getpid()}) + "\\n")
+        file.write(json.dumps({"event": event, "time": at or time.time(), "pid": os.getpid(),
+                               "node": os.uname().nodename}) + "\\n")
 note("start", started)
 import torch, torch.distributed as dist
 from torch import nn
