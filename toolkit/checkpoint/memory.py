@@ -60,7 +60,8 @@ class Memory:
     def __init__(self, rank: int, world_size: int, attempt: int, local_world_size: int, paths: Sequence[str]) -> None:
         self._rank, self._world_size, self._attempt = rank, world_size, attempt
         self._local_world_size = local_world_size
-        self._own = [_File(path) for path in paths[:2]]
+        #: the one that is written next first: that which holds nothing, or the older state
+        self._own = sorted((_File(path) for path in paths[:2]), key=lambda file: file.moment() or (0, 0))
         self._first = [_File(path) for path in paths[2:]]  #: none for the first rank itself
         self._sealing: threading.Thread | None = None
         self._has_said_so = False
@@ -88,7 +89,7 @@ class Memory:
         Raises ConfigError where the copies do not fit into the node's memory.
         """
         self.wait()
-        file = min(self._own, key=lambda file: file.moment() or (0, 0))
+        file = self._own[0]
         is_first = not self._first
         own = {name: entry for name, entry in state.items() if is_first or not isinstance(entry, Replicated)}
         starts, end = _layout(own)
@@ -114,6 +115,7 @@ class Memory:
             records = {name: _record(name, entry, self._rank, starts[name]) for name, entry in copies.items()}
             described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
             file.seal(f'{{"about": {text}, "tensors": {described}}}'.encode(), end)
+            self._own.reverse()  # not where it failed: the other one holds the newest state then
 
         self._sealing = threading.Thread(target=seal, name=f"memory-{step}", daemon=True)
         self._sealing.start()
@@ -196,7 +198,7 @@ class Memory:
         meta: Mapping[str, Any] = {}
         for file in (*self._first, *self._own):
             described = file.read()
-            if described is None or file.moment() != moment:
+            if described is None or _moment(described) != moment:
                 continue
             meta = described["about"]["meta"]
             kinds = KINDS.values() if file in self._own else [KINDS[Replicated]]
@@ -248,18 +250,22 @@ class _File:
 
     def moment(self) -> Moment | None:
         found = self.read()
-        return None if found is None else (found["about"]["attempt"], found["about"]["step"])
+        return None if found is None else _moment(found)
 
     def moment_of(self, rank: int | None, world_size: int) -> Moment | None:
         """Return when the state that it holds was written, if by ``rank`` (None: any) among so many."""
         found = self.read()
         if found is None or found["about"]["world_size"] != world_size or rank not in (None, found["about"]["rank"]):
             return None
-        return found["about"]["attempt"], found["about"]["step"]
+        return _moment(found)
 
     def placed(self, record: TensorRecord) -> TensorRecord:
         """Return ``record`` with the name by which this process finds the file."""
         return dataclasses.replace(record, parts=tuple(dataclasses.replace(p, file=self.name) for p in record.parts))
+
+
+def _moment(described: Mapping[str, Any]) -> Moment:
+    return described["about"]["attempt"], described["about"]["step"]
 
 
 def _layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
