@@ -48,6 +48,7 @@ bench: .venv/ready-dev  ## speed as ratios, in one run, each beside the field's 
 	$(BIN)/python -m tests.bench.loop
 	$(BIN)/python -m tests.bench.steps
 	$(BIN)/python -m tests.bench.checkpoint
+	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.restart
 	$(BIN)/python -m tests.bench.kills

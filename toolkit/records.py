@@ -125,6 +125,7 @@ TEXT = Leaf("text", _is_text)
 WORD = Leaf("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
 COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
 NUMBER = Leaf("a number", _is_number)
+FLAG = Leaf("true or false", lambda value: isinstance(value, bool))
 #: Seconds since 1970, up to the year 9999.
 MOMENT = Leaf("a time in seconds", lambda value: _is_number(value) and 0 <= value < 253_402_300_000)
 TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
@@ -143,9 +144,9 @@ def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | Non
         raise DamagedFileError(f"{path} is damaged: {misfit}") from None
 
 
-def parse(raw: bytes, shape: Shape) -> Any:
-    """The JSON value in ``raw``, all of which must fit; NaN and infinities are null. Raises Misfit."""
-    value, damage = _parse(raw), list[str]()
+def fit(value: Any, shape: Shape) -> Any:
+    """``value``, all of which must fit; NaN and infinities are null. Raises Misfit."""
+    damage = list[str]()
     _refuse_depth(value, "", MOST_NESTED)
     found = _fit(fsio.finite(value), shape, "", _Notes("", damage))
     if damage:

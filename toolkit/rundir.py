@@ -82,6 +82,7 @@ _STATUS_KEYS = Record(
         "tasks": Maybe(ListOf(COUNT)),
         "lost_ranks": Maybe(MapOf(TEXT)),
         "bad_nodes": Maybe(MapOf(TEXT)),
+        "ailing_nodes": Maybe(MapOf(TEXT)),
         "progress": Maybe(PROGRESS),
         "goodput": Maybe(_SECONDS),
     }
@@ -100,6 +101,7 @@ _ATTEMPT = Record(
         **dict.fromkeys(("stop_asked", "submitted"), Null(TIME_TEXT)),
         "first_failure": Null(Record({"rank": OrNull(COUNT), "host": TEXT, "how": TEXT})),
         "lost_nodes": Maybe(ListOf(TEXT)),
+        "left_nodes": Maybe(ListOf(TEXT)),
         "slow_nodes": Maybe(ListOf(_STRAGGLER)),
         "lost_ranks": Maybe(MapOf(TEXT)),
         "gained_s": Maybe(NUMBER),
@@ -120,6 +122,8 @@ RESULT = Record(
         "why": Maybe(TEXT),
     }
 )
+#: What rank 0 says of it.
+REACHED = Record({key: shape for key, shape in RESULT.keys.items() if key != "state"})
 _OWNER = Record(
     {
         **dict.fromkeys(("number", "pid"), Maybe(COUNT)),

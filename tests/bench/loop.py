@@ -13,7 +13,9 @@ import argparse
 import importlib.util
 import logging
 import os
+import select
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,10 +30,11 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.dist.ranks import run_ranks
+from toolkit.agent.reports import Inbox, Outbox, address
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
-from toolkit.dist.report import NullReporter, StoreReporter
+from toolkit.dist.report import AgentReporter, NullReporter, Reporter
 from toolkit.dist.session import Session
 from toolkit.dist.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
@@ -152,7 +155,7 @@ def ours(session: Session) -> Round:
 
 def own_loop(session: Session) -> Round:
     """The hand-written loop, its DataLoader included, brought to ``toolkit.start()``, as it runs in a job."""
-    reporter = StoreReporter(session.store.clone(), session.rank, session.activity)
+    reporter = to_agent(session)
     config = JobConfig(train=TrainConfig(log_every=LOG_EVERY), checkpoint=CheckpointConfig(NEVER))
     run = TrainingRun(config, replace(session, reporter=reporter, attempt=3))
     loader, ddp, optimizer = parts_by_hand(session)
@@ -186,8 +189,21 @@ def unsupervised(session: Session) -> Round:
 
 
 def supervised(session: Session) -> Round:
-    """Ours as it runs in a job: with the gate, and a thread that reports to the supervisor's store."""
-    return ours(replace(session, reporter=StoreReporter(session.store.clone(), session.rank, session.activity)))
+    """Ours as it runs in a job: with the gate, and a thread that reports to the node's agent."""
+    return ours(replace(session, reporter=to_agent(session)))
+
+
+def to_agent(session: Session) -> Reporter:
+    """Reports as in a job, to an inbox of this very rank that a thread empties as the agent does."""
+    name = address(f"bench {os.getpid()} {time.monotonic_ns()}")
+    inbox = Inbox(name)
+
+    def serve() -> None:
+        while select.select([inbox], [], [])[0]:
+            inbox.take()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return AgentReporter(Outbox(name), 1, session.rank, session.activity)
 
 
 def with_accelerate(session: Session) -> Round:

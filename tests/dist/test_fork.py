@@ -16,13 +16,13 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
+from toolkit.agent import learnt
 from toolkit.launch import foreign
 from toolkit.launch.agent_launcher import MODULE, AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent
 from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import RankEnded, StepEnded
-from toolkit.launch.store import Report
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 60 * PATIENCE
@@ -37,22 +37,28 @@ class Site:
         self.run = rundir.create("fork", folder / "runs")
         self.folder, self.events, self.attempt = folder, SimpleQueue[Any](), 0
         self.allocation = Allocation(("here",), (2,), 1)
+        self.begin_job()
+
+    def begin_job(self) -> None:
         self.starter = LocalAgent(self.run)
         self.agents = Agents(self.run, self.allocation, self.starter)
         self.launcher = AgentLauncher(self.run, self.allocation, self.agents)
+        self.is_prepared = False
 
     def run_module(self, command: list[str], **changed: str) -> list[Any]:
         """What happens to two ranks that become ``command``."""
         self.attempt += 1
         path = f"{self.folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         environ = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", **changed}
+        if not self.is_prepared:
+            self.launcher.prepare(self.allocation.hosts, command, environ, self.events)
+            self.is_prepared = True
         store = self.launcher.start_store(self.attempt, 2, "127.0.0.1", environ, self.events)
         self.launcher.start(self.attempt, self.allocation, command, environ, self.events, store)
         happened: list[Any] = []
         while not happened or not isinstance(happened[-1], StepEnded):
-            event = self.events.get(timeout=TIMEOUT_S)
-            happened += [] if isinstance(event, Report) else [event]
-        store.close(TIMEOUT_S)
+            happened.append(self.events.get(timeout=TIMEOUT_S))
+        store.close()
         return happened
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
@@ -96,6 +102,32 @@ def test_a_script_finds_in_a_fork_what_it_finds_in_a_fresh_interpreter(
         happened = site.run_command(command, fresh=folder == fresh, WORD=folder.name, MASTER_PORT="1")
         assert [event.exit_code for event in happened] == [3, 3, 3], site.log(0)
     compare(site, fresh, forked)
+
+
+LEARNER = """
+import json, sys, time
+from pathlib import Path
+from toolkit.agent import learnt
+print("wave" in sys.modules, flush=True)
+import wave
+path = Path(sys.argv[1])
+learnt.note(path)
+while json.loads(path.read_text())["left_out"] is None:
+    time.sleep(0.1)
+"""
+
+
+def test_what_ranks_import_is_there_in_later_attempts_and_in_the_next_job(site: Site) -> None:
+    (site.folder / "learner.py").write_text(LEARNER)
+    command = [*MODULE, "learner", str(site.run.path / learnt.NAME)]
+    assert [event.exit_code for event in site.run_module(command)] == [0], site.log(0)
+    assert site.log(0).splitlines() == ["False"]
+    site.run_module(command)
+    assert site.log(0).splitlines() == ["True"]
+    site.agents.close()
+    site.begin_job()
+    site.run_module(command)
+    assert site.log(0).splitlines() == ["True"]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +231,7 @@ def test_an_option_that_a_fork_cannot_obey_is_obeyed(scripts: Site, options: lis
 
 def compare(site: Site, fresh: Path, forked: Path) -> None:
     """What the probes of two ranks have written, of the first attempt into ``fresh``, of the second ``forked``."""
-    assert "forked from a process" in (site.run.logs / "agent.log").read_text()
+    assert "forked from a process" in (site.run.logs / "agent-here.log").read_text()
     values = {
         folder.name: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
         for folder in (fresh, forked)
@@ -253,7 +285,7 @@ def test_ranks_of_an_interpreter_that_cannot_be_forked_are_fresh_ones(site: Site
     assert site.log(0) == "False\n"
     assert (
         "ranks start as fresh interpreters: an import has started threads: of the site"
-        in (site.run.logs / "agent.log").read_text()
+        in (site.run.logs / "agent-here.log").read_text()
     )
 
 
@@ -262,7 +294,8 @@ def test_a_zygote_that_has_died_costs_time_only(site: Site) -> None:
     assert site.run_module([*MODULE, "body"]) == [StepEnded(0)]
     assert site.log(0) == "True\n"
     (agent,) = site.starter._processes
-    (zygote,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    (zygote,) = (pid for pid in children if b"toolkit.agent.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(zygote), signal.SIGKILL)
     happened = site.run_module([*MODULE, "body"])
     assert happened[-1] == StepEnded(0), happened

@@ -29,8 +29,8 @@ class WatchingAgent:
         secret = secrets.token_bytes(32)
         (folder / "key").write_bytes(secret)
         listening = socket.create_server(("127.0.0.1", 0))
-        command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), "127.0.0.1"]
-        self.process = subprocess.Popen([*command, str(listening.getsockname()[1]), "node2"])
+        command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), str(folder)]
+        self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "node2"])
         self.connection, self.link = listening.accept()[0], Link(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"

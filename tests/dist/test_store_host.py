@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
+from toolkit.agent import reports
 from toolkit.launch import store
 from toolkit.launch.store import StoreHost
 
@@ -47,7 +49,7 @@ def test_a_store_host_with_a_low_soft_limit_serves_what_the_hard_limit_allows(tm
             client.add("count", 1)  # unlike set, it waits for an answer
         assert clients[0].add("count", 0) == 300
     finally:
-        host.close(3.0)
+        host.close()
 
 
 SESSION = """
@@ -76,6 +78,7 @@ def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -
         "MASTER_PORT": str(host.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TOOLKIT_SUPERVISED": "1",
+        reports.VARIABLE: secrets.token_hex(16),
         rundir.RUN_DIR_VARIABLE: str(run.path),
     }
     try:
@@ -83,9 +86,9 @@ def test_a_rank_has_no_more_connections_than_are_reckoned_with(tmp_path: Path) -
             [sys.executable, "-c", SESSION], env=environ, capture_output=True, text=True, timeout=PATIENCE * 60
         )
         assert done.returncode == 0, done.stderr
-        # the process group's, the watcher's, and one for reports and requests
+        # the process group's, the watcher's, and one for requests
         assert int(done.stdout) == 3
     finally:
-        host.close(3.0)
+        host.close()
     saves, nccl = 1, 1  # a clone of each, where there are background saves and NCCL
     assert int(done.stdout) + saves + nccl <= store.CONNECTIONS_A_RANK

@@ -1,21 +1,23 @@
-"""The store of an attempt, torch's own server: a stop that is proposed and decided, and the reports of all ranks."""
+"""What all ranks tell: a stop that is proposed and decided, through torch's own store; their progress, by agents."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from tests.scale import Curve
-from toolkit.dist import store_host
-from toolkit.dist.report import rank_key
+from toolkit.agent.link import Link
+from toolkit.agent.progress import Digest, NodeProgress, Report, merge, parse
 from toolkit.dist.stop import PREFIX, STOP, Gate, _Round, propose
 from toolkit.dist.stop_store import StoreTransport
+from toolkit.launch.watchdog import Watchdog
+
+A_NODE = 8
 
 
 class Counting:
@@ -63,29 +65,37 @@ def stop(ranks: int) -> Mapping[str, object]:
     return {"messages": store.messages, "longest bytes": store.longest_bytes, **seconds}
 
 
-def look(ranks: int) -> Mapping[str, object]:
-    """The store host's look at all reports, each of which is new."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store: Any = Counting(server)
-    relay = store_host._Relay(store, ranks)
-    report = json.dumps({"doing": "in a step", "done": 123456, "count": 2, "beat": 3, "time": 1.5})
-    StoreTransport(server.clone()).set({rank_key(rank): report for rank in range(ranks)})
-    said = io.StringIO()
-    began = time.monotonic()
-    with contextlib.redirect_stdout(said):
-        relay.pass_on(everything=True)
-    took_s = time.monotonic() - began
-    lines = said.getvalue().splitlines()
-    longest = max(map(len, lines))
-    return {
-        "messages": store.messages,
-        "longest bytes": store.longest_bytes,
-        "longest line": longest,
-        "look s": f"{took_s:.2f}",
+def digests(ranks: int) -> Mapping[str, object]:
+    """A second of all ranks' progress: what one agent does for its ranks, and the supervisor for all nodes."""
+    node = NodeProgress()
+    reports = [Report(1, rank, "in a step", 123_456, 2).as_bytes() for rank in range(A_NODE)]
+    began = time.process_time()
+    for data in reports:
+        report = parse(data)
+        assert report is not None
+        node.hear(report)
+    digest = node.digest()
+    told_s = time.process_time() - began
+    assert digest is not None
+    ends = [Link(b"secret", role) for role in ("agent", "supervisor")]
+    for end, other in (ends, reversed(ends)):
+        end.receive(other.greeting)
+    message = {"is": "alive", "progress": asdict(digest)}
+    frames = [ends[0].send(message) for _ in range(ranks // A_NODE)]
+    dog = Watchdog(600.0)
+    began = time.process_time()
+    for number, frame in enumerate(frames):
+        for heard in ends[1].receive(frame)[0]:
+            dog.hear(f"node{number}", Digest(**heard["progress"]))
+    heard_s = time.process_time() - began
+    lengths = {
+        "bytes a node": len(frames[0]),
+        "bytes of all, merged": len(json.dumps(asdict(merge(dog.nodes.values())))),
     }
+    return {**lengths, "agent ms": f"{1000 * told_s:.2f}", "supervisor s": f"{heard_s:.2f}"}
 
 
 CURVES = [
     Curve("stop together", "ranks", (1000, 8000, 32_768, 80_000), stop),
-    Curve("reports", "ranks", (1000, 8000, 32_768, 80_000), look),
+    Curve("progress", "ranks", (1000, 8000, 32_768, 80_000), digests),
 ]

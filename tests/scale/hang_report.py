@@ -1,36 +1,66 @@
-"""Who is behind in a run that hangs: the stack files that can be read in time, over a file system of 0.5 ms a file."""
+"""Who is behind in a run that hangs: each node digests its own stacks, over a file system of 0.5 ms a file."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit import stacks
+from toolkit import rundir, stacks
+from toolkit.agent import stack_digest
+from toolkit.agent.link import Message
+from toolkit.agent.progress import Standing
 from toolkit.launch import hang
-from toolkit.launch.hang import Seen
-from toolkit.launch.watchdog import Standing
 
 DELAY_S = 0.0005
+A_NODE = 8
 WAITS = 'Current thread 0x01 (most recent call first):\n  File "/x/torch/distributed/c10d.py", line 1 in all_reduce\n'
+WORKS = WAITS.replace("torch/distributed/c10d.py", "jobs/mine.py").replace("all_reduce", "load")
+
+
+class Nodes:
+    """Agents whose ranks all wait but the last; notes how long the slowest of them took, for they work side by side."""
+
+    silent_hosts = ()
+
+    def __init__(self, ranks: int) -> None:
+        self._last = ranks - 1
+        self.slowest_s, self.longest = 0.0, 0
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> Mapping[str, Message]:
+        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+
+    def _digest(self, order: Message) -> str:
+        standings = [Standing(rank, "in a step", 7, 300.0, False) for rank, *_ in order["standings"]]
+        began = time.monotonic()
+        with patch.object(stack_digest, "stack_text", self._read):
+            text = stack_digest.digest(Path(order["folder"]), standings)
+        self.slowest_s, self.longest = max(self.slowest_s, time.monotonic() - began), max(self.longest, len(text))
+        return text
+
+    def _read(self, path: Path) -> str:
+        time.sleep(DELAY_S)
+        return (WORKS if path.stem == f"stack-{self._last}" else WAITS) + stacks.ANSWERED
 
 
 def investigate(ranks: int) -> Mapping[str, object]:
     """The last rank hangs, at the same step as all others."""
-    works = WAITS.replace("torch/distributed/c10d.py", "jobs/mine.py").replace("all_reduce", "load")
-
-    def read(path: Path) -> str:
-        time.sleep(DELAY_S)
-        return (works if path.stem == f"stack-{ranks - 1}" else WAITS) + stacks.ANSWERED
-
-    standings = [Standing(rank, "in a step", 7, 300.0, False) for rank in range(ranks)]
-    with patch.object(hang, "stack_text", read):
-        found = hang.collect(Path("/x"), standings)
-    named, _ = hang.blame([Seen(s, found.get(s.rank), is_read=s.rank in found) for s in standings])
+    nodes = Nodes(ranks)
+    unknown = [Standing(rank, None, None, 300.0, False) for rank in range(ranks)]
+    hosts = {f"node{first}": unknown[first : first + A_NODE] for first in range(0, ranks, A_NODE)}
+    began = time.process_time()
+    named, _ = hang.blame(hang.look(nodes, rundir.RunDir(Path("/x")), 1, hosts, {}))
+    cpu_s = time.process_time() - began
     verdict = "right" if named == [ranks - 1] else "wrong" if named else "unknown"
-    return {"files read": len(found), "rank named": verdict}
+    figures = {
+        "slowest node s": f"{nodes.slowest_s:.2f}",
+        "bytes a node": nodes.longest,
+        "CPU s of all": f"{cpu_s:.1f}",
+    }
+    return {**figures, "rank named": verdict}
 
 
 CURVES = [Curve("hang report", "ranks", (1000, 8000, 16_000, 80_000), investigate)]

@@ -570,7 +570,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
 
 
 def test_a_controller_that_was_away_when_the_nodes_checks_ended_delays_the_ranks_only(site: Site) -> None:
-    """It still counts the memory of their step, and refuses that of the ranks until it has heard of the end."""
+    """The agents have started by then, and nothing more is asked of it."""
     run = submit(site, slow_project(site, 0.01), "train.max_steps=50")
     checks = "toolkit.cluster.checks"
     wait_for(lambda: any(checks in command for _, command in site.processes()), START_S, "the checks of the nodes")

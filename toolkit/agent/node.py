@@ -1,19 +1,26 @@
-"""The agent of one node: ``python -m toolkit.agent.node SECRET_FILE HOST PORT [NAME]``.
+"""The agent of one node: ``python -m toolkit.agent.node SECRET_FILE LOGS HOST PORT [NAME]``.
 
 It lives as long as the job. It starts the ranks of each attempt and the attempt's store when the supervisor says so, by
 forks of a zygote or as fresh programs, sends them signals, and says at once how each has ended. When it has lost the
-supervisor it ends them, and when it dies they die with it. It has one thread and needs no torch.
+supervisor it ends them, and when it dies they die with it. All ranks of the node report to it, also those that srun has
+started; see :mod:`toolkit.agent.progress`. It has one thread and needs no torch.
 
 What it is told (``do``) and what it tells (``is``):
 
 * ``warm``: have a zygote ready.
+* ``check``: run the checks of the node. Then ``checked``, with the line that they have printed.
+* ``connections``: say to which addresses connections are ``unanswered``.
 * ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
   ``end_store``: kill it. What the store prints is ``said``.
 * ``watch``: the command that looks after the batch host when the supervisor is silent or gone, and the node's turn.
+* ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
+* ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``leave``: end.
 
-Each says that it is ``alive`` every second.
+It says that it is ``alive`` every second, with a digest of the ranks' progress. It says at once which ranks are
+``reporting`` for the first time, and passes every ``report`` of rank 0 on. It says once of each thing that makes its
+node ``sick``.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import selectors
 import signal
@@ -29,22 +37,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import cpus
+from toolkit.agent import connections, cpus, learnt, progress, sickness, state_memory
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
+from toolkit.agent.progress import NodeProgress, Standing
+from toolkit.agent.reports import Inbox, address, token_of
 from toolkit.agent.tether import SIGNALS, die_with
 from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order, opened
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 #: A supervisor that has not confirmed what it was sent for so long is gone; a network may be away for half a minute.
 GONE_S = 120
+#: An agent of this job that the supervisor has given up needs a moment to notice it, and leaves its name free then.
+INBOX_PATIENCE_S = 10.0
 #: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
 TURN_S = 10.0
-#: Tells a rank where it may keep its state, see toolkit.checkpoint.memory.
-STATE_MEMORY = "TOOLKIT_STATE_MEMORY"
+#: Ranks have made their first step by then, or the zygote is asked to learn from them later, see toolkit.agent.learnt.
+LEARN_AFTER_S = 20.0
+#: What looks after the node's health, see toolkit.agent.sickness. It comes late enough not to delay the first ranks.
+HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
+HEALTH_AFTER_S = 10.0
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
 
@@ -63,16 +78,21 @@ class _Child:
 class Agent:
     """Serves one connection to the supervisor."""
 
-    def __init__(self, connection: socket.socket, link: Link, name: str) -> None:
+    def __init__(self, connection: socket.socket, link: Link, name: str, inbox: Inbox, imports: Path | None) -> None:
+        """``imports``: see :mod:`toolkit.agent.learnt`."""
         self._connection, self._link, self._name = connection, link, name
+        self._inbox, self._progress = inbox, NodeProgress()
         self._children: dict[int, _Child] = {}  #: by pid, of those that live
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: _Zygote | None = None
+        self._imports = imports  #: the file of what is to be learnt; None once that has spoiled a zygote
+        self._ranks_since = self._learn_at = math.inf
         self._heard = time.monotonic()  #: when the supervisor last said something, or was lost
-        self._memory: dict[int, tuple[int, int]] = {}  #: two files in memory for the state of each rank
+        self._memory = state_memory.NodeFiles()
         self._is_alone = False  #: the supervisor is lost for good
         self._watch_order: Message | None = None
         self._watcher: int | None = None  #: the pid of what looks after the batch host
+        self._helpers: set[int] = set()  #: the pids of what looks at the node for us
         self._selector = selectors.DefaultSelector()
         self._is_over = False
 
@@ -85,9 +105,10 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._hear_ranks)
         self._connection.sendall(self._link.greeting)
         self._say({"is": "here", "host": self._name, "pid": os.getpid()})
-        next_heartbeat = 0.0
+        next_heartbeat, health_at = 0.0, time.monotonic() + HEALTH_AFTER_S
         try:
             while not self._is_over:
                 for key, _ in self._selector.select(HEARTBEAT_S):
@@ -96,7 +117,12 @@ class Agent:
                 self._watch_the_batch_host()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
-                    self._say({"is": "alive"})
+                    digest = self._progress.digest()
+                    self._say({"is": "alive", "progress": None if digest is None else asdict(digest)})
+                    self._learn()
+                if time.monotonic() >= health_at:
+                    health_at = math.inf
+                    self._start_helper(HEALTH_COMMAND, self._hear_of_health)
         finally:
             self._end_children()
 
@@ -132,6 +158,10 @@ class Agent:
         match order["do"]:
             case "warm":
                 self._warm()
+            case "check":
+                self._check(order["command"])
+            case "connections":
+                self._say({"is": "unanswered", "addresses": sorted(connections.unanswered())})
             case "start" if order["module"] is not None and self._warm().is_importing:
                 self._waiting.append(order)
             case "start":
@@ -142,6 +172,11 @@ class Agent:
                 self._tell(order["attempt"], order["text"])
             case "end_store":
                 self._end_store(order["attempt"])
+            case "stacks":
+                self._digest_stacks(order)
+            case "hear_ranks":
+                self._hear_ranks()
+                self._say({"is": "answer", "request": order["request"]})
             case "watch":
                 self._watch_order = order
             case "leave":
@@ -156,6 +191,8 @@ class Agent:
             self._is_alone, self._heard = True, time.monotonic()
             self._selector.unregister(self._connection)
             self._end_children()
+            self._selector.unregister(self._inbox)
+            self._inbox.close()  # ranks that srun has started end by themselves
             self._is_over = self._watch_order is None
 
     def _watch_the_batch_host(self) -> None:
@@ -175,27 +212,99 @@ class Agent:
             process.returncode = 0  # we reap it ourselves
             self._watcher = process.pid
 
+    # --------------------------------------------------------------------------------------------------- the helpers
+
+    def _start_helper(self, command: Sequence[str], hear: Callable[[bytes], bool], given: bytes = b"") -> None:
+        """Start a process of our own that reads ``given`` and ends with us. What it prints goes to ``hear``.
+
+        ``hear`` gets nothing at its end, and returns whether it wants more. A process of its own may wait for ever for
+        a disk, a file server or a driver; the agent must not. Raises OSError.
+        """
+        agent = os.getpid()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=lambda: die_with(agent, signal.SIGKILL),
+        )
+        process.returncode = 0  # we reap it ourselves
+        self._helpers.add(process.pid)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        output = process.stdout
+        with contextlib.suppress(OSError), process.stdin as asked:
+            asked.write(given)
+
+        def read() -> None:
+            data = os.read(output.fileno(), 1 << 16)
+            if not hear(data) or not data:
+                self._selector.unregister(output)
+                output.close()
+
+        self._selector.register(output, selectors.EVENT_READ, read)
+
+    def _hear_of_health(self, data: bytes) -> bool:
+        for line in data.decode(errors="replace").splitlines():
+            self._say({"is": "sick", "what": line})
+        return True
+
+    def _check(self, command: Sequence[str]) -> None:
+        began, text = time.time(), bytearray()
+
+        def hear(data: bytes) -> bool:
+            """Take its line, and not its end, for which a thread in the kernel may have to be waited."""
+            text.extend(data)
+            if data and not text.endswith(b"\n"):
+                return True
+            answer = text.decode(errors="replace")
+            self._say({"is": "checked", "text": answer, "began": began, "ended": time.time()})
+            return False
+
+        try:
+            self._start_helper(command, hear)
+        except OSError as error:
+            self._say({"is": "checked", "text": f"they cannot be started: {error}", "began": began, "ended": began})
+
     # ---------------------------------------------------------------------------------------------------- starting
 
     def _warm(self) -> _Zygote:
         """Return the zygote. One that died after it had been of use is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            self._zygote = _Zygote()
+            self._zygote = _Zygote(self._imports)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
         return self._zygote
+
+    def _learn(self) -> None:
+        """Have the zygote import what the ranks had to, once these have trained for a while."""
+        zygote = self._zygote
+        if self._imports and zygote and zygote.can_fork and self._children and time.monotonic() >= self._learn_at:
+            now = time.monotonic()
+            self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
+            zygote.learn()
 
     def _hear_zygote(self) -> None:
         zygote = self._zygote
         assert zygote is not None
         if not zygote.hear():
             self._selector.unregister(zygote.socket)
+        if not zygote.can_fork and self._imports and zygote.has_learnt:
+            log.warning("importing what the ranks import has failed: another zygote does without")
+            if not zygote.has_ended:
+                self._selector.unregister(zygote.socket)
+                zygote.end()
+            self._imports = self._zygote = None
+            self._warm()
+            return
         waiting, self._waiting = self._waiting, []
         for order in waiting:
             self._start(order)
 
     def _start(self, order: Message) -> None:
-        ranks = [process["rank"] for process in order["processes"] if process["rank"] is not None]
-        self._hold_memory(ranks)
+        ranks = sum(process["rank"] is not None for process in order["processes"])
+        memory = self._memory.hold(ranks) if ranks else ""
+        if ranks:
+            self._ranks_since = time.monotonic()
+            self._learn_at = self._ranks_since + LEARN_AFTER_S
         sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"])
         for process, own_cpus in zip(order["processes"], sets, strict=True):
             child = _Child(order["attempt"], process["rank"], _oom_kills())
@@ -203,8 +312,7 @@ class Agent:
             for name in order["unset"]:
                 environ.pop(name, None)
             if child.rank is not None:
-                held = (*self._memory[child.rank], *self._memory[ranks[0]])
-                environ[STATE_MEMORY] = ":".join(f"/proc/{os.getpid()}/fd/{file}" for file in held)
+                environ[state_memory.VARIABLE] = memory
             files = [os.devnull, process["log"], process["log"]]
             theirs: list[int] = []
             if child.rank is None:
@@ -230,18 +338,6 @@ class Agent:
             self._children[pid] = child
             if child.stdout is not None:
                 self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
-
-    def _hold_memory(self, ranks: Sequence[int]) -> None:
-        """Hold two empty files in memory for each of ``ranks`` that has none; see toolkit.checkpoint.memory.
-
-        They cost nothing until a rank writes there. Those of ranks that are elsewhere now are given back.
-        """
-        for rank in self._memory.keys() - set(ranks) if ranks else ():
-            for file in self._memory.pop(rank):
-                os.close(file)
-        for rank in ranks:
-            if rank not in self._memory:
-                self._memory[rank] = (os.memfd_create(f"state-{rank}"), os.memfd_create(f"state-{rank}"))
 
     def _start_one(self, order: Order) -> int:
         if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
@@ -302,6 +398,38 @@ class Agent:
     def _stores(self, attempt: int) -> dict[int, _Child]:
         return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
 
+    # ----------------------------------------------------------------------------------------------------- the ranks
+
+    def _hear_ranks(self) -> None:
+        """Take what ranks have reported, and pass on what cannot wait for the next digest."""
+        first: dict[int, list[int]] = {}
+        for text in [] if self._is_alone else self._inbox.take():
+            report = progress.parse(text)
+            if report is None:
+                log.warning("a report that is none was ignored: %.80r", text)
+                continue
+            if self._progress.hear(report):
+                first.setdefault(report.attempt, []).append(report.rank)
+            if report.rank == 0:
+                self._say({"is": "report", "text": text.decode()})
+        for attempt, ranks in first.items():
+            self._say({"is": "reporting", "attempt": attempt, "ranks": ranks})
+
+    def _digest_stacks(self, order: Message) -> None:
+        """Have the stacks of ranks read by a process of its own: a file server may not answer."""
+        given = [Standing(*standing) for standing in order["standings"]]
+        standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
+        asked, text = {**order, "standings": [astuple(rank) for rank in standings]}, bytearray()
+
+        def hear(data: bytes) -> bool:
+            text.extend(data)
+            if not data:
+                with contextlib.suppress(ValueError):  # it has failed: see our log
+                    self._say({"is": "answer", "request": order["request"], "groups": json.loads(text)})
+            return True
+
+        self._start_helper([sys.executable, "-P", "-m", "toolkit.agent.stack_digest"], hear, json.dumps(asked).encode())
+
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _reap(self) -> None:
@@ -313,6 +441,7 @@ class Agent:
                 return
             if pid == 0:
                 return
+            self._helpers.discard(pid)
             if pid in self._children:
                 self._note_end(pid, status)
             elif pid == self._watcher:
@@ -321,6 +450,7 @@ class Agent:
 
     def _note_end(self, pid: int, status: int) -> None:
         child = self._children.pop(pid)
+        self._hear_ranks()  # what it has told is said before that it has ended
         _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
         if child.stdout is not None:
             self._drain(child)
@@ -343,10 +473,10 @@ class Agent:
 
     def _end_strays(self) -> None:
         """Kill what ranks have left in sessions of its own: with its parents gone it is our child now."""
-        zygote = None if self._zygote is None else self._zygote.pid
+        own = {self._zygote and self._zygote.pid, *self._helpers}
         with contextlib.suppress(OSError):
             for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                if pid != zygote:
+                if pid not in own:
                     os.kill(pid, signal.SIGKILL)
 
     def _say_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
@@ -368,12 +498,13 @@ class Agent:
 class _Zygote:
     """The agent's side of the zygote."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Path | None) -> None:
         self.socket, other = socket.socketpair()
         room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
         with other:
+            arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "toolkit.agent.zygote", str(other.fileno()), "-" * TITLE_BYTES],
+                [sys.executable, "-P", "-m", "toolkit.agent.zygote", *arguments],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **room},
@@ -381,22 +512,33 @@ class _Zygote:
         self.pid = self._process.pid
         self._lines = self.socket.makefile("rw")
         self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
+        self.has_learnt = imports is not None  #: it may have imported what the ranks did
 
     def hear(self) -> bool:
-        """Take its first word; False when it has ended."""
+        """Take its word that it has imported; False when it has ended."""
         line, self.is_importing = self._lines.readline(), False
         if not line:
             self.can_fork, self.has_ended = False, True
             log.warning("the zygote has ended: ranks start as fresh interpreters")
             return False
         ready = json.loads(line)["ready"]
-        self.was_ready = True
+        is_first, self.was_ready = not self.was_ready, True
         self.can_fork = ready["unclean"] is None
-        if self.can_fork:
-            log.info("ranks are forked from a process that has imported torch in %.1f s", ready["import_s"])
-        else:
+        self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
+        if not self.can_fork:
             log.warning("ranks start as fresh interpreters: %s", ready["unclean"])
+        elif is_first:
+            log.info("ranks are forked from a process that has imported torch in %.1f s", ready["import_s"])
+        elif ready["learnt"]:
+            log.info("imported %d modules more that ranks import, in %.1f s", ready["learnt"], ready["import_s"])
         return True
+
+    def learn(self) -> None:
+        """Have it import what ranks have imported since they were forked."""
+        with contextlib.suppress(OSError):  # its end is heard
+            self._lines.write("{}\n")
+            self._lines.flush()
+            self.is_importing = True
 
     def fork(self, order: Order) -> int | None:
         """Return the pid of a new rank, our child; None where the zygote has died. Raises OSError for bad files."""
@@ -453,15 +595,23 @@ def _oom_kills() -> int:
 def _connect(host: str, port: int) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=30)
     connection.settimeout(None)
-    for level, option, value in (
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1000),  # also bounds the keepalives, see tcp(7)
-    ):
-        connection.setsockopt(level, option, value)
+    connections.notice_death(connection, GONE_S)
     return connection
+
+
+def _redirect_output(path: Path) -> None:
+    """Write the log, and what the zygote says, to ``path``; nowhere on a node where that cannot be written to.
+
+    Not by srun's --output: Slurm starts nothing on such a node, and the reason would not be known.
+    """
+    try:
+        file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        print(f"{path}: {error.strerror}", file=sys.stderr)
+        file = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(file, output)
+    os.close(file)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -469,14 +619,20 @@ def main(arguments: Sequence[str]) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all; the supervisor decides what ends
     os.umask(0o077)
-    secret, host, port = arguments[:3]
-    name = arguments[3] if len(arguments) > 3 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    secret_file, logs_dir, host, port = arguments[:4]
+    name = arguments[4] if len(arguments) > 4 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    try:
+        secret = Path(secret_file).read_bytes()
+    except OSError as error:
+        sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
+    _redirect_output(Path(logs_dir) / f"agent-{name}.log")
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks come from two forks below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the supervisor
     connection = _connect(host, int(port))
     try:
-        Agent(connection, Link(Path(secret).read_bytes(), "agent"), name).serve()
+        inbox, imports = Inbox(address(token_of(secret)), INBOX_PATIENCE_S), Path(secret_file).parent / learnt.NAME
+        Agent(connection, Link(secret, "agent"), name, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 

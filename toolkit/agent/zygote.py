@@ -1,11 +1,13 @@
-"""``python -m toolkit.agent.zygote FD ROOM``: import what ranks import, once, and fork each rank from there.
+"""``python -m toolkit.agent.zygote FD LEARNT ROOM``: import what ranks import, once, and fork each rank from there.
 
 A rank that is forked makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as
 a fresh interpreter, so this process keeps clean: one Python thread, no CUDA context, no OpenMP pool, no open files but
 its end of the agent's socket pair. Where it is not clean (a site's .pth file may start a thread) it says why, and the
 ranks are started otherwise.
 
-The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``.
+The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
+object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
+:mod:`.learnt`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import atexit
 import builtins
 import ctypes
 import gc
-import importlib
 import json
 import os
 import random
@@ -24,12 +25,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypedDict
 
+from toolkit.agent import learnt
 from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS, die_with
 
 #: What a rank of ours imports before its first step. A user's own modules are never imported before the fork: they are
@@ -71,14 +73,20 @@ def main() -> None:
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began = time.monotonic()
-    missing = [name for name in MODULES if not _import(name)]
-    gc.collect()
-    gc.freeze()  # a collection in a rank would touch, and so copy, every page of what all share
-    ready = {"import_s": time.monotonic() - began, "missing": missing, "unclean": _unclean()}
+    for name in MODULES:
+        learnt.import_quietly(name)
+    varying: set[str] = set()  # the variables of which ranks have values of their own
     with agent.makefile("rw") as lines:
-        _say(lines, {"ready": ready})
+        _learn(lines, varying, began)
         for line in lines:
-            order: Order = json.loads(line)
+            order: Order | None = json.loads(line) or None
+            if order is None:
+                _learn(lines, varying, time.monotonic())
+                continue
+            environ = order["environ"]
+            varying |= {
+                name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)
+            }
             try:
                 with opened(order["files"]) as files:
                     pid = _fork()
@@ -94,15 +102,18 @@ def main() -> None:
         else:
             os._exit(0)  # the agent has ended; torch's way out would take half a second
     agent.close()
+    assert order is not None
     _become(order)
 
 
-def _import(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
+def _learn(lines: Any, varying: Collection[str], began: float) -> None:
+    """Import what there is to learn, and say that forks can be made from here on."""
+    path = sys.argv[2]
+    modules = learnt.learn(Path(path), varying) if path else []
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page of what all share
+    learnt.inherited = frozenset(sys.modules)
+    _say(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
 
 
 def _unclean() -> str | None:

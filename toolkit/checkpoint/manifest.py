@@ -19,7 +19,6 @@ with the tests, its bytes never made again, and must load bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -100,7 +99,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The bytes of the manifest's file."""
         try:
-            body = json.dumps(dataclasses.asdict(self), indent=1)
+            body = json.dumps(self, default=vars)  # dataclasses.asdict copies, and an indent takes the slow encoder
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"only JSON is stored beside tensors, and a value or the meta data is not: {error}; "

@@ -1,30 +1,35 @@
 """Copies of the training state in the memory of the ranks' nodes, for a restart inside the job.
 
-The agent of a node holds two anonymous files in memory (memfd_create(2)) for each of its ranks. They outlive the ranks,
-and the kernel frees them when the agent ends, however it ends. Every ``checkpoint.memory_every_steps`` steps a rank
-copies what it has into the older one of its two; replicated values are in the files of the node's first rank only. The
-ranks exchange nothing for it. At the next start they agree on the newest step that all of them hold.
+A state has two kinds of parts: what all ranks have in common, and what each rank alone has. The first rank of each node
+copies the common part into files that its node's agent holds (toolkit.agent.state_memory), and each rank its own part.
+Then, while the training goes on, each rank sends its own part to the rank with the same place on the next node, the
+partner. So one node may be lost, and every part of the newest step is still somewhere.
 
-A file begins with a head: a magic number, and where its description is. The head is written last, once the digests of
-all tensors are known: a rank that dies in between leaves a file that holds nothing, and the other one.
+Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
+any rank overwrites the older state, the newer one is complete on all ranks and all partners.
+
+At the next start the ranks tell rank 0 what their nodes hold. It picks the newest step of which all parts are there,
+and has those parts sent that a rank's own node lacks: a spare holds nothing, and ranks may stand elsewhere than before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import mmap
-import os
-import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from toolkit import logs
+from toolkit.agent import state_memory
 from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import (
@@ -37,250 +42,407 @@ from toolkit.checkpoint.manifest import (
     parse_tensor,
     parse_value,
 )
+from toolkit.checkpoint.memory_file import ALIGNMENT, START, Label, MemoryFile, Moment, Pair
+from toolkit.checkpoint.memory_links import Receiver, Role, Sender
+from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
 from toolkit.checkpoint.reader import Loaded, fill_state
 from toolkit.checkpoint.writer import KINDS
+from toolkit.cluster import network
 from toolkit.dist.state import Entry, Json, Replicated, Sharded, State
-from toolkit.errors import ConfigError
+from toolkit.errors import CheckpointError, ToolkitError, listing
 
-#: Set by the agent: this rank's two files, then those of the node's first rank.
-VARIABLE = "TOOLKIT_STATE_MEMORY"
 KEY = "checkpoint.memory_every_steps"
-_HEAD = struct.Struct("<8sQQI")  #: magic number, start, size and crc32 of the description
-_MAGIC = b"tkstate1"
-_ALIGNMENT = 64
+#: The ranks wait for each other this long at a start.
+_TIMEOUT_S = 600.0
+#: Between two looks of a rank that waits for a part.
+_LOOK_S = 0.02
 
-#: When a state was held: the attempt and the step.
-Moment = tuple[int, int]
+T = TypeVar("T")
 log = logs.get(__name__)
 
 
-class Memory:
-    """One rank's two files."""
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank stands, and the files that its node's agent holds for all ranks there."""
 
-    def __init__(self, rank: int, world_size: int, attempt: int, local_world_size: int, paths: Sequence[str]) -> None:
-        self._rank, self._world_size, self._attempt = rank, world_size, attempt
-        self._local_world_size = local_world_size
-        #: the one that is written next first: that which holds nothing, or the older state
-        self._own = sorted((_File(path) for path in paths[:2]), key=lambda file: file.moment() or (0, 0))
-        self._first = [_File(path) for path in paths[2:]]  #: none for the first rank itself
-        self._sealing: threading.Thread | None = None
-        self._has_said_so = False
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    files: Sequence[str]
 
     @staticmethod
-    def of_this_rank(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory | None:
-        """Return the files that our agent holds for us; None, with a warning, where no agent does."""
-        paths = environ.get(VARIABLE, "")
+    def of_environment(rank: int, world_size: int, environ: Mapping[str, str]) -> Seat:
+        """Read the variables of torchrun, and the agent's."""
         local_rank, local_world_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+        files = state_memory.paths_of(environ.get(state_memory.VARIABLE, ""))
+        return Seat(rank, world_size, local_rank, local_world_size, files)
+
+    @property
+    def node(self) -> int:
+        """The first rank of this node."""
+        return self.rank - self.local_rank
+
+    @property
+    def shared(self) -> Sequence[str]:
+        """The files of what all ranks have in common."""
+        return self.files[: state_memory.FILES_A_NODE]
+
+    @property
+    def own(self) -> Sequence[str]:
+        """Two files of this rank's own part."""
+        start = state_memory.FILES_A_NODE + state_memory.FILES_A_RANK * self.local_rank
+        return self.files[start : start + 2]
+
+    @property
+    def partner(self) -> Sequence[str]:
+        """Two files of a part of a rank on another node."""
+        start = state_memory.FILES_A_NODE + state_memory.FILES_A_RANK * self.local_rank
+        return self.files[start + 2 : start + 4]
+
+
+class Memory:
+    """One rank's part in it."""
+
+    def __init__(self, seat: Seat, attempt: int, address: str | None = None) -> None:
+        """``address``: of this node on the ranks' network; None where all ranks are on one. Raises OSError."""
+        self._seat, self._attempt, self._address = seat, attempt, address
+        self.is_usable = bool(seat.files)  #: after :meth:`load`: all ranks have files
+        self._own, self._partner = Pair(seat.own), Pair(seat.partner)
+        self._shared = Pair(seat.shared) if seat.local_rank == 0 else None
+        self._receiver: Receiver | None = None
+        self._arrived: list[Role] = []  #: the parts to be loaded that have come
+        self._loaded: Moment | None = None  #: the moment that this attempt goes on from
+        self._partner_told: Mapping[str, Any] | None = None
+        self._sender: Sender | None = None
+        self._completing: threading.Thread | None = None
+        self._is_sealed = threading.Event()  #: what was written last is complete here
+        self._is_closing = False
+        self.background_s = 0.0  #: how long the last copy took to be complete, here and on the partner
+
+    @staticmethod
+    def of_this_rank(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
+        """Open the files that our agent holds for us. Where it holds none there is a warning, and no rank has any."""
+        seat = Seat.of_environment(rank, world_size, environ)
         try:
-            if paths:
-                found = paths.split(":")[: 2 if local_rank == 0 else 4]
-                return Memory(rank, world_size, attempt, local_world_size, found)
+            if seat.files:
+                one_node = seat.local_world_size == world_size
+                peer = environ.get("MASTER_ADDR", "127.0.0.1")
+                return Memory(seat, attempt, None if one_node else network.rank_address(environ, peer))
             why = "no agent of the toolkit has started this rank"
-        except OSError as error:
+        except (OSError, ToolkitError) as error:
             why = str(error)
         log.warning("%s is not used: %s", KEY, why)
-        return None
+        return Memory(dataclasses.replace(seat, files=()), attempt)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def write(self, step: int, state: State, meta: Mapping[str, Json]) -> None:
-        """Copy ``state`` as it is after ``step`` steps. Its digests are made by a thread while the training goes on.
+    def wait(self) -> float:
+        """Wait until what was written last is complete, here and on the partner; return the seconds."""
+        started = time.monotonic()
+        if self._completing is not None:
+            self._completing.join()
+        return time.monotonic() - started
 
-        Raises ConfigError where the copies do not fit into the node's memory.
+    def shortage(self, state: State) -> str | None:
+        """Return why the copies of ``state`` do not fit into the node's memory; None, logging their size, if so."""
+        (_, shared), (_, own) = (_layout(part) for part in _split(state))
+        copies = 4 if self._partner_told is not None else 2
+        ranks = self._seat.local_world_size
+        held = sum(_held_bytes(path) for path in self._seat.files)
+        needed, free = 2 * shared + copies * own * ranks - held, _free_bytes()
+        if needed <= free:
+            sizes = f"2 x {shared / 1e6:.1f} MB a node, {copies} x {own / 1e6:.1f} MB a rank"
+            log.info("the state is kept in memory, too: %s", sizes)
+            return None
+        return (
+            f"{KEY}: the copies of the state of {ranks} ranks take {needed / 1e9:.1f} GB more of this node's memory "
+            f"(2 x {shared / 1e9:.1f} and {ranks} x {copies} x {own / 1e9:.1f}), and {free / 1e9:.1f} GB are free: "
+            "raise cluster.mem_gb, or set it to null"
+        )
+
+    def write(self, step: int, state: State, meta: Mapping[str, Json]) -> float:
+        """Copy ``state`` as it is after ``step`` steps, and return the seconds that new memory took beside.
+
+        All ranks have returned from :meth:`wait`. Digests are made, and the partner's copy, by a thread while the
+        training goes on.
         """
-        self.wait()
-        file = self._own[0]
-        is_first = not self._first
-        own = {name: entry for name, entry in state.items() if is_first or not isinstance(entry, Replicated)}
-        starts, end = _layout(own)
-        if not self._has_said_so:
-            self._refuse_too_much(end)
-        file.open(end)
-        copies = {name: _copy(name, own[name], file, start) for name, start in starts.items()}
-        about = {
+        shared, own = _split(state)
+        is_on_gpu = any(isinstance(entry.value, torch.Tensor) and entry.value.is_cuda for entry in state.values())
+        about: dict[str, Json] = {
             "attempt": self._attempt,
             "step": step,
-            "world_size": self._world_size,
-            "rank": self._rank,
+            "world_size": self._seat.world_size,
             "meta": dict(meta),
-            "values": {
-                name: {"kind": KINDS[type(entry)], "rank": self._rank, "value": entry.value}
-                for name, entry in own.items()
-                if name not in starts
-            },
         }
-        text = json.dumps(about)
+        parts = [_Part(self._own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
+        if self._shared is not None:
+            parts.insert(0, _Part(self._shared, shared, {**about, "of": None}, self._seat.rank))
+        started = time.monotonic()
+        for part in parts:
+            part.open(pinned=is_on_gpu)
+        opened_s = time.monotonic() - started
+        for part in parts:
+            part.copy()
+        wait_for_gpu = _event() if is_on_gpu else None
+        started = time.monotonic()
+        self._is_sealed.clear()
 
-        def seal() -> None:
-            records = {name: _record(name, entry, self._rank, starts[name]) for name, entry in copies.items()}
-            described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
-            file.seal(f'{{"about": {text}, "tensors": {described}}}'.encode(), end)
-            self._own.reverse()  # not where it failed: the other one holds the newest state then
+        def complete() -> None:
+            try:
+                if wait_for_gpu is not None:
+                    wait_for_gpu()
+                for part in parts:
+                    part.seal()
+            finally:
+                self._is_sealed.set()
+            self._send_to_partner(parts[-1].file, step)
+            self.background_s = time.monotonic() - started
 
-        self._sealing = threading.Thread(target=seal, name=f"memory-{step}", daemon=True)
-        self._sealing.start()
+        self._completing = threading.Thread(target=complete, name=f"memory-{step}", daemon=True)
+        self._completing.start()
+        return opened_s
 
-    def wait(self) -> None:
-        """Wait until what was written last is complete."""
-        if self._sealing is not None:
-            self._sealing.join()
+    def _send_to_partner(self, file: MemoryFile, step: int) -> None:
+        if self._partner_told is None or self._is_closing:
+            return
+        try:
+            if self._sender is None:
+                self._sender = Sender(self._partner_told)
+            self._sender.send(file, Role.PARTNER)
+        except (OSError, EOFError) as error:
+            if not self._is_closing:
+                log.warning("from step %d on another node has no copy of this rank's state: %s", step, error)
+            self._partner_told = None
 
-    def _refuse_too_much(self, size_bytes: int) -> None:
-        needed, free = 2 * size_bytes * self._local_world_size, _free_bytes()
-        if needed > free:
-            raise ConfigError(
-                f"{KEY}: two copies of the state of {self._local_world_size} ranks take {needed / 1e9:.1f} GB of this "
-                f"node's memory, and {free / 1e9:.1f} GB are free: raise cluster.mem_gb, or set it to null"
-            )
-        log.info("the state is kept in memory, too: 2 x %.1f MB a rank", size_bytes / 1e6)
-        self._has_said_so = True
+    def close(self) -> None:
+        """Wait until what was written last is complete here, and no longer for the partner, who may be dead."""
+        self._is_closing = True
+        if self._completing is not None:
+            self._is_sealed.wait()
+        if self._sender is not None:
+            self._sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def load(
         self, places: State | Callable[[Manifest], State], kv: KeyValue | None, newer_than: int | None
     ) -> Loaded | None:
-        """Fill ``places`` with the newest state that all ranks hold, if its step is above ``newer_than``.
+        """Fill ``places`` with the newest state that the ranks' nodes hold, if its step is above ``newer_than``.
 
-        Every rank calls it, and all return a state, or all None. Where one rank finds its copy damaged nothing of it is
-        to be used: what was filled is to be filled from a checkpoint. ``newer_than`` is rank 0's to know.
+        Every rank calls it once, before it writes, and all return a state, or all None. Where one rank finds its copy
+        damaged nothing of it is to be used: what was filled is to be filled from a checkpoint. ``newer_than`` is rank
+        0's to know.
         """
-        talk = Exchange(
-            kv, rank=self._rank, world_size=self._world_size, topic=f"memory/{self._attempt}", number=1, timeout_s=600.0
-        )
-        if self._rank:
-            return self._follow(places, talk)
-        with failures_told(talk, "no state was loaded from memory"):
-            held = set(self._held())
-            for report in talk.gather().values():
-                held &= {(int(attempt), int(step)) for attempt, step in report["held"]}
-            moment = max(held, default=None)
-            if moment is None or moment[1] <= (newer_than or 0):
-                talk.tell({"moment": None})
+        rank, world_size = self._seat.rank, self._seat.world_size
+        topic = f"memory/{self._attempt}"
+        talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=1, timeout_s=_TIMEOUT_S)
+        if self._address is not None and kv is not None:
+            self._receiver = Receiver(self._address, self._place, self._take)
+            kv.set(self._key(rank), json.dumps(self._receiver.told))
+        with nullcontext() if rank else failures_told(talk, "no state was loaded from memory"):
+            agreed = self._agree(talk, newer_than or 0)
+            if agreed.has_partners and kv is not None:
+                self._partner_told = self._told(kv, (rank + self._seat.local_world_size) % world_size)
+            self.is_usable = not agreed.without
+            if agreed.without and not rank and self._seat.files:
+                log.warning("%s is not used: no files for rank %s", KEY, listing([*map(str, agreed.without)], 8))
+            if agreed.moment is None:
                 return None
-            talk.tell({"moment": moment})
-            loaded, problems = self._try(places, moment)
-            problems += [report["damaged"] for report in talk.gather().values() if "damaged" in report]
-            talk.tell({"done": not problems})
-        if problems:
-            log.warning("the state of step %d in memory is not used: %s", moment[1], "; ".join(problems))
-            return None
-        log.info("resuming from memory, where step %d is", moment[1])
+            self._loaded = moment = agreed.moment
+            transfer = partial(self._transfer, moment, agreed, kv)
+            if agreed.transfers and self._together(talk, transfer) is None:
+                return None
+            loaded = self._together(talk, partial(self._fill, places, moment))
+        if loaded is not None and rank == 0:
+            log.info("resuming from memory, where step %d is", moment[1])
         return loaded
 
-    def _follow(self, places: State | Callable[[Manifest], State], talk: Exchange) -> Loaded | None:
-        talk.report({"held": self._held()})
-        moment = talk.listen()["moment"]
-        if moment is None:
-            return None
-        loaded, problems = self._try(places, (moment[0], moment[1]))
-        talk.report({"damaged": problems[0]} if problems else {})
-        return loaded if talk.listen()["done"] else None
+    def _key(self, rank: int) -> str:
+        return f"memory/{self._attempt}/receiver/{rank}"
 
-    def _held(self) -> list[Moment]:
-        """Return the moments of which all that this rank needs is on its node."""
-        own = {file.moment_of(self._rank, self._world_size) for file in self._own}
-        if self._first:
-            own &= {file.moment_of(None, self._world_size) for file in self._first}
-        return [moment for moment in own if moment is not None]
+    def _told(self, kv: KeyValue, rank: int) -> Mapping[str, Any]:
+        told: Mapping[str, Any] = json.loads(kv.get(self._key(rank)))
+        return told
 
-    def _try(self, places: State | Callable[[Manifest], State], moment: Moment) -> tuple[Loaded | None, list[str]]:
+    def _agree(self, talk: Exchange, newer_than: int) -> Plan:
+        seat = self._seat
+        held = self._held() if seat.local_rank == 0 else []
+        own = Report(seat.node, seat.local_world_size, bool(seat.files), held)
+        if seat.rank:
+            talk.report(dataclasses.asdict(own))
+            return Plan.of_json(talk.listen())
+        agreed = plan({0: own, **{rank: Report(**told) for rank, told in talk.gather().items()}}, newer_than)
+        talk.tell(dataclasses.asdict(agreed))
+        return agreed
+
+    def _held(self) -> list[tuple[int, int, int | None]]:
+        """Return what the files of this node hold."""
+        labels = [label for path in self._seat.files if (label := _label(path)) is not None]
+        return [(*label.moment, label.of) for label in labels if label.world_size == self._seat.world_size]
+
+    def _together(self, talk: Exchange, action: Callable[[], T]) -> T | None:
+        """Return what ``action`` returns here; None on all ranks where it fails on one, for there is the disk."""
+        result, problems = None, []
         try:
-            manifest = self._manifest(moment)
-            return fill_state(places, manifest, IN_MEMORY, self._rank, self._world_size), []
-        except Exception as error:  # whatever is wrong with it, there is the disk
-            return None, [f"rank {self._rank}: {describe(error)}"]
+            result = action()
+        except Exception as error:
+            problems.append(f"rank {self._seat.rank}: {describe(error)}")
+        if self._seat.rank:
+            talk.report({"problems": problems})
+            return result if talk.listen()["done"] else None
+        problems += [problem for report in talk.gather().values() for problem in report["problems"]]
+        talk.tell({"done": not problems})
+        if problems:
+            log.warning("the state in memory is not used: %s", "; ".join(problems))
+        return None if problems else result
 
-    def _manifest(self, moment: Moment) -> Manifest:
-        """Describe what is held of ``moment``: all of our own files, and what is replicated of the first rank's."""
+    def _transfer(self, moment: Moment, agreed: Plan, kv: KeyValue | None) -> bool:
+        """Send and receive this rank's part of the transfers."""
+        assert kv is not None  # there is another node
+        rank, failed = self._seat.rank, f"memory/{self._attempt}/failed"
+        try:
+            for transfer in agreed.transfers:
+                if transfer.source == rank:
+                    self._send(moment, transfer, kv)
+        except Exception:
+            kv.set(failed, "1")  # who waits for it hears of that before the time is over
+            raise
+        expected, deadline = (
+            sum(transfer.target == rank for transfer in agreed.transfers),
+            time.monotonic() + _TIMEOUT_S,
+        )
+        while len(self._arrived) < expected:
+            if kv.check([failed]) or time.monotonic() > deadline:
+                raise CheckpointError("a part did not come from another node")
+            time.sleep(_LOOK_S)
+        if expected:
+            log.info("%d parts of the state in memory came from other nodes", expected)
+        return True
+
+    def _send(self, moment: Moment, transfer: Transfer, kv: KeyValue) -> None:
+        role = Role.SHARED if transfer.of is None else Role.OWN
+        with (
+            closing(self._find(moment, transfer.of)) as file,
+            closing(Sender(self._told(kv, transfer.target))) as sender,
+        ):
+            sender.send(file, role)
+
+    def _place(self, role: Role) -> MemoryFile:
+        """Return the file for one that comes."""
+        pair = {Role.PARTNER: self._partner, Role.OWN: self._own, Role.SHARED: self._shared}[role]
+        assert pair is not None
+        held = pair.next.label()
+        if role is not Role.PARTNER and held is not None and held.moment == self._loaded:
+            raise OSError("both files hold parts of the step that is being loaded")
+        return pair.next
+
+    def _take(self, role: Role) -> None:
+        """A file has come."""
+        pair = {Role.PARTNER: self._partner, Role.OWN: self._own, Role.SHARED: self._shared}[role]
+        assert pair is not None
+        pair.turn()
+        if role is not Role.PARTNER:
+            self._arrived.append(role)
+
+    def _find(self, moment: Moment, of: int | None) -> MemoryFile:
+        """Open the file of this node that holds that part; CheckpointError where none does."""
+        wanted = Label(moment, self._seat.world_size, of)
+        for path in self._seat.files:
+            file = MemoryFile(path)
+            if file.label() == wanted:
+                return file
+            file.close()
+        raise CheckpointError(f"no file holds {'the common part' if of is None else f'the part of rank {of}'} any more")
+
+    def _fill(self, places: State | Callable[[Manifest], State], moment: Moment) -> Loaded:
+        """Fill ``places`` from this node's files, and verify every byte."""
+        seat = self._seat
         found: dict[str, TensorRecord] = {}
         values: dict[str, ValueRecord] = {}
-        meta: Mapping[str, Any] = {}
-        for file in (*self._first, *self._own):
-            described = file.read()
-            if described is None or _moment(described) != moment:
-                continue
-            meta = described["about"]["meta"]
-            kinds = KINDS.values() if file in self._own else [KINDS[Replicated]]
-            for name, fields in described["tensors"].items():
-                if fields["kind"] in kinds:
-                    found[name] = file.placed(parse_tensor(fields))
-            for name, fields in described["about"]["values"].items():
-                if fields["kind"] in kinds:
-                    values[name] = parse_value(fields)
-        return Manifest(moment[1], self._world_size, {}, meta, {}, found, values)
+        with closing(self._find(moment, None)) as shared, closing(self._find(moment, seat.rank)) as own:
+            for file in (shared, own):
+                described = file.read()
+                assert described is not None
+                meta: Mapping[str, Any] = described["about"]["meta"]
+                found |= {name: file.placed(parse_tensor(fields)) for name, fields in described["tensors"].items()}
+                values |= {name: parse_value(fields) for name, fields in described["about"]["values"].items()}
+            manifest = Manifest(moment[1], seat.world_size, {}, meta, {}, found, values)
+            loaded = fill_state(places, manifest, IN_MEMORY, seat.rank, seat.world_size)
+        self._own.keep(Label(moment, seat.world_size, seat.rank))
+        if self._shared is not None:
+            self._shared.keep(Label(moment, seat.world_size, None))
+        return loaded
 
 
-class _File:
-    """One anonymous file in memory, which the agent holds."""
+class _Part:
+    """A part of the state on its way into a file."""
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.name = str(self._fd)
-        self._map: mmap.mmap | None = None
+    def __init__(self, pair: Pair, entries: Mapping[str, Entry], about: Mapping[str, Json], rank: int) -> None:
+        self._pair, self.file, self._entries, self._rank = pair, pair.next, entries, rank
+        self._starts, self._end = _layout(entries)
+        values = {
+            name: {"kind": KINDS[type(entry)], "rank": rank, "value": entry.value}
+            for name, entry in entries.items()
+            if name not in self._starts
+        }
+        self._about = json.dumps({**about, "values": values})  # now: they may change
+        self._copies: dict[str, Entry] = {}
 
-    def open(self, end: int) -> None:
-        """Declare what it holds invalid, and make room for tensors up to ``end``."""
-        os.pwrite(self._fd, bytes(_HEAD.size), 0)
-        if self._map is None or len(self._map) < end:
-            os.ftruncate(self._fd, end)
-            self._map = mmap.mmap(self._fd, end)
+    def open(self, *, pinned: bool) -> None:
+        """Make room for it; see :meth:`MemoryFile.open`."""
+        self.file.open(self._end, at_once=True, pinned=pinned)
 
-    def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
-        """Return that part of it, live."""
-        assert self._map is not None
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=size_bytes)
+    def copy(self) -> None:
+        """Copy the tensors, or have the GPU do it."""
+        self._copies = {name: _copy(name, self._entries[name], self.file, at) for name, at in self._starts.items()}
 
-    def seal(self, described: bytes, end: int) -> None:
-        """Declare it complete: ``described`` goes to ``end``."""
-        os.pwrite(self._fd, described, end)
-        os.pwrite(self._fd, _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described)), 0)
-
-    def read(self) -> dict[str, Any] | None:
-        """Return what it says of itself; None where it is empty or not complete."""
-        head = os.pread(self._fd, _HEAD.size, 0)
-        if len(head) < _HEAD.size:
-            return None
-        magic, start, size_bytes, crc32 = _HEAD.unpack(head)
-        if magic != _MAGIC:
-            return None
-        described = os.pread(self._fd, size_bytes, start)
-        found: dict[str, Any] | None = json.loads(described) if zlib.crc32(described) == crc32 else None
-        return found
-
-    def moment(self) -> Moment | None:
-        found = self.read()
-        return None if found is None else _moment(found)
-
-    def moment_of(self, rank: int | None, world_size: int) -> Moment | None:
-        """Return when the state that it holds was written, if by ``rank`` (None: any) among so many."""
-        found = self.read()
-        if found is None or found["about"]["world_size"] != world_size or rank not in (None, found["about"]["rank"]):
-            return None
-        return _moment(found)
-
-    def placed(self, record: TensorRecord) -> TensorRecord:
-        """Return ``record`` with the name by which this process finds the file."""
-        return dataclasses.replace(record, parts=tuple(dataclasses.replace(p, file=self.name) for p in record.parts))
+    def seal(self) -> None:
+        """Make the digests, and declare the file complete."""
+        records = {name: _record(name, entry, self._rank, self._starts[name]) for name, entry in self._copies.items()}
+        described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
+        self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)
+        self._pair.turn()  # not where it failed: the other one holds the newest state then
 
 
-def _moment(described: Mapping[str, Any]) -> Moment:
-    return described["about"]["attempt"], described["about"]["step"]
+def _label(path: str) -> Label | None:
+    with closing(MemoryFile(path)) as file:
+        return file.label()
+
+
+def _held_bytes(path: str) -> int:
+    return 512 * Path(path).stat().st_blocks
+
+
+def _split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return what all ranks have in common, and what this rank alone has."""
+    shared: dict[str, Entry] = {name: entry for name, entry in state.items() if isinstance(entry, Replicated)}
+    return shared, {name: entry for name, entry in state.items() if name not in shared}
+
+
+def _event() -> Callable[[], None]:
+    """Return what waits until the GPU has done what it was given up to now."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    wait: Callable[[], None] = done.synchronize
+    return wait
 
 
 def _layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
     """Return where each tensor of ``own`` begins, and where the last one ends."""
     starts: dict[str, int] = {}
-    end = _ALIGNMENT
+    end = START
     for name, entry in own.items():
         if isinstance(entry.value, torch.Tensor):
             starts[name] = end
             size_bytes = entry.value.numel() * entry.value.element_size()
-            end += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-size_bytes // ALIGNMENT) * ALIGNMENT
     return starts, end
 
 
-def _copy(name: str, entry: Entry, file: _File, start: int) -> Entry:
+def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
     """Return ``entry`` with a copy of its tensor in ``file``."""
     live = entry.value
     assert isinstance(live, torch.Tensor)
@@ -289,7 +451,7 @@ def _copy(name: str, entry: Entry, file: _File, start: int) -> Entry:
     if not live.numel():
         return entry
     kept = file.bytes_at(start, live.numel() * live.element_size())
-    kept.copy_(live.contiguous().reshape(-1).view(torch.uint8))
+    kept.copy_(live.contiguous().reshape(-1).view(torch.uint8), non_blocking=True)
     return dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))
 
 

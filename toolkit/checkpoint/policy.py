@@ -30,6 +30,55 @@ def interval_s(blocked_s: float, written_s: float, between_failures_s: float) ->
     return max(best, blocked_s / MOST_OVERHEAD, 2 * written_s, SHORTEST_S)
 
 
+def steps_between_copies(copy_s: float, background_s: float, step_s: float) -> int:
+    """Steps from one copy in memory to the next: 1 % of the time at the most, and not before the one is complete."""
+    if step_s <= 0:
+        return 1
+    return max(1, math.ceil(copy_s / (MOST_OVERHEAD * step_s)), math.ceil(2 * background_s / step_s))
+
+
+class CopyClock:
+    """At which steps the state is copied into memory: every so many, or for ``auto`` as often as is cheap.
+
+    The seconds of all ranks are added up at each copy, and from the sums each rank finds the same next step.
+    """
+
+    def __init__(self, every: int | str) -> None:
+        self.is_auto = every == "auto"
+        self._every = 1 if isinstance(every, str) else every
+        self._next = 0  #: for auto: the step that the next copy is due at
+        self._last_step: int | None = None
+        self._last_s = self._copy_s = 0.0  #: when the last copy had been made, and how long the training waited for it
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state is to be copied after ``step`` steps."""
+        return step >= self._next if self.is_auto else step % self._every == 0
+
+    def figures(self, step: int, began_s: float, background_s: float) -> dict[str, float]:
+        """Return what the ranks are to add up before the copy of ``step``, which began at ``began_s``, of any clock.
+
+        ``background_s``: how long the copy before took to be complete.
+        """
+        steps = 0 if self._last_step is None else step - self._last_step
+        step_s = (began_s - self._last_s) / steps if steps else 0.0
+        return dict(zip(_FIGURES, (self._copy_s, background_s, step_s), strict=True))
+
+    def agree(self, step: int, sums: Mapping[str, float]) -> int | None:
+        """Set the next step from all ranks' figures; return the new number of steps between two if it is another."""
+        if not self.is_auto:
+            return None
+        before, self._every = self._every, steps_between_copies(*(sums[name] for name in _FIGURES))
+        self._next = step + self._every
+        return self._every if self._every != before else None
+
+    def copied(self, step: int, copy_s: float, now_s: float) -> None:
+        """Take that the training waited ``copy_s`` for the copy of ``step``, until now."""
+        self._last_step, self._copy_s, self._last_s = step, copy_s, now_s
+
+
+_FIGURES = ("copy_s", "background_s", "step_s")
+
+
 def between_failures_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """Mean seconds between failures, from the run's own attempts and one failure a day that is presumed before them."""
     seconds = sum((_time(a["ended"]) - _time(a["started"])).total_seconds() for a in attempts)

@@ -77,6 +77,7 @@ def _row(run: RunDir) -> dict[str, Any]:
         "metrics": result.get("metrics") or progress.get("metrics") or {},
         "nodes": status.get("nodes", []),
         "bad_nodes": status.get("bad_nodes", {}),
+        "ailing_nodes": status.get("ailing_nodes", {}),
         "lost_ranks": status.get("lost_ranks", {}),
         "stragglers": slow.stragglers(status),
         "goodput": goodput.of_files(run, damage),
@@ -189,6 +190,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _why_lines(rows: list[dict[str, Any]]) -> str:
     lines = [(row["run"], row["why"]) for row in rows if row["why"] and row["state"] != "completed"]
     bad = [(row["run"], f"{host} is not used: {why}") for row in rows for host, why in row["bad_nodes"].items()]
+    ailing = [(row["run"], f"node {host}: {what}") for row in rows for host, what in row["ailing_nodes"].items()]
     dead = [
         (row["run"], f"rank {rank} died ({how}); the run went on without it")
         for row in rows
@@ -196,7 +198,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
     ]
     damaged = [(row["run"], f"damaged: {what}") for row in rows for what in row["damage"]]
     losses = [(row["run"], text) for row in rows if (text := loss_remark(row["metrics"]))]
-    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *dead, *damaged])
+    return "".join(f"\n{run}: {text}" for run, text in [*lines, *losses, *bad, *ailing, *dead, *damaged])
 
 
 def loss_remark(metrics: Any) -> str:

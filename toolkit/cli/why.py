@@ -51,6 +51,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "steps_lost": max(0, lost),
         "attempts": attempts,
         "goodput": goodput.of_files(run, damage),
+        "ailing_nodes": status.get("ailing_nodes", {}),
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),
@@ -93,6 +94,8 @@ def page(told: dict[str, Any]) -> str:
     if time_told := goodput.sentence(told["goodput"]):
         lines.append(f"time: {time_told}")
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
+    lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
+    lines += [f"attempt {a['attempt']}: {a['line']}" for a in told["attempts"] if a["cause"] == ending.Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]
     if told["attempts"]:
         lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]

@@ -149,6 +149,17 @@ class SlurmCommands(Protocol):
         """Keep a pending job off these nodes. Slurm refuses this for a running job: requeue first."""
         ...
 
+    def drained(self, node_list: str) -> dict[str, str]:
+        """Return which of these nodes take no new jobs (DRAIN), and the reason with who gave it. Asks once for all."""
+        ...
+
+    def release_nodes(self, job_id: str, *, keep: str) -> None:
+        """Give back the nodes of a running job but for the node list ``keep``; steps go on there.
+
+        A requeued job gets as many nodes as it was submitted with. A site may refuse it (``disable_job_shrink``).
+        """
+        ...
+
     def sbatch(self, arguments: Sequence[str]) -> str:
         """Submit with these arguments (options, then the script's path) and return the job id."""
         ...
@@ -231,6 +242,15 @@ class Slurm:
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={node_list}"])
+
+    def drained(self, node_list: str) -> dict[str, str]:
+        # --all: also where the partition is hidden
+        return parse_drained(self._run(["scontrol", "--all", "show", "node", node_list]))
+
+    def release_nodes(self, job_id: str, *, keep: str) -> None:
+        # Not the plain environment: in a job's, scontrol leaves scripts in the working directory (update_job.c).
+        environ = submit_environment(self._environ)
+        self._run(["scontrol", "update", f"JobId={job_id}", f"NodeList={keep}"], environ=environ)
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         # Not the plain environment: sbatch hands what it gets on to the job.
@@ -454,6 +474,7 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
     "TOOLKIT_RUN_DIR",
     "TOOLKIT_ATTEMPT",
     "TOOLKIT_OWNER",
+    "TOOLKIT_REPORTS",
     "TOOLKIT_SUPERVISED",
     "TOOLKIT_LAUNCH_KEY",
     "TOOLKIT_SUPERVISE_RUN",
@@ -592,6 +613,21 @@ def parse_jobs(text: str) -> list[JobRow]:
     texts end where the line ends, and of a field that appears twice the first, Slurm's own, counts.
     """
     return [_row(_fields(record)) for record in re.split(r"\n(?=JobId=)", text) if record.startswith("JobId=")]
+
+
+def parse_drained(text: str) -> dict[str, str]:
+    """The nodes among the records of ``scontrol show node`` that are drained or draining, each with the reason.
+
+    A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does not answer. The reason ends with who gave it
+    and when: ``new fan [root@1795417311]``.
+    """
+    found = {}
+    for record in re.split(r"\n(?=NodeName=)", text):
+        name, state = re.match(r"NodeName=(\S+)", record), re.search(r"^ +State=(\S+)", record, re.MULTILINE)
+        reason = re.search(r"^ +Reason=(.*?)(?: \[([^\s@]+)@\S+\])?$", record, re.MULTILINE)
+        if name and state and "DRAIN" in re.split(r"\W", state[1]):
+            found[name[1]] = "no reason given" if reason is None else " by ".join(filter(None, reason.groups()))
+    return found
 
 
 def _fields(record: str) -> dict[str, str]:

@@ -38,7 +38,7 @@ class Sent:
 
 
 class FakeSlurm:
-    """See the module's text. ``sent``, ``submitted`` and ``excluded`` tell what has been asked for."""
+    """See the module's text. ``sent``, ``submitted``, ``excluded`` and ``kept`` tell what has been asked for."""
 
     def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
         self.now = now
@@ -50,6 +50,9 @@ class FakeSlurm:
         self.sent: list[Sent] = []
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
+        self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
+        self.asked_for_nodes: list[str] = []  #: the node list of each question
+        self.kept: dict[str, str] = {}  #: by job, what it kept when it gave nodes back
         self._jobs: dict[str, JobRow] = {}
         self._accounted: dict[str, JobRow] = {}
         self._may_start: dict[str, float] = {}
@@ -109,6 +112,16 @@ class FakeSlurm:
                 raise SlurmError(f"Job is no longer pending execution: {job_id}")
             self.excluded[row.requeue_id] = node_list
             self._set(row, excluded=node_list)
+
+    def drained(self, node_list: str) -> dict[str, str]:
+        self.asked_for_nodes.append(node_list)
+        self._contact()
+        return {host: self.drains[host] for host in hostlist.expand(node_list) if host in self.drains}
+
+    def release_nodes(self, job_id: str, *, keep: str) -> None:
+        self._contact()
+        self.kept[job_id] = keep
+        self._set(self._running(job_id), node_list=keep)
 
     def could_run(self, arguments: Sequence[str]) -> bool:
         self._contact()

@@ -115,6 +115,13 @@ def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
     return [_read_interface(sysfs, path.name) for path in _entries(sysfs / "class/net")]
 
 
+def plain_address(address: str) -> str:
+    """Return ``address`` without its scope, and as IPv4 where it is an IPv4 one in an IPv6 form."""
+    parsed = ipaddress.ip_address(_plain(address))
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
+
+
 def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
     """The ACTIVE ports, by device and port; a port that is down or being configured is not listed."""
     ports = [

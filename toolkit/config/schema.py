@@ -253,7 +253,7 @@ class CheckpointConfig:
 
     every_steps: int | str | None = 200  #: auto: as often as pays, by time; null: by time only, see every_min
     every_min: float | None = None  #: as well: when so many minutes have passed since the last save
-    memory_every_steps: int | None = None  #: as well, into the nodes' memory, for restarts inside the job
+    memory_every_steps: int | str | None = None  #: as well, into the nodes' memory; auto: for 1 % of the time
     keep: int = 2  #: so many of the newest
     keep_every: int | None = None  #: and each whose step this number divides
     keep_best: str | None = None  #: and the best by this metric: eval/accuracy, or -eval/loss where less is better

@@ -178,8 +178,9 @@ def _check_values(config: JobConfig) -> None:
     check_step(config.train, config.strategy)
     check_optim(config)
     _check_every("train.eval_every", config.train.eval_every, "epoch")
-    if config.checkpoint.every_steps is not None:
-        _check_every("checkpoint.every_steps", config.checkpoint.every_steps, "auto")
+    for key in ("checkpoint.every_steps", "checkpoint.memory_every_steps"):
+        if (every := value_of(config, key)) is not None:
+            _check_every(key, every, "auto")
     check_compression(config)
 
 
@@ -326,7 +327,6 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "train.pruning.end_step": (1, _STEPS),
     "train.pruning.every_steps": (1, _STEPS),
     "checkpoint.every_min": (0.01, 366 * 24 * 60),
-    "checkpoint.memory_every_steps": (1, _STEPS),
     "checkpoint.keep": (0, _MANY),
     "checkpoint.keep_every": (1, _STEPS),
 }

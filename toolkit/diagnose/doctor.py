@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from toolkit import logs, rundir
-from toolkit.cluster.checks import FIRST_NODE, Request
-from toolkit.cluster.checks.verdict import Report
-from toolkit.cluster.commands import Slurm, submit_environment
+from toolkit.cluster.checks import FIRST_NODE, LAUNCHER, Request
+from toolkit.cluster.checks.verdict import Report, judge, prevented
+from toolkit.cluster.commands import Slurm, srun_nodes_argv, submit_environment
 from toolkit.config import JobConfig
+from toolkit.diagnose.step_checks import Start, ask_nodes
 from toolkit.errors import RequestError, SlurmError
-from toolkit.launch import preflight, submit
+from toolkit.launch import submit
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.preflight import SharedFolder, command
+from toolkit.launch.talk import SubprocessTalk, Talk, talk_with_nodes
 
 #: Columns of the table, by check. A column of which no node has a figure is left out.
 COLUMNS = {
@@ -28,7 +32,6 @@ COLUMNS = {
     "CLOCK": "clock",
     "ADDRESS": "network",
     "INFINIBAND": "infiniband",
-    "PAIRS": "pairs",
 }
 
 log = logs.get(__name__)
@@ -51,27 +54,54 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     if nodes is not None and nodes > there:
         raise RequestError(f"--nodes {nodes}: this allocation has {there}; ask for fewer, or call it on a login node")
     count = nodes or there
-    return preflight.check_nodes(
-        _folder(),
-        allocation.hosts[:count],
-        allocation.tasks[:count],
-        allocation.cpus_per_task,
-        allocation.gpus_per_node,
-        environ=environ,
+    shared = SharedFolder(_folder())
+    in_job = "SLURM_JOB_ID" in environ
+    request = Request(
+        folder=str(shared.path),
+        token=shared.token,
+        cpus=[tasks * allocation.cpus_per_task for tasks in allocation.tasks[:count]],
+        gpus=allocation.gpus_per_node,
+        peer=LAUNCHER if in_job else "127.0.0.1",
     )
+
+    def start(request: Request, hosts: Sequence[str]) -> Talk:
+        if not in_job:
+            return SubprocessTalk(command(request), environ)
+        return talk_with_nodes(command(request), hosts, environ)
+
+    return _ask(shared, request, allocation.hosts[:count], start)
 
 
 def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     cluster = config.cluster
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
-    shared = preflight.SharedFolder(_folder())
-    in_pairs = preflight.meet_in_pairs(cluster.nodes)
-    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE, in_pairs)
+    shared = SharedFolder(_folder())
+    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
     options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
-    start = preflight.srun_job(options, submit_environment(environ))
+
+    def start(request: Request, hosts: Sequence[str]) -> Talk:
+        return SubprocessTalk(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
+
     names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
-    return preflight.examine(shared, names, request, start, preflight.LIMIT_S, trusted=None)
+    return _ask(shared, request, names, start, is_queued=True)
+
+
+def _ask(
+    shared: SharedFolder, request: Request, hosts: Sequence[str], start: Start, *, is_queued: bool = False
+) -> Report:
+    began = time.monotonic()
+    try:
+        in_the_way = shared.prepare()
+        if in_the_way is not None:
+            return prevented(hosts, in_the_way, time.monotonic() - began)
+        nodes, errors, took_s = ask_nodes(request, hosts, start, is_queued=is_queued)
+        shared.read_answers(nodes)
+        return judge(nodes, took_s, errors)
+    except OSError as error:  # there is no srun
+        return prevented(hosts, str(error), time.monotonic() - began)
+    finally:
+        shared.remove()
 
 
 def about_requeue() -> list[str]:

@@ -22,12 +22,24 @@ def sum_across_ranks(tensor: Tensor) -> Tensor:
 def sum_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, float]:
     """Each value added up over all ranks, in float64, which counts are exact in up to 2**53; every rank gives the same
     names. One collective and one host sync."""
+    return dict(zip(values, sum_across_ranks(_row(values, device)).tolist(), strict=True))
+
+
+def gather_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Each value of every rank, float64 (ranks,) on the host, equal on all; every rank gives the same names.
+
+    One collective and one host sync.
+    """
+    return dict(zip(values, gather_rows(_row(values, device)).cpu().unbind(1), strict=True))
+
+
+def _row(values: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
     plain = [value if isinstance(value, float) else 0.0 for value in values.values()]
     numbers = torch.tensor(plain, dtype=torch.float64, device=device)
     for index, value in enumerate(values.values()):
         if isinstance(value, Tensor):
             numbers[index] = value
-    return dict(zip(values, sum_across_ranks(numbers).tolist(), strict=True))
+    return numbers
 
 
 def start_sum(tensor: Tensor) -> dist.Work:

@@ -1,66 +1,27 @@
-"""How a rank tells the outside how far it is: through the supervisor's store, or by files when nobody supervises."""
+"""How a rank tells the outside how far it is: its node's agent, or by files when nobody supervises."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from torch.distributed import Store
-
-from toolkit import logs, records, rundir
+from toolkit import logs
 from toolkit.activity import Activity
+from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
-from toolkit.records import COUNT, TEXT, Misfit, OrNull, Record
 from toolkit.rundir import RunDir
 
-RESULT_KEY = "toolkit/result"
 HEARTBEAT_S = 0.5
+#: The last report may take this long to be taken by a busy agent; the result of the run, this long.
+LAST_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 
 log = logs.get(__name__)
-
-
-#: What the supervisor reads in a report of any rank, and in rank 0's besides.
-_DOING: Mapping[str, Any] = {"doing": str, "done": (int, type(None)), "count": int}
-_PROGRESS = Record({**rundir.PROGRESS.keys, "doing": TEXT, "done": OrNull(COUNT), "count": COUNT})
-_RESULT = Record({key: shape for key, shape in rundir.RESULT.keys.items() if key != "state"})
-
-
-def rank_key(rank: int) -> str:
-    """The store key that holds a rank's latest report."""
-    return f"toolkit/rank/{rank}"
-
-
-def parse_report(text: bytes, rank: int) -> dict[str, Any] | None:
-    """Return a rank's report from the store; None for what none of our ranks can have written.
-
-    Of another rank than 0 it is what the rank is doing, and no more.
-    The store knows no user: any process that reaches its port may write any key.
-    """
-    if rank == 0:
-        return _parse(text, _PROGRESS)
-    with contextlib.suppress(ValueError, RecursionError):  # of thousands of ranks, each second: no shape, and no more
-        value = json.loads(text)
-        if isinstance(value, dict) and all(isinstance(value.get(key, ...), kinds) for key, kinds in _DOING.items()):
-            return {key: value[key] for key in _DOING}
-    return None
-
-
-def parse_result(text: bytes) -> dict[str, Any] | None:
-    """Return the run's result from the store; None as for :func:`parse_report`."""
-    return _parse(text, _RESULT)
-
-
-def _parse(text: bytes, shape: Record) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = records.parse(text, shape)
-    except Misfit:
-        return None
-    return found
 
 
 class Reporter(Protocol):
@@ -101,38 +62,62 @@ class _Latest:
         self._publish(self._fields)
 
 
-class StoreReporter(_Latest):
-    """Reports to the supervisor's store, on a client of its own (a client serialises its calls).
+class AgentReporter(_Latest):
+    """Reports to the agent of this node, which tells the supervisor how all its ranks get on.
 
-    Each report says what the rank is doing, and differs from the one before it also where nothing else does: that is
-    the sign of life by which the supervisor tells a rank that waits from one that is stopped, cut off or dead.
+    Each report says what the rank is doing. That it comes is the sign of life by which a rank that waits is told from
+    one that is stopped or dead.
 
-    The connection is the rank's lifeline too: without a supervisor nobody would end this rank, so it ends itself.
+    The connection is the rank's lifeline too: without a supervisor nobody would end this rank, so it ends itself. The
+    agent leaves when it has lost the supervisor.
     """
 
-    def __init__(self, store: Store, rank: int, activity: Activity) -> None:
-        # The other ranks' reports are passed on once a second: more of them would only load the store.
+    def __init__(self, outbox: Outbox, attempt: int, rank: int, activity: Activity) -> None:
+        # The other ranks' progress is passed on once a second.
         super().__init__(HEARTBEAT_S if rank == 0 else 2 * HEARTBEAT_S)
-        self._store = store
-        self._rank = rank
+        self._outbox, self._sending = outbox, threading.Lock()
+        self._attempt, self._rank = attempt, rank
         self._activity = activity
-        self._beat = 0
+        self._is_cut = False  #: a report was too long
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any]) -> None:
-        now, self._beat = self._activity, self._beat + 1
-        doing = {"doing": now.phase, "done": now.step, "count": now.count, "beat": self._beat}
-        try:
-            self._store.set(rank_key(self._rank), json.dumps({**fields, **doing}))
-        except RuntimeError:  # torch's DistNetworkError and kin
-            if self._closed.is_set():  # the attempt is over on both sides
-                return
-            log.error("the supervisor's store is gone, so the supervisor is: this rank ends")
-            os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
+        report = self._report()
+        self._send(replace(report, fields=fields) if self._rank == 0 else report, self._last_patience_s)
+
+    @property
+    def _last_patience_s(self) -> float:
+        return LAST_PATIENCE_S if self._closed.is_set() else 0.0
 
     def finish(self, result: Mapping[str, Any]) -> None:
         if self._rank == 0:
-            self._store.set(RESULT_KEY, json.dumps(dict(result)))
+            self._send(replace(self._report(), result=dict(result)), RESULT_PATIENCE_S)
+
+    def _report(self) -> Report:
+        now = self._activity
+        return Report(self._attempt, self._rank, now.phase, now.step, now.count)
+
+    def _send(self, report: Report, patience_s: float) -> None:
+        data = report.as_bytes()
+        if len(data) > MAX_BYTES:
+            data = self._without_metrics(report).as_bytes()
+        try:
+            with self._sending:
+                is_sent = self._outbox.send(data, patience_s)
+            if not is_sent and patience_s:
+                log.error("the agent of this node has not taken the last report within %.0f s", patience_s)
+        except AgentGoneError:
+            if self._closed.is_set():  # the attempt is over on both sides
+                return
+            log.error("the agent of this node is gone, so the supervisor is: this rank ends")
+            os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
+
+    def _without_metrics(self, report: Report) -> Report:
+        if not self._is_cut:
+            self._is_cut = True
+            log.warning("there are too many metrics for `toolkit status`: only TensorBoard and metrics.jsonl have them")
+        fields, result = ({**extra, "metrics": {}} if extra else extra for extra in (report.fields, report.result))
+        return replace(report, fields=fields, result=result)
 
 
 class FileReporter(_Latest):

@@ -20,9 +20,10 @@ from torch.distributed import distributed_c10d
 
 from toolkit import error_file, logs, rundir, signals, trust
 from toolkit.activity import Activity
+from toolkit.agent import reports
 from toolkit.config import DistConfig
 from toolkit.dist import rendezvous, timeouts
-from toolkit.dist.report import FileReporter, NullReporter, Reporter, StoreReporter
+from toolkit.dist.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.dist.stop import STOP, Gate, Hang
 from toolkit.dist.stop_store import StoreTransport, connector
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
@@ -174,12 +175,11 @@ def _session(
     with ExitStack() as stack:
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
-        # One connection for all calls that only take a moment: each one is an open file at the store host.
         client = store.clone()
-        reporter = _build_reporter(run, rank, world_size, client, activity)
+        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+        reporter = _build_reporter(run, rank, world_size, attempt, activity)
         stack.callback(reporter.close)
         gate = stack.enter_context(_open_gate(store, client, rank, world_size))
-        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
         yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity)
 
 
@@ -248,9 +248,12 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
     return told
 
 
-def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, client: dist.Store, activity: Activity) -> Reporter:
+def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, attempt: int, activity: Activity) -> Reporter:
     if os.environ.get("TOOLKIT_SUPERVISED") == "1":
-        return StoreReporter(client, rank, activity)
+        token = os.environ.get(reports.VARIABLE)
+        if token is None:
+            raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
+        return AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
     if rank == 0:
         return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
     return NullReporter()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
+from toolkit.agent import reports
 from toolkit.agent.link import Message
 from toolkit.cluster import hostlist
 from toolkit.cluster.container import Container
@@ -20,7 +20,7 @@ from toolkit.launch.agent_links import AgentLinks
 from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events, LaunchFailed, RankEnded, Step, StepEnded, Store, signal_name
-from toolkit.launch.store import StoreHostEnded, hear
+from toolkit.launch.store import StoreHostEnded, port_in
 from toolkit.rundir import RunDir
 
 #: How our own modules are started.
@@ -52,11 +52,18 @@ class AgentLauncher:
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """See :class:`~toolkit.launch.steps.Launcher`."""
+        self._is_warm = self._is_forked(command)
+        self._agents.open(environ, events, self)
+        self._agents.links.call(lambda: self._start_agents(hosts))
+
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
         """See :class:`~toolkit.launch.steps.Launcher`."""
-        self._agents.open(environ, events, self)
         links = self._agents.links
         module = ["toolkit.dist.store_host", "--world-size", str(world_size), "--host", host]
         command = self._container.command(module) if self._container else [*MODULE, *module]
@@ -80,6 +87,7 @@ class AgentLauncher:
         links = self._agents.links
         step = _AgentStep(attempt, allocation, events, links)
         cpus = allocation.cpus_per_task if self._is_bound() else None
+        environ = {**environ, reports.VARIABLE: self._agents.reports_token}
         for node_rank, host in enumerate(allocation.hosts):
             processes = [
                 {
@@ -101,12 +109,11 @@ class AgentLauncher:
         processes: Sequence[Message],
         cpus: int | None = None,
     ) -> Message:
-        is_module = tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
         changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
         return {
             "do": "start",
             "attempt": attempt,
-            "module": list(command[3:]) if is_module else None,
+            "module": list(command[3:]) if self._is_forked(command) else None,
             "command": list(command),
             "environ": changed,
             "unset": [name for name in self._agents.environ if name not in environ],
@@ -114,21 +121,25 @@ class AgentLauncher:
             "cpus_per_task": cpus,
         }
 
+    def _is_forked(self, command: Sequence[str]) -> bool:
+        return tuple(command[:3]) == MODULE and (command[3] != FOREIGN_MODULE or self._command_gains)
+
     @cached_property
     def _command_gains(self) -> bool:
         return foreign.gains_by_fork(self._run)
 
     # --------------------------------------------------------------------------------------------------- the thread
 
+    def _start_agents(self, hosts: Collection[str]) -> None:
+        self._agents.ensure({self._allocation.hosts[0], *hosts})
+        self._agents.ensure(self._allocation.hosts)  # the spares, apart: one of them may be why a step is refused
+
     def _begin_store(self, store: _AgentStore, order: Message) -> None:
         self._store, self._store_order = store, order
 
     def _begin(self, step: _AgentStep, store: _AgentStore) -> None:
-        is_first, self._step = self._step is None, step
-        self._is_warm = any(order["module"] is not None for order in step.orders.values())
+        self._step = step
         self._agents.ensure({self._allocation.hosts[0], *step.hosts})
-        if is_first:  # the spares, apart: one of them may be why a step is refused
-            self._agents.ensure(self._allocation.hosts)
         store.when_ready(lambda: self._set_port(step, store))
         self._send_orders()
 
@@ -194,21 +205,17 @@ class _AgentStore:
         self._text = ""
         self._on_ready: list[Callable[[], None]] = []
         self.is_closing = False
-        self._is_over = threading.Event()
+        self._is_over = False
 
     def propose(self, kind: str, by: str) -> None:
-        """See :class:`~toolkit.launch.store.Store`."""
+        """See :class:`~toolkit.launch.steps.Store`."""
         text = json.dumps({"propose": kind, "by": by}) + "\n"
         self._links.call(lambda: self.when_ready(lambda: self._tell(do="tell", text=text)))
 
-    def close(self, patience_s: float) -> None:
-        """See :class:`~toolkit.launch.store.Store`."""
+    def close(self) -> None:
+        """See :class:`~toolkit.launch.steps.Store`."""
         self.is_closing = True
-        if self.port is not None:
-            self._tell(do="tell", text="")
-            self._is_over.wait(patience_s)
-        if not self._is_over.is_set():
-            self._tell(do="end_store")
+        self._tell(do="end_store")
 
     def _tell(self, **order: str) -> None:
         message = {**order, "attempt": self.attempt}
@@ -227,16 +234,16 @@ class _AgentStore:
         """Take what the store has printed."""
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
-            content = hear(line, self.events)
-            if self.port is None and content is not None and "port" in content:
-                self.port = int(content["port"])
+            port = port_in(line)
+            if self.port is None and port is not None:
+                self.port = port
                 for call in self._on_ready:
                     call()
 
     def end(self, code: int) -> None:
         """It has ended, or never will begin."""
-        if not self._is_over.is_set():
-            self._is_over.set()
+        if not self._is_over:
+            self._is_over = True
             if not self.is_closing:
                 self.events.put(StoreHostEnded(code or EXIT_FAILED))
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from toolkit import logs
 from toolkit.agent.link import Link, Message, StrangerError
+from toolkit.cluster.network import plain_address
 
 #: A connection that has not shown by then that it knows the secret is closed.
 STRANGER_S = 10.0
@@ -60,6 +61,7 @@ class AgentLinks:
     def __init__(self, listening: socket.socket, secret: bytes, listener: Listener) -> None:
         self._listening, self._secret, self._listener = listening, secret, listener
         self._peers: dict[str, _Peer] = {}
+        self.addresses: dict[str, str] = {}  #: the host that each address is of, from which an agent has connected
         self._strangers: set[socket.socket] = set()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waker, self._woken = socket.socketpair()
@@ -169,6 +171,8 @@ class AgentLinks:
             self._strangers.discard(peer.connection)
             peer.host = str(message["host"])
             self._peers[peer.host] = peer
+            with contextlib.suppress(OSError):  # it has gone again
+                self.addresses[plain_address(peer.connection.getpeername()[0])] = peer.host
             self._listener.agent_came(peer.host)
 
     def _drop(self, peer: _Peer, why: str) -> None:

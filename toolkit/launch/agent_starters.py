@@ -38,10 +38,10 @@ class LocalAgent:
     ) -> None:
         """See :class:`AgentStarter`."""
         (host,) = hosts
-        log_path = self._run.logs / "agent.log"
+        log_path = self._run.logs / f"agent-{host}.log"
         with open_log(log_path) as output:
             process = subprocess.Popen(
-                tethered(_command(secret_file, address, port, host), signal.SIGKILL),
+                tethered(_command(self._run, secret_file, address, port, host), signal.SIGKILL),
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -88,13 +88,13 @@ class SrunAgents:
     ) -> None:
         """See :class:`AgentStarter`."""
         plan = SrunPlan(
-            command=_command(secret_file, address, port),
+            command=_command(self._run, secret_file, address, port),
             hosts=hosts,
             cpus_per_task=None,
-            output=str(self._run.logs / "agent-%N.log"),
+            output=None,
             name=f"{self._run.id}.agents",
             mpi="none",
-            extra=["--cpu-bind=none", "--no-kill"],
+            extra=["--cpu-bind=none", "--no-kill", "--label"],
             overlap=True,
         )
         # --gpu-bind is for tasks that are ranks: this one has all GPUs of its node, and its ranks choose by LOCAL_RANK
@@ -104,16 +104,21 @@ class SrunAgents:
         threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
 
     def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
-        code = srun.wait(partial(self._take, hosts, on_failure))
+        code = srun.wait(partial(self._take, srun, hosts, on_failure))
         on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
 
     @staticmethod
-    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
+    def _take(srun: Srun, hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
         match event:
-            case LaunchFailed():
-                on_failure(hosts if event.host is None else [event.host], event.why)
+            case LaunchFailed(_, None, why):
+                on_failure(hosts, why, is_certain=False)  # of which node's fault it is nothing is known
+            case LaunchFailed(_, str(host), why):
+                on_failure([host], why)
             case RankEnded():
-                on_failure([event.host], f"its agent: {event.how}; see agent-{event.host}.log")
+                why = f"its agent: {event.how}; see agent-{event.host}.log"
+                on_failure(
+                    [event.host], why, is_certain=event.signal is None
+                )  # srun kills all where one does not start
             case NodeFailed(host):  # a dead node ends no connection
                 on_failure([host], "Slurm has given the node up")
 
@@ -131,5 +136,6 @@ class SrunAgents:
             srun.silence()
 
 
-def _command(secret_file: Path, address: str, port: int, *host: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "toolkit.agent.node", str(secret_file), address, str(port), *host]
+def _command(run: RunDir, secret_file: Path, address: str, port: int, *host: str) -> list[str]:
+    module = [sys.executable, "-P", "-m", "toolkit.agent.node"]
+    return [*module, str(secret_file), str(run.logs), address, str(port), *host]

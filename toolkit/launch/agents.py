@@ -1,28 +1,32 @@
 """The agents of a job's nodes, one on each: started once, by one srun step or on this machine, and there to the end.
 
 Agents and supervisor send each other a heartbeat every second. By it the supervisor sees which nodes are silent, and
-the agents see that the batch host is.
+how the ranks of the others get on; the agents see that the batch host is silent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from toolkit import fsio, logs
+from toolkit.agent import progress, reports
 from toolkit.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
-from toolkit.cluster.network import job_address, listen, wildcard
+from toolkit.agent.progress import Digest
+from toolkit.cluster.network import job_address, listen, plain_address, wildcard
 from toolkit.launch import batch_host_watch, patience
 from toolkit.launch.agent_links import AgentLinks
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import Events
+from toolkit.launch.steps import Events, FirstReports, MainReport, Progress
 from toolkit.rundir import RunDir
 
 #: An agent must stand after so long, or its node counts as one where nothing can be started.
@@ -31,6 +35,39 @@ STANDS_WITHIN_S = 120.0
 LEAVE_S = 2.0
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class NodeAnswered:
+    """What the checks of ``host`` have printed.
+
+    They were ordered after ``asked`` and heard of at ``received``, by our clock; ``began`` and ``ended`` are the times
+    of the order and of the answer by the node's.
+    """
+
+    host: str
+    text: str
+    asked: float
+    received: float
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class NodeSilent:
+    """``host`` will not answer. ``is_certain``: because no agent can be started there, and not because one was lost."""
+
+    host: str
+    why: str
+    is_certain: bool
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Connections from ``host`` to these ``addresses`` wait for a first answer."""
+
+    host: str
+    addresses: tuple[str, ...]
 
 
 class OnFailure(Protocol):
@@ -62,7 +99,7 @@ class AgentStarter(Protocol):
 
 
 class AgentUser(Protocol):
-    """Has processes started by the agents. All of this is called by the links' thread."""
+    """Starts ranks on the agents' nodes. All of this is called by the links' thread."""
 
     def agent_connected(self, host: str) -> None:
         """Orders can be sent to ``host`` from now on."""
@@ -71,17 +108,36 @@ class AgentUser(Protocol):
         """Take what it says of a process."""
 
     def agent_ended(self, host: str, why: str) -> None:
-        """Its processes have ended with it."""
+        """What it has started has ended with it."""
 
     def agent_missing(self, host: str, why: str) -> None:
         """None could be started there."""
 
 
+class _Request:
+    """What some agents are asked."""
+
+    def __init__(self, orders: Mapping[str, Message]) -> None:
+        self.orders = orders
+        self.answers: dict[str, Message] = {}
+        self.awaited: set[str] = set()
+        self.is_done = threading.Event()
+
+    def forget(self, host: str) -> None:
+        self.awaited.discard(host)
+        self.settle()
+
+    def settle(self) -> None:
+        if not self.awaited:
+            self.is_done.set()
+
+
 class Agents:
     """One agent on each node of the job.
 
-    ``silent_hosts`` are those of which nothing has been heard for ``SILENT_S``. With ``watch_batch_host`` the agents
-    requeue the job when its batch host is gone, see :mod:`toolkit.launch.batch_host_watch`.
+    ``silent_hosts`` are those of which nothing has been heard for ``SILENT_S``, ``heard_hosts`` the others.
+    ``sick_hosts`` says what is wrong with a node, see :mod:`toolkit.agent.sickness`. With ``watch_batch_host`` the
+    agents requeue the job when its batch host is gone, see :mod:`toolkit.launch.batch_host_watch`.
     """
 
     def __init__(
@@ -90,22 +146,26 @@ class Agents:
         self._run, self._allocation, self._starter = run, allocation, starter
         self._watch_batch_host = watch_batch_host
         self._links: AgentLinks | None = None
-        self._user: AgentUser | None = None
+        self._requests: dict[int, _Request] = {}
+        self._numbers = itertools.count()
         self._starting: dict[str, float] = {}  #: since when
+        self._missing: dict[str, NodeSilent] = {}  #: why there is none
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
+        self._checks: dict[str, Sequence[str]] = {}  #: the commands that have not been sent
+        self._asked: dict[str, float] = {}  #: when they were, of those that have not been answered
         self._next_heartbeat = 0.0
         self._is_closed = threading.Event()
         self._all_left = threading.Event()
         self.silent_hosts: frozenset[str] = frozenset()
+        self.heard_hosts: frozenset[str] = frozenset()
+        self.sick_hosts: Mapping[str, str] = {}
         self.environ: Mapping[str, str] = {}  #: the agents' own
 
-    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser | None = None) -> None:
-        """Listen for them, with ``environ`` for those that are started. Our own mistakes go into ``events``.
+    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser) -> None:
+        """Listen for them, with ``environ`` for those that are started; ``user`` says which are to be.
 
-        A ``user`` says which are to be started; without one all are.
+        What the ranks report goes into ``events``, and so do our own mistakes.
         """
-        if self._links is not None:
-            return
         here, hosts = self._allocation.hosts[0], self._allocation.hosts
         address = job_address(here, hosts, environ)
         self._secret_file = self._run.path / f".agents-{secrets.token_hex(8)}.key"
@@ -115,9 +175,28 @@ class Agents:
         self._address = "" if address == wildcard() else address
         self._port = int(listening.getsockname()[1])
         self.environ, self._events, self._user = dict(environ), events, user
+        self.reports_token = reports.token_of(secret)
         self._links = AgentLinks(listening, secret, self)
-        if user is None:
-            self._links.call(lambda: self.ensure(hosts))
+
+    def check(self, commands: Mapping[str, Sequence[str]]) -> None:
+        """Have each host run its command, once, as soon as its agent is there.
+
+        NodeAnswered or NodeSilent of each goes into the queue. Nothing does of a host that hangs.
+        """
+        self.links.call(lambda: self._check(commands))
+
+    def ask_for_unanswered(self) -> None:
+        """Have all agents say which connections are unanswered. Unanswered of each host goes into the queue."""
+
+        def ask() -> None:
+            for host in self.links.hosts:
+                self.links.send(host, {"do": "connections"})
+
+        self.links.call(ask)
+
+    def host_at(self, address: str) -> str | None:
+        """Return the host whose agent has connected from ``address``."""
+        return self.links.addresses.get(plain_address(address))
 
     def close(self) -> None:
         """Have them leave, and end what is left of them."""
@@ -128,6 +207,24 @@ class Agents:
             with contextlib.suppress(OSError):
                 self._secret_file.unlink()
 
+    def dismiss(self, host: str) -> None:
+        """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
+        if self._links is not None:
+            self._links.call(lambda: self.links.send(host, {"do": "leave"}))
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+        """Send each host its order, and return the answers by host. Not for the thread.
+
+        Those that are silent or away are not waited for, the others, also those that start at this moment, for
+        ``patience_s`` at most.
+        """
+        number = next(self._numbers)
+        request = _Request({host: {**order, "request": number} for host, order in orders.items()})
+        self.links.call(lambda: self._begin_request(number, request))
+        request.is_done.wait(patience_s)
+        self.links.call(lambda: self._requests.__delitem__(number))
+        return dict(request.answers)
+
     @property
     def links(self) -> AgentLinks:
         """The connections, once they are open."""
@@ -137,11 +234,18 @@ class Agents:
     # --------------------------------------------------------------------------------------------------- the thread
 
     def ensure(self, hosts: Collection[str]) -> None:
-        """Start agents where none is and none is on its way."""
+        """Start agents where none is and none is on its way; at first also on the job's other nodes."""
+        is_first = not self._start_of
+        self._start_on(hosts)
+        if is_first:  # the spares, apart: one of them may be why a step is refused
+            self._start_on(self._allocation.hosts)
+
+    def _start_on(self, hosts: Collection[str]) -> None:
         there = self.links.hosts | self._starting.keys()
         missing = [host for host in self._allocation.hosts if host in hosts and host not in there]
         if missing:
             self._starting |= dict.fromkeys(missing, time.monotonic())
+            self._missing = {host: silent for host, silent in self._missing.items() if host not in missing}
             number = max(self._start_of.values(), default=0) + 1
             self._start_of |= dict.fromkeys(missing, number)
             on_failure = partial(self._note_failure, number)
@@ -149,6 +253,32 @@ class Agents:
                 self._starter.start(missing, self._secret_file, self._address, self._port, self.environ, on_failure)
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
+
+    def _check(self, commands: Mapping[str, Sequence[str]]) -> None:
+        self._checks |= commands
+        for host in commands:
+            if host in self.links.hosts:
+                self._send_check(host)
+            elif host in self._missing:
+                self._end_check(self._missing[host])
+
+    def _send_check(self, host: str) -> None:
+        command = self._checks.pop(host, None)
+        if command is not None:
+            self._asked[host] = time.time()
+            self.links.send(host, {"do": "check", "command": command})
+
+    def _end_check(self, silent: NodeSilent) -> None:
+        was_sent = self._asked.pop(silent.host, None) is not None
+        if self._checks.pop(silent.host, None) is not None or was_sent:
+            self._events.put(silent)
+
+    def _take_check(self, host: str, message: Message) -> None:
+        asked = self._asked.pop(host, None)
+        if asked is not None:
+            self._events.put(
+                NodeAnswered(host, message["text"], asked, time.time(), message["began"], message["ended"])
+            )
 
     def _leave(self) -> None:
         self._is_closed.set()
@@ -170,8 +300,28 @@ class Agents:
             if self._starting.pop(host, None) is None:
                 continue
             log.warning("no agent on %s: %s", host, why)
-            if self._user is not None:
-                self._user.agent_missing(host, why)
+            self._missing[host] = NodeSilent(host, why, is_certain)
+            self._end_check(self._missing[host])
+            self._forget_requests(host)
+            self._user.agent_missing(host, why)
+
+    def _begin_request(self, number: int, request: _Request) -> None:
+        self._requests[number] = request
+        there = self.links.hosts - self.silent_hosts
+        request.awaited = request.orders.keys() & (there | self._starting.keys())
+        for host in request.awaited & there:
+            self.links.send(host, request.orders[host])
+        request.settle()
+
+    def _forget_requests(self, host: str) -> None:
+        for request in self._requests.values():
+            request.forget(host)
+
+    def _take_answer(self, host: str, message: Message) -> None:
+        request = self._requests.get(message["request"])
+        if request is not None:
+            request.answers[host] = message
+            request.forget(host)
 
     def _order_watch(self, host: str) -> Message:
         """Have ``host`` look after the batch host; spares before the others, for they have nothing else to do."""
@@ -187,13 +337,35 @@ class Agents:
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
             self.links.send(host, self._order_watch(host))
-        if self._user is not None:
-            self._user.agent_connected(host)
+        self._send_check(host)
+        for request in self._requests.values():
+            if host in request.awaited:
+                self.links.send(host, request.orders[host])
+        self._user.agent_connected(host)
 
     def agent_said(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""
-        if message["is"] != "alive" and self._user is not None:
-            self._user.agent_said(host, message)
+        match message["is"]:
+            case "alive":
+                if message["progress"] is not None:
+                    self._events.put(Progress(host, Digest(**message["progress"])))
+            case "reporting":
+                self._events.put(FirstReports(message["attempt"], host, tuple(message["ranks"])))
+            case "report":
+                report = progress.parse(message["text"].encode())
+                if report is not None:
+                    self._events.put(MainReport(report))
+            case "answer":
+                self._take_answer(host, message)
+            case "sick":
+                known, what = self.sick_hosts.get(host), str(message["what"])
+                self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
+            case "checked":
+                self._take_check(host, message)
+            case "unanswered":
+                self._events.put(Unanswered(host, tuple(message["addresses"])))
+            case _:
+                self._user.agent_said(host, message)
 
     def agent_left(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""
@@ -202,8 +374,10 @@ class Agents:
                 self._all_left.set()
             return
         log.warning("node %s: %s", host, why)
-        if self._user is not None:
-            self._user.agent_ended(host, why)
+        self._missing[host] = NodeSilent(host, why, is_certain=False)
+        self._end_check(self._missing[host])
+        self._forget_requests(host)
+        self._user.agent_ended(host, why)
 
     def broke(self, error: Exception) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""
@@ -218,6 +392,8 @@ class Agents:
         for host in self.links.hosts:
             self.links.send(host, {"do": "alive"})
         self.silent_hosts = frozenset(self.links.silent(SILENT_S))
+        self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
         if late:
-            self._give_up(late, f"no agent has come from it within {STANDS_WITHIN_S:.0f} s")
+            why = f"no agent has come from it within {STANDS_WITHIN_S:.0f} s"
+            self._give_up(late, why, is_certain=False)

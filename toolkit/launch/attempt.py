@@ -13,6 +13,7 @@ from toolkit.launch import ending
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import RankFailure, Stop
 from toolkit.launch.goodput import Start
+from toolkit.launch.nodes import BadNode
 from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.watchdog import Watchdog
 
@@ -35,11 +36,14 @@ class Attempt:
     gone: set[int] = field(default_factory=set)
     lost_ranks: dict[int, str] = field(default_factory=dict)  #: that died and were not needed, and how
     lost_nodes: set[str] = field(default_factory=set)
+    cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
     silent_nodes: set[str] = field(default_factory=set)  #: whose agents have ended, and which may be dead
-    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)  #: rank 0's latest report of the run
+    heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, and from which host
     result: Mapping[str, Any] | None = None
     stop: Stop | None = None
     stop_asked: float | None = None
+    left_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: that spares are to replace, and why
     kill_at: float | None = None
     killed: bool = False
     leave_at: float | None = None  #: when to look whether Slurm is ending the job
@@ -59,6 +63,10 @@ class Attempt:
         """The number of ranks that have not ended, by node; nodes with none are left out."""
         return Counter(self.rank_hosts)
 
+    def host_of(self, rank: int) -> str:
+        """The node from which ``rank`` has reported, or else where it was to be: a launcher may number otherwise."""
+        return self.heard.get(rank, self.rank_hosts[rank])
+
     def note_gone(self, ranks: Collection[int]) -> None:
         """Note that ``ranks`` have ended, with whatever exit code."""
         for rank in set(ranks) - self.gone:
@@ -76,18 +84,21 @@ class Attempt:
         """
         return bool(self.lost_nodes) and self._left.keys() <= self.lost_nodes
 
-    def hear(self, rank: int, report: Mapping[str, Any]) -> None:
-        """Take a rank's report. Rank 0's says how long its loop has worked, and so, by our clock, since when: best the
-        one that came fastest."""
-        self.reports[rank] = report
-        if rank == 0 and "spent" in report:
-            began = time.time() - sum(report["spent"].values())
+    def hear_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take rank 0's report of the run. It says how long its loop has worked, and so, by our clock, since when: best
+        the one that came fastest."""
+        self.progress = progress
+        if "spent" in progress:
+            began = time.time() - sum(progress["spent"].values())
             self.first_step = min(began, self.first_step or began)
 
     @property
-    def progress(self) -> Mapping[str, Any]:
-        """Rank 0's latest report."""
-        return self.reports.get(0, {})
+    def mean_step_s(self) -> float | None:
+        """Seconds for each step so far, saves and all; None before the first."""
+        step, start = self.progress.get("step"), self.progress.get("step_start")
+        if self.first_step is None or step is None or start is None or step <= start:
+            return None
+        return (time.time() - self.first_step) / int(step - start)
 
     def can_do_without(self, ranks: Collection[int]) -> bool:
         """Whether the strategy goes on when ``ranks`` have died, as rank 0 told us: while another one of their kind
@@ -105,4 +116,4 @@ class Attempt:
         """The run's state while it runs."""
         if self.stop is not None:
             return "stopping"
-        return "running" if self.progress else "starting"
+        return "running" if 0 in self.heard else "starting"

@@ -146,7 +146,9 @@ def to_exclude(
 ) -> str | None:
     """The node list to keep the next start of our job off, with what the user excluded: as many bad nodes, the latest
     first, as the job can do without. Of one that could never start Slurm would hold the job for ever (BadConstraints).
+    Of drained nodes Slurm itself knows for how long.
     """
+    bad = {host: each for host, each in bad.items() if not each.is_drained}
     options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]
     others = {*hostlist.expand(row.excluded)} - {*bad}
     latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)

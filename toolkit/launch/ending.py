@@ -20,6 +20,7 @@ class Cause(StrEnum):
     """Why an attempt ended."""
 
     COMPLETED = "completed"
+    MOVED = "moved"
     STOPPED = "stopped"
     PREEMPTED = "preempted"
     TIMEOUT = "timeout"
@@ -43,6 +44,8 @@ class Decision(StrEnum):
 SUSPICIONS_TO_CONDEMN = 2
 #: After this many requeues in a row for bad nodes, without a step in between, a job takes the nodes that it gets.
 MAX_FRUITLESS_REQUEUES = 2
+#: A line names this many connections that could not be made.
+MOST_LINKS = 4
 #: Causes that are the run's own fault and count against ``retry``.
 OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
@@ -108,6 +111,7 @@ class Stop(StrEnum):
     CANCEL = "cancel"  #: `toolkit cancel`
     USER = "user"  #: `toolkit stop`, or Ctrl-C where the run lives in a terminal
     CLOCK = "clock"  #: the time limit is near
+    MOVE = "move"  #: a spare is to replace a node that is drained or sick
     SIGNAL = "signal"  #: TERM, USR1 or USR2, by Slurm, a site or somebody; the row may say why
 
 
@@ -128,7 +132,8 @@ class RankFailure:
     out_of_memory: bool = False
     is_request_error: bool = False  #: a wrong config, data that are not there: no restart mends it
     at_launch: bool = False  #: Slurm could not start it
-    blames_node: bool = False  #: a device or driver error, or an end before the rank's first report
+    blames_node: bool = False  #: a device, driver or network error of the node, or an end before the first report
+    unreached: str | None = None  #: the address to which it could not connect, where its error names one
 
 
 @dataclass(frozen=True)
@@ -162,11 +167,14 @@ class Facts:
     failures: tuple[RankFailure, ...] = ()
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
+    left_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: which nodes are left, each with its reason
     slurm: Slurm = Slurm.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: srun, or nobody on them answering, said so
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
     condemned: str | None = None  #: a node that this attempt's suspicion has put out of use, with others to go on
     hang: RankFailure | None = None  #: the rank that all waited for when the attempt was ended for lack of progress
+    cut_links: Sequence[tuple[str, str]] = ()  #: nodes of which the first could not connect to the second
+    hosts: Sequence[str] = ()  #: the attempt's nodes, the batch host first if it is among them
     step_start: int | None = None
     step_end: int | None = None
     step_saved: int | None = None  #: this and the next two are as in `Past`
@@ -274,6 +282,9 @@ def judge(facts: Facts) -> Ending:
     if facts.lost_nodes:
         line = f"{_loss(facts)}; {_kept(facts)}, on other nodes of the job"
         return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first_failure(facts.failures))
+    if facts.stopped_cleanly and facts.stop is Stop.MOVE:
+        line = f"moved off {'; '.join(facts.left_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
+        return Ending(Cause.MOVED, Decision.RESTART, line)
     if facts.stopped_cleanly:
         return _judge_stopped(facts)
     if facts.stop is Stop.SIGNAL:
@@ -287,8 +298,8 @@ def _is_mendable(facts: Facts) -> bool:
 
 
 def _is_left_alone(facts: Facts) -> bool:
-    """True if nobody has asked for a stop and Slurm is not ending the job, as far as it answers."""
-    return facts.stop is None and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
+    """True if nobody wants the run to end and Slurm is not ending the job, as far as it answers."""
+    return facts.stop in (None, Stop.MOVE) and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
 
 
 def _judge_taken_away(facts: Facts) -> Ending:
@@ -332,13 +343,13 @@ def _judge_told_to_end(facts: Facts) -> Ending:
 def _judge_fault(facts: Facts) -> Ending:
     first = facts.hang or first_failure(facts.failures)
     cause = Cause.HANG if facts.hang else Cause.CRASHED
-    what = _describe(first) if first else _describe_exit(facts)
+    what = (_describe(first) if first else _describe_exit(facts)) + _describe_links(facts)
     if any(failure.out_of_memory for failure in facts.failures):
         line = f"{what}: out of memory; would fail again unchanged: give it more (cluster.mem_gb) or less to hold"
         return Ending(Cause.OUT_OF_MEMORY, Decision.GIVE_UP, line, first)
     if first is not None and first.is_request_error:
         return Ending(Cause.CRASHED, Decision.GIVE_UP, f"{what}; would fail again unchanged", first)
-    suspect = _suspect(first, cause)
+    suspect = _cut_off(facts) or _suspect(first, cause)
     if facts.condemned is not None and _is_first_to_blame(facts):
         line = f"{what}; node {facts.condemned} is to blame: {_kept(facts)}, on other nodes of the job"
         return Ending(Cause.NODE_FAILURE, Decision.RESTART, line, first, suspect)
@@ -372,6 +383,24 @@ def _suspect(first: RankFailure | None, cause: Cause) -> str | None:
         return None
     is_odd = first.by_signal or first.blames_node or first.at_launch or cause is Cause.HANG
     return first.host if is_odd else None
+
+
+def _cut_off(facts: Facts) -> str | None:
+    """Return the node that is an end of all connections that could not be made; None where several may be at fault.
+
+    Of the two ends of a single one it is the later node of the attempt: without either the other can go on, and the
+    batch host, where the ranks meet, comes first.
+    """
+    links = {frozenset(link) for link in facts.cut_links}
+    ends = frozenset.intersection(*links) if links else frozenset[str]()
+    return max(ends, key=list(facts.hosts).index, default=None)
+
+
+def _describe_links(facts: Facts) -> str:
+    """Name both ends of the connections that could not be made, the first few."""
+    links = [f"{host} to {peer}" for host, peer in facts.cut_links]
+    more = f" and {len(links) - MOST_LINKS} more" if len(links) > MOST_LINKS else ""
+    return f"; no connection from {', '.join(links[:MOST_LINKS])}{more}" if links else ""
 
 
 def _is_first_to_blame(facts: Facts) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import records
+from toolkit.cluster.network import plain_address
 from toolkit.errors import EXIT_REQUEST
 from toolkit.launch.ending import RankFailure
 from toolkit.records import COUNT, MOMENT, TEXT, Either, Leaf, Maybe, Record
@@ -37,7 +38,17 @@ _DEVICE_ERROR = re.compile(
     r"|no kernel image|out of memory|operation not)"
     r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No CUDA GPUs are available|CUDA unknown error"
     r"|CUDA driver initialization failed|Unexpected error from cudaGetDeviceCount"
-    r"|ncclSystemError|ncclUnhandledCudaError",
+    r"|ncclSystemError|ncclUnhandledCudaError"
+    # gloo: the node's own kernel refuses a connection. It names no address.
+    r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
+)
+#: Texts of a connection that could not be made, with the other end's address: NCCL's ``1.2.3.4<5678>``, the store's
+#: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. Not of one that broke: the other end may have ended for its own
+#: reasons.
+_UNREACHED = re.compile(
+    r"connect to (?P<nccl>[\da-fA-F.:]+)(?:%\w+)?<\d+> (?:returned|failed)"
+    r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
+    r"|timed out connecting: .*?remote=\[?(?P<gloo>[\da-fA-F.:]+?)\]?:\d+"
 )
 
 
@@ -64,8 +75,18 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
         traceback=said.get("traceback", ""),
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
+        unreached=_unreached(how),
         is_request_error=said.get("exit_code") == EXIT_REQUEST,
     )
+
+
+def _unreached(how: str) -> str | None:
+    """Return the address to which a rank could not connect, by its error; None where that names none."""
+    match = _UNREACHED.search(how)
+    try:
+        return match and plain_address(next(filter(None, match.groups())))
+    except ValueError:
+        return None
 
 
 def _in_our_words(said: dict[str, Any]) -> dict[str, Any]:

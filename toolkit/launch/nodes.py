@@ -1,4 +1,5 @@
-"""Which of the job's nodes an attempt runs on: spares stand in for nodes that died, fail again and again, or are sick.
+"""Which of the job's nodes an attempt runs on: spares stand in for nodes that died, fail again and again, are sick or
+are drained.
 
 Bad nodes are remembered in the run's ``nodes.json``, so that a requeued job is kept off them and, where Slurm gives
 them back all the same, uses them last. `toolkit resume` forgets them: whoever says it has had the time to look.
@@ -7,7 +8,7 @@ them back all the same, uses them last. `toolkit resume` forgets them: whoever s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from toolkit import fsio, logs, records
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.ending import SUSPICIONS_TO_CONDEMN
-from toolkit.records import MOMENT, TEXT, MapOf, Record
+from toolkit.records import FLAG, MOMENT, TEXT, MapOf, Maybe, Record
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -27,6 +28,7 @@ class BadNode:
 
     why: str
     since: float
+    is_drained: bool = False  #: Slurm keeps jobs off it until it is well again, and may then use it
 
 
 class Nodes:
@@ -40,6 +42,8 @@ class Nodes:
         self._allow_fewer = allow_fewer
         self._out: dict[str, str] = {}
         self._bad = remembered(run)
+        self._ailing: dict[str, BadNode] = {}
+        self._placed: list[str] = []  #: the nodes of the attempt before, in the order of their ranks
 
     @property
     def bad(self) -> Mapping[str, BadNode]:
@@ -47,14 +51,35 @@ class Nodes:
         return self._bad
 
     @property
+    def ailing(self) -> Mapping[str, BadNode]:
+        """The nodes that are in use, or spare, and have something wrong with them."""
+        return {host: ailing for host, ailing in self._ailing.items() if host not in self._out}
+
+    @property
     def can_lose_one(self) -> bool:
         """Whether the run could go on here with a node less."""
         return self._is_enough(len(self._usable()) - 1)
 
     def plan(self) -> Allocation | None:
-        """What the next attempt runs on; None where too few nodes are left."""
-        usable = sorted(self._usable(), key=lambda host: host in self._bad)  # the last choice, but better than none
-        return self._allocation.on(usable[: self._wanted]) if self._is_enough(len(usable)) else None
+        """What the next attempt runs on; None where too few nodes are left.
+
+        A node that stays keeps its place: the state of its ranks is in its memory.
+        """
+        usable = sorted(self._usable(), key=self._is_suspicious)  # the last choice, but better than none
+        if not self._is_enough(len(usable)):
+            return None
+        chosen = usable[: self._wanted]
+        if len(chosen) == len(self._placed):
+            others = iter([host for host in chosen if host not in self._placed])
+            chosen = [host if host in chosen else next(others) for host in self._placed]
+        return self._allocation.on(chosen)
+
+    def note_used(self, plan: Allocation) -> None:
+        """An attempt starts on ``plan``."""
+        self._placed = [*plan.hosts]
+
+    def _is_suspicious(self, host: str) -> bool:
+        return host in self._bad or host in self._ailing
 
     def _usable(self) -> list[str]:
         return [host for host in self._allocation.hosts if host not in self._out]
@@ -66,12 +91,33 @@ class Nodes:
         """Return the nodes that another node has found bad since then: perhaps ours, if it was cut off for a while."""
         return {host for host, bad in remembered(self._run).items() if bad.since > since}
 
-    def condemn(self, host: str, why: str) -> None:
+    def note(self, *, sick: Mapping[str, str], drained: Mapping[str, str]) -> None:
+        """Take what is wrong with which nodes at this moment. A new thing is logged once."""
+        before, now = self._ailing, time.time()
+        self._ailing = {host: BadNode(what, now) for host, what in sick.items()}
+        self._ailing |= {host: BadNode(f"drained: {why}", now, is_drained=True) for host, why in drained.items()}
+        for host, ailing in self.ailing.items():
+            if host not in before or before[host].why != ailing.why:
+                log.warning("node %s: %s", host, ailing.why)
+
+    def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
+        """Return those of the nodes at work that have something wrong with them and that a good spare can replace.
+
+        ``heard`` are the nodes whose agents speak. The batch host is not left when it is drained: the job has it to
+        its end, with or without ranks.
+        """
+        spares = [host for host in self._usable() if host in heard and host not in at_work]
+        good = [host for host in spares if not self._is_suspicious(host)]
+        ailing, batch_host = self.ailing, self._allocation.hosts[0]
+        leaving = [h for h in at_work if h in ailing and not (ailing[h].is_drained and h == batch_host)]
+        return {host: ailing[host] for host in leaving[: len(good)]}
+
+    def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
         """This job does not use ``host`` any more, and the run remembers it."""
         if host not in self._out:
             log.warning("node %s is not used any more: %s", host, why)
         self._out[host] = why
-        self._remember(host, why)
+        self._remember(host, why, is_drained=is_drained)
 
     def suspect(self, host: str, count: int) -> bool:
         """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and others go on."""
@@ -86,30 +132,30 @@ class Nodes:
         self.condemn(host, why)
         return True
 
-    def _remember(self, host: str, why: str) -> None:
-        self._bad = {**self._bad, host: BadNode(why, time.time())}
+    def _remember(self, host: str, why: str, *, is_drained: bool = False) -> None:
+        self._bad = {**self._bad, host: BadNode(why, time.time(), is_drained)}
         try:
-            remember(self._run, host, why)
+            remember(self._run, host, why, is_drained=is_drained)
         except OSError as error:  # a full disk: this job knows it all the same
             log.error("%s: cannot be written: %s", _path(self._run), error)
 
 
-def remember(run: RunDir, host: str, why: str) -> None:
+def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:
     """Add ``host`` to the run's bad nodes. A file that is damaged is kept beside the new one."""
     damage: list[str] = []
     known = {name: asdict(bad) for name, bad in remembered(run, damage).items()}
     if damage:
         records.set_aside(_path(run), damage)
-    fsio.write_json(_path(run), {**known, host: asdict(BadNode(why, time.time()))})
+    fsio.write_json(_path(run), {**known, host: asdict(BadNode(why, time.time(), is_drained))})
 
 
 def remembered(run: RunDir, damage: list[str] | None = None) -> dict[str, BadNode]:
     """Return the run's bad nodes by name, those that can be read; ``damage`` as in :meth:`RunDir.status`."""
     noted: dict[str, Any] = records.read_or(_path(run), _NODES, {}, damage)
-    return {host: BadNode(each["why"], each["since"]) for host, each in noted.items()}
+    return {host: BadNode(bad["why"], bad["since"], bad.get("is_drained", False)) for host, bad in noted.items()}
 
 
-_NODES = MapOf(Record({"why": TEXT, "since": MOMENT}))
+_NODES = MapOf(Record({"why": TEXT, "since": MOMENT, "is_drained": Maybe(FLAG)}))
 
 
 def forget(run: RunDir) -> None:

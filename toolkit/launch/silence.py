@@ -14,10 +14,10 @@ from queue import Empty
 from typing import Any
 
 from toolkit import logs
+from toolkit.agent.progress import Standing
 from toolkit.launch import node_watch
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.talk import Complaint, Ended, Said, SubprocessTalk, Talk, bare_python, talk_with_nodes
-from toolkit.launch.watchdog import Standing
 from toolkit.rundir import RunDir
 
 #: The watch is started after this share of the bound. Many scripts have ended by then, or called `toolkit.start()` and

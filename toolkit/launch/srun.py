@@ -9,11 +9,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from toolkit import fsio, logs
+from toolkit.agent import reports
+from toolkit.agent.link import Message
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import SlurmCommands, srun_argv, step_environment
 from toolkit.cluster.commands import Step as SrunPlan
@@ -34,7 +36,11 @@ from toolkit.launch.steps import (
     tethered,
 )
 from toolkit.launch.store import StoreHost
+from toolkit.launch.talk import without_label
 from toolkit.rundir import RunDir
+
+#: When its step has ended, agents that are not silent say at once that they have passed on what its ranks have told.
+REPORTS_PATIENCE_S = 10.0
 
 log = logs.get(__name__)
 
@@ -58,12 +64,19 @@ class SrunLauncher:
         self._agents = agents
         self._container = container
         self._mpi = mpi
+        self._step: _SrunStep | None = None
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """See :class:`~toolkit.launch.steps.Launcher`. The ranks are not the agents': all are started alike."""
+        self._agents.open(environ, events, self)
+        self._agents.links.call(lambda: self._agents.ensure(hosts))
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> StoreHost:
         """See :class:`~toolkit.launch.steps.Launcher`."""
-        self._agents.open(environ, events)
         log_path = self._run.attempt_logs(attempt) / "store.log"
         return StoreHost(world_size, host, environ, events, log_path, self._container)
 
@@ -79,7 +92,7 @@ class SrunLauncher:
         """See :class:`~toolkit.launch.steps.Launcher`. The ranks read their numbers from the step's own variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
-        environ = {**environ, "MASTER_PORT": str(store.port)}
+        environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
         plan = SrunPlan(
             command=command,
             hosts=allocation.rank_hosts,
@@ -91,9 +104,27 @@ class SrunLauncher:
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt)) / "hostfile")
-        step = _SrunStep(srun, plan.name or "", allocation.job_id, self._slurm, events)
+        step = _SrunStep(srun, plan.name or "", allocation, self._slurm, events, self._agents)
+        self._step = step
+        self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))
         threading.Thread(target=step.wait, daemon=True).start()
         return step
+
+    # what the agents tell: they take the reports of the ranks, which are not theirs
+
+    def agent_connected(self, host: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+
+    def agent_said(self, host: str, message: Message) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`."""
+
+    def agent_ended(self, host: str, why: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`. The ranks on ``host`` notice it, and end."""
+
+    def agent_missing(self, host: str, why: str) -> None:
+        """See :class:`~toolkit.launch.agents.AgentUser`. Nobody would hear the ranks on ``host``."""
+        if self._step is not None:
+            self._step.lack_agent(host, why)
 
 
 class Srun:
@@ -106,6 +137,7 @@ class Srun:
         self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
         self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
         self._is_given_up = threading.Event()
+        self.last_words: dict[int, str] = {}  #: by task, the last line of its standard error, where that is labelled
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -140,6 +172,9 @@ class Srun:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             log.info("%s", line.rstrip())
+            task, words = without_label(line)
+            if task is not None:
+                self.last_words[task] = words.strip()
             event = parse_srun_line(line, self._hosts)
             if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
                 refused = event
@@ -150,6 +185,11 @@ class Srun:
     def give_up(self) -> None:
         """Do not start it again."""
         self._is_given_up.set()
+
+    @property
+    def is_given_up(self) -> bool:
+        """True once it is to be started no more: its ranks are being killed, or nobody waits for them."""
+        return self._is_given_up.is_set()
 
     def terminate(self) -> None:
         """Have it end its step, by SIGTERM and, KillWait later, by SIGKILL."""
@@ -162,16 +202,27 @@ class Srun:
 
 
 class _SrunStep:
-    def __init__(self, srun: Srun, name: str, job_id: str, slurm: SlurmCommands, events: Events) -> None:
+    def __init__(
+        self, srun: Srun, name: str, allocation: Allocation, slurm: SlurmCommands, events: Events, agents: Agents
+    ) -> None:
+        assert allocation.job_id is not None
         self._srun = srun
         self._name = name
         self._number: str | None = None  #: of the step in its job, once it has been asked for
-        self._job_id = job_id
+        self._job_id, self._hosts = allocation.job_id, allocation.hosts
         self._slurm = slurm
         self._events = events
+        self._agents = agents
 
     def wait(self) -> None:
-        self._events.put(StepEnded(self._srun.wait(self._events.put)))
+        code = self._srun.wait(self._events.put)
+        if not self._srun.is_given_up:
+            self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_PATIENCE_S)
+        self._events.put(StepEnded(code))
+
+    def lack_agent(self, host: str, why: str) -> None:
+        if host in self._hosts:
+            self._events.put(LaunchFailed((), host, why))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""

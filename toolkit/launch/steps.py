@@ -1,7 +1,7 @@
 """Starting the ranks of one attempt and the store that they meet in: the seam between the supervisor and its launchers.
 
 Every launcher puts what happens into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
-:class:`StepEnded` when all have ended. Nothing polls.
+:class:`StepEnded` when all have ended and what they have reported is in the queue. Nothing polls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 
 from toolkit import fsio
 from toolkit.agent import tether
+from toolkit.agent.progress import Digest, Report
 from toolkit.launch.allocation import Allocation
 
 
@@ -60,6 +61,30 @@ class StepEnded:
     exit_code: int
 
 
+@dataclass(frozen=True)
+class FirstReports:
+    """Ranks on ``host`` have reported for the first time in the attempt."""
+
+    attempt: int
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How the ranks on ``host`` get on; once a second."""
+
+    host: str
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class MainReport:
+    """What rank 0 says of the run, or the run's result."""
+
+    report: Report
+
+
 Events = SimpleQueue[Any]
 
 
@@ -74,20 +99,25 @@ class Step(Protocol):
 
 
 class Store(Protocol):
-    """The store of one attempt. What the ranks report through it goes into the queue."""
+    """The store of one attempt."""
 
     def propose(self, kind: str, by: str) -> None:
         """Have the ranks agree on a step for ``kind``."""
 
-    def close(self, patience_s: float) -> None:
-        """Let it pass on what it has, which is in the queue when this returns, and end it.
-
-        Wait ``patience_s`` at most, and not at all while it still imports torch: no rank can have told it anything.
-        """
+    def close(self) -> None:
+        """End it."""
 
 
 class Launcher(Protocol):
     """Starts the store and the ranks of an attempt."""
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """Start the agents of all nodes, those of ``hosts`` first, and have them ready for ranks that are ``command``.
+
+        Called once, before all else. Returns at once.
+        """
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

@@ -1,4 +1,4 @@
-"""The supervisor's side of the store host: bind, listen, start the child, and read what the ranks report."""
+"""The supervisor's side of the store host: bind, listen, start the child, and tell it what is wanted of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit import logs, open_files
 from toolkit.cluster.commands import srun_here_argv, step_environment
@@ -21,19 +20,12 @@ from toolkit.cluster.network import listen
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
 
-#: Of a rank to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; reports; saves.
+#: Of a rank to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests; saves.
 CONNECTIONS_A_RANK = 5
 #: What the store host has open beside its connections.
 OTHER_FILES = 64
 
 log = logs.get(__name__)
-
-
-@dataclass(frozen=True)
-class Report:
-    """One JSON line of the store host."""
-
-    content: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class StoreHostEnded:
 
 
 class StoreHost:
-    """The child that serves an attempt's store; what the ranks report goes into the queue as :class:`Report`."""
+    """The child that serves an attempt's store."""
 
     def __init__(
         self,
@@ -62,7 +54,6 @@ class StoreHost:
         module = ["toolkit.dist.store_host", "--world-size", str(world_size), "--host", host]
         self._events = events
         self._closing = False
-        self._is_ready = False
         self._is_a_step = container is not None and container.is_a_step
         if container is not None and container.is_a_step:
             command = srun_here_argv([*container.srun_options(), *container.command(module)])
@@ -84,17 +75,14 @@ class StoreHost:
         """srun hands no socket on: the port is the store's own choice, and the ranks start once it is known."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):
-                content = json.loads(line)
-                if isinstance(content, dict) and "port" in content:
-                    self._is_ready = True
-                    return int(content["port"])
+            if (port := port_in(line)) is not None:
+                return port
         raise RequestError(f"the store host did not start in the container: {log_path} says why")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._is_ready = hear(line, self._events) is not None or self._is_ready
+            port_in(line)
         code = self._process.wait()
         if not self._closing:
             self._events.put(StoreHostEnded(code or EXIT_FAILED))
@@ -106,29 +94,20 @@ class StoreHost:
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
-    def close(self, patience_s: float) -> None:
+    def close(self) -> None:
         """See :class:`~toolkit.launch.steps.Store`."""
         self._closing = True
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        if self._is_ready:
-            self._thread.join(timeout=patience_s)
         self._process.send_signal(signal.SIGTERM if self._is_a_step else signal.SIGKILL)  # srun then ends its step
         self._process.wait()
 
 
-def hear(line: str, events: Events) -> Mapping[str, Any] | None:
-    """Put what a store host has printed into the queue, and return it; None for a library's words."""
+def port_in(line: str) -> int | None:
+    """Return the port that a store host has printed; None for a library's words, which go into the log."""
     try:
-        content: Mapping[str, Any] = json.loads(line)
-    except ValueError:
+        return int(json.loads(line)["port"])
+    except (ValueError, TypeError, KeyError):
         log.warning("the store host says: %s", line.rstrip())
         return None
-    if "ignored" in content:
-        log.warning("the store's key %s holds no word of this run's ranks: ignored", content["ignored"])
-    events.put(Report(content))
-    return content
 
 
 def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds: int) -> subprocess.Popen[str]:

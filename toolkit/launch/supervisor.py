@@ -24,7 +24,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import config as configs
-from toolkit import fsio, logs, rundir, stacks
+from toolkit import fsio, logs, records, rundir, stacks
+from toolkit.agent import progress
+from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.cluster import hostlist
 from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
 from toolkit.cluster.container import Container, outermost
 from toolkit.cluster.container import parse as parse_image
@@ -41,10 +44,11 @@ from toolkit.errors import (
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
 from toolkit.launch.agent_launcher import AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent, SrunAgents
-from toolkit.launch.agents import Agents
+from toolkit.launch.agents import Agents, Unanswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
+from toolkit.launch.drains import DrainWatch
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.foreign import without_snapshot
@@ -58,16 +62,25 @@ from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.srun import SrunLauncher
-from toolkit.launch.steps import Events, Launcher, LaunchFailed, NodeFailed, RankEnded, Step, StepEnded, Store
-from toolkit.launch.store import Report, StoreHostEnded, refuse_too_many_ranks
+from toolkit.launch.steps import (
+    Events,
+    FirstReports,
+    Launcher,
+    LaunchFailed,
+    MainReport,
+    NodeFailed,
+    Progress,
+    RankEnded,
+    Step,
+    StepEnded,
+    Store,
+)
+from toolkit.launch.store import StoreHostEnded, refuse_too_many_ranks
 from toolkit.launch.watchdog import STUCK_SHARE, Watchdog
 from toolkit.rundir import RunDir
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
-#: The last reports may take this long to come through a busy store host; the result of ranks that all ended well, this
-#: long. A job that is being cancelled has but KillWait to write down how it ended.
-REPORTS_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 STATUS_EVERY_S = 0.5
 #: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
 MAX_RESTARTS_ON_A_FULL_DISK = 100
@@ -81,6 +94,10 @@ DYING_S = 1.0
 VERDICT_S = 5.0
 #: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
 STOP_LIMIT_S = 150.0
+#: A run whose steps take longer stays on a node that is drained or sick: its ranks could give the stop up.
+LONGEST_STEP_TO_MOVE_S = 30.0
+#: So does one that has less than this until it stops for the time limit: the next start comes soon anyway.
+LEAST_TIME_TO_MOVE_S = 300.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
 #: Beyond the second to which Slurm tells its time, and the time that it takes to ask.
@@ -130,6 +147,9 @@ class Supervisor:
         self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
         self._settings = Settings()
         self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._unreachable)
+        self._drains: DrainWatch | None = None
+        if slurm is not None and len(allocation.hosts) > 1:  # a job on one node cannot leave it
+            self._drains = DrainWatch(slurm.drained)
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
@@ -160,25 +180,24 @@ class Supervisor:
         self._journal.announce()
         if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
             return self._finish_unstarted()
-        if self._comeback is not None:
-            self._comeback.prepare(self._row, self._settings, self._claim)
-        verdict = self._check_nodes()
-        if verdict is None:
-            verdict = self._run_attempts()
+        try:
+            self._prepare_nodes()
+            if self._comeback is not None:
+                self._comeback.prepare(self._row, self._settings, self._claim)
+            verdict = self._check_nodes() or self._run_attempts()
+        finally:
+            if self._agents is not None:
+                self._agents.close()
         if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
             self._comeback.dismiss()
         notify(self._run)
         return _exit_code(verdict)
 
     def _run_attempts(self) -> Ending:
-        try:
-            while True:
-                verdict = self._run_attempt()
-                if verdict.decision is not Decision.RESTART:
-                    return verdict
-        finally:
-            if self._agents is not None:
-                self._agents.close()
+        while True:
+            verdict = self._run_attempt()
+            if verdict.decision is not Decision.RESTART:
+                return verdict
 
     def _has_ended(self, last_words: str | None) -> bool:
         """Whether Slurm has restarted the job of a run that is done or was given up.
@@ -214,30 +233,50 @@ class Supervisor:
             settings = patience.ask(self._slurm.settings, "Slurm does not say how it is set up", patience_s=0.0)
             self._settings = settings or self._settings
 
+    def _prepare_nodes(self) -> None:
+        """Start the agents, which import torch while we look at the rest."""
+        plan = self._nodes.plan()
+        hosts = () if plan is None else plan.hosts
+        environ = self._rank_environ(attempt=0)  # each attempt's order has its own number
+        self._launcher.prepare(hosts, self._rank_command(), environ, self._events)
+
     def _check_nodes(self) -> Ending | None:
         """Preflight: bad nodes are not used. A verdict, recorded, if too few are left; None if the run can start.
 
         A job that was requeued for it twice, in vain, takes what it gets: it may well run.
         """
-        if not self._config.cluster.preflight or self._slurm is None:
+        if not self._config.cluster.preflight or self._slurm is None or self._agents is None:
             return None
         job, spare = self._allocation, self._config.cluster.spare_nodes
         tasks = (*job.without(spare).tasks, *[0] * spare)
-        gpus = job.gpus_per_node
-        report = check_nodes(self._run.path, job.hosts, tasks, job.cpus_per_task, gpus, environ=os.environ)
+        report = check_nodes(
+            self._run.path,
+            job.hosts,
+            tasks,
+            job.cpus_per_task,
+            job.gpus_per_node,
+            agents=self._agents,
+            events=self._events,
+        )
         if not report.is_fine and self._is_being_ended():
             return None  # what ends us ended the checks, too: they say nothing of the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
         if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
             return None
-        for host, why in report.bad.items():
+        dead = self._unreachable(report.unknown) if report.unknown else set()
+        bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
+        for host, why in bad.items():
             self._nodes.condemn(host, why)
-        return None if self._nodes.plan() is not None else self._requeue_for(report.bad)
+        return None if self._nodes.plan() is not None else self._requeue_for(bad)
 
     def _is_being_ended(self) -> bool:
+        waiting = [self._events.get() for _ in range(self._events.qsize())]
+        for event in waiting:  # answers of late nodes may be among them
+            self._events.put(event)
         now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
-        return not self._events.empty() or now not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
+        has_signal = any(isinstance(event, _Signalled) for event in waiting)
+        return has_signal or now not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
         attempt = self._new_attempt(self._allocation)
@@ -252,6 +291,7 @@ class Supervisor:
     def _run_attempt(self) -> Ending:
         plan = self._nodes.plan()
         assert plan is not None, "the verdict before was to restart"
+        self._nodes.note_used(plan)
         attempt = self._new_attempt(plan)
         if self._was_told_to_end(attempt):
             attempt.exit_code = EXIT_STOPPED
@@ -266,6 +306,8 @@ class Supervisor:
         made_a_step = (attempt.progress.get("step") or 0) > (attempt.progress.get("step_start") or 0)
         self._in_vain = 0 if made_a_step or self._foreign else self._in_vain + 1
         self._record(attempt, verdict)
+        if verdict.cause is Cause.MOVED:
+            self._give_back(attempt)
         hang.remove_unused(self._run.attempt_logs(attempt.number))  # last: a job that is being ended has but seconds
         return verdict
 
@@ -290,12 +332,12 @@ class Supervisor:
     def _run_ranks(self, attempt: Attempt) -> None:
         plan = attempt.plan
         if not self._foreign:
-            attempt.watchdog = Watchdog(plan.world_size, self._config.dist.timeout_s)
+            attempt.watchdog = Watchdog(self._config.dist.timeout_s)
         assert self._claim is not None
         self._claim.renew()
         self._journal.set_status("starting", attempt)
         log.info("attempt %d: %d ranks on %s", attempt.number, plan.world_size, _hosts_text(plan))
-        environ = self._rank_environ(attempt)
+        environ = self._rank_environ(attempt.number)
         host = job_address(self._allocation.hosts[0], plan.hosts, environ)
         store = self._launcher.start_store(attempt.number, plan.world_size, host, environ, self._events)
         try:
@@ -307,8 +349,7 @@ class Supervisor:
             if attempt.silence is not None:
                 self._note_silence(attempt, attempt.silence)
                 attempt.silence.close()
-            well = attempt.exit_code == 0 and not attempt.failures and attempt.stop is None
-            store.close(RESULT_PATIENCE_S if well else REPORTS_PATIENCE_S)
+            store.close()
         self._drain(attempt, step, store)
 
     def _look_after_nodes(self, attempt: Attempt) -> None:
@@ -346,8 +387,8 @@ class Supervisor:
         module.append(str(self._run.config))
         return self._container.command(module) if self._container else [sys.executable, "-P", "-m", *module]
 
-    def _rank_environ(self, attempt: Attempt) -> dict[str, str]:
-        """What every rank gets; its own numbers are set where it starts."""
+    def _rank_environ(self, attempt: int) -> dict[str, str]:
+        """What every rank of ``attempt`` gets; its own numbers are set where it starts."""
         environ = dict(os.environ)
         assert self._claim is not None
         environ.pop(ownership.TOKEN_VARIABLE, None)  # it is not theirs: a rank may submit runs
@@ -356,16 +397,16 @@ class Supervisor:
             {
                 rundir.RUN_DIR_VARIABLE: str(self._run.path),
                 "TOOLKIT_RUNS": str(self._run.path.parent.parent),
-                "TOOLKIT_ATTEMPT": str(attempt.number),
+                "TOOLKIT_ATTEMPT": str(attempt),
                 rundir.OWNER_VARIABLE: str(self._claim.number),
                 "TOOLKIT_SUPERVISED": "1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt.number - 1),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
                 "PYTHONUNBUFFERED": "1",
             }
         )
         environ.setdefault("OMP_NUM_THREADS", str(self._allocation.cpus_per_task))
-        environ.update(hang.debug_environment(self._run.attempt_logs(attempt.number), environ))
+        environ.update(hang.debug_environment(self._run.attempt_logs(attempt), environ))
         # what is forked for a foreign script must have been started with the script's own import path
         return without_snapshot(environ, self._run.code) if self._foreign else environ
 
@@ -387,6 +428,7 @@ class Supervisor:
                 self._watch_the_clock(attempt, step, store)
                 self._watch_for_hangs(attempt, step)
                 self._look_for_dead_nodes(attempt)
+                self._look_for_ailing_nodes(attempt, step, store)
                 self._leave_the_rest_to_slurm(attempt, step)
                 next_status = now + STATUS_EVERY_S
             wake = min(next_status, attempt.kill_at or next_status)
@@ -409,8 +451,14 @@ class Supervisor:
 
     def _handle(self, attempt: Attempt, event: Any, step: Step, store: Store) -> None:
         match event:
-            case Report(content):
-                self._take_report(attempt, content)
+            case MainReport(report):
+                self._take_report(attempt, report)
+            case FirstReports(number, host, ranks) if number == attempt.number:
+                attempt.heard |= dict.fromkeys(ranks, host)
+            case Progress(host, digest) if digest.attempt == attempt.number:
+                if attempt.watchdog is None:  # a script under `toolkit exec` that has called toolkit.start()
+                    attempt.watchdog = Watchdog(self._config.dist.timeout_s)
+                attempt.watchdog.hear(host, digest)
             case RankEnded():
                 self._take_rank_ended(attempt, event)
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked in the attempt before
@@ -425,19 +473,26 @@ class Supervisor:
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
                 self._kill_soon(attempt)
+            case Unanswered(host, addresses):
+                for address in addresses:
+                    self._note_cut_link(attempt, host, address)
             case _Signalled(number):
                 self._take_signal(attempt, number, step, store)
             case Exception():
                 raise event
 
-    def _take_report(self, attempt: Attempt, content: Mapping[str, Any]) -> None:
-        if "result" in content:
-            attempt.result = content["result"]
-        for rank, report in content.get("reports", {}).items():
-            attempt.hear(int(rank), report)
-            if attempt.watchdog is None:  # a script under `toolkit exec` that has called toolkit.start()
-                attempt.watchdog = Watchdog(attempt.plan.world_size, self._config.dist.timeout_s)
-            attempt.watchdog.hear(int(rank), report)
+    @staticmethod
+    def _take_report(attempt: Attempt, report: Report) -> None:
+        """Take what rank 0 says. The agent has passed it on as it came: what does not fit is not taken."""
+        if report.attempt != attempt.number:
+            return
+        try:
+            if report.fields is not None:
+                attempt.hear_progress(records.fit(report.fields, rundir.PROGRESS))
+            if report.result is not None:
+                attempt.result = records.fit(report.result, rundir.REACHED)
+        except records.Misfit as misfit:
+            records.note(f"a report of rank 0 is ignored: {misfit}", None)
 
     def _take_rank_ended(self, attempt: Attempt, ended: RankEnded) -> None:
         attempt.note_gone(ended.ranks)
@@ -468,7 +523,7 @@ class Supervisor:
     @staticmethod
     def _is_mute(attempt: Attempt, ranks: Sequence[int]) -> bool:
         """True if none of ``ranks`` has ever reported: the node may lack the interpreter, a library or a mount."""
-        return attempt.watchdog is not None and attempt.reports.keys().isdisjoint(ranks)
+        return attempt.watchdog is not None and attempt.heard.keys().isdisjoint(ranks)
 
     def _take_launch_failed(self, attempt: Attempt, failed: LaunchFailed) -> None:
         attempt.note_gone(failed.ranks)
@@ -480,35 +535,97 @@ class Supervisor:
         attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
         self._kill_soon(attempt)
 
-    @staticmethod
-    def _kill_soon(attempt: Attempt) -> None:
+    def _kill_soon(self, attempt: Attempt) -> None:
         """One rank's end is every rank's: the others wait in a collective for a peer that will not come."""
         if not attempt.killed:
+            if attempt.kill_at is None and self._agents is not None:
+                self._agents.ask_for_unanswered()
             soon = time.monotonic() + LAST_WORDS_S
             attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+    def _note_cut_link(self, attempt: Attempt, host: str, address: str) -> None:
+        """Note that ``host`` could not connect to ``address``, if that is another node of the attempt."""
+        peer = None if self._agents is None else self._agents.host_at(address)
+        if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
+            attempt.cut_links.add((host, peer))
 
     def _look_for_dead_nodes(self, attempt: Attempt) -> None:
         """Where another node could take over; else Slurm requeues the job, and a network that is away comes back."""
         if self._lookout is not None and self._agents is not None and not attempt.killed and self._nodes.can_lose_one:
             self._lookout.look(self._agents.silent_hosts & {*attempt.plan.hosts[1:]} - attempt.lost_nodes)
 
+    def _look_for_ailing_nodes(self, attempt: Attempt, step: Step, store: Store) -> None:
+        """Ask the ranks to stop where good spares can replace nodes that are drained or sick. No step is lost by it."""
+        if self._agents is None:
+            return
+        drained: Mapping[str, str] = {}
+        if self._drains is not None:
+            self._drains.look(self._allocation.hosts)
+            drained = self._drains.drained
+        self._nodes.note(sick=self._agents.sick_hosts, drained=drained)
+        leaving = self._nodes.to_leave(attempt.plan.hosts, self._agents.heard_hosts)
+        if not leaving or not self._may_move(attempt):
+            return
+        log.warning("spares are to replace %s: asking the ranks to stop", ", ".join(leaving))
+        attempt.left_nodes = leaving
+        for host, bad in leaving.items():
+            self._nodes.condemn(host, bad.why, is_drained=bad.is_drained)
+        self._ask_to_stop(attempt, step, store, Stop.MOVE)
+
+    def _may_move(self, attempt: Attempt) -> bool:
+        """Whether a stop now would save every step, and the job goes on long enough to be worth it."""
+        is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
+        step_s = attempt.mean_step_s
+        if is_ending or self._foreign or step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
+            return False
+        return not self._is_nearly_over(attempt, LEAST_TIME_TO_MOVE_S)
+
+    def _give_back(self, attempt: Attempt) -> None:
+        """Give the drained nodes that were left back to Slurm: whoever drained them waits until no job is there."""
+        drained = {host for host, bad in attempt.left_nodes.items() if bad.is_drained}
+        slurm, row = self._slurm, self._show_job(patience_s=0.0) if drained else None
+        if slurm is None or row is None or self._agents is None:
+            return
+        for host in drained:
+            self._agents.dismiss(host)
+        keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
+        give_back = partial(slurm.release_nodes, row.requeue_id, keep=keep)
+        patience.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", patience_s=0.0)
+
     def _watch_for_hangs(self, attempt: Attempt, step: Step) -> None:
         """A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason."""
-        if attempt.stop is not None or attempt.kill_at is not None:
+        if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
             return
         dog = attempt.watchdog or self._watch_from_outside(attempt)
         if dog is None or not dog.is_stuck():
             return
+        timeout_s = self._config.dist.timeout_s
         log.error(
-            "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks",
-            dog.still_s,
-            self._config.dist.timeout_s,
+            "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks", dog.still_s, timeout_s
         )
-        hosts = attempt.rank_hosts
-        standings = [standing for standing in dog.standings() if standing.rank not in attempt.lost_ranks]
-        ask = dog.ask_for_stacks if isinstance(dog, SilenceWatch) else partial(step.kill, stacks.ASK)
-        attempt.hang = hang.investigate(ask, standings, hosts, self._run, attempt.number)
+        assert self._agents is not None
+        self._agents.ask_for_unanswered()
+        known: Mapping[str, Digest] = {} if isinstance(dog, SilenceWatch) else dog.nodes
+        ranks = self._ask_for_stacks(attempt, dog, step)
+        groups = hang.look(self._agents, self._run, attempt.number, ranks, known)
+        attempt.hang = hang.investigate(groups, attempt.rank_hosts, self._run, attempt.number)
         attempt.kill_at = time.monotonic()
+
+    @staticmethod
+    def _ask_for_stacks(attempt: Attempt, dog: Watchdog | SilenceWatch, step: Step) -> dict[str, list[Standing]]:
+        """Have the ranks write their stacks; return, by host, what is known here of those in question."""
+        if isinstance(dog, SilenceWatch):
+            standings = dog.standings()
+            dog.ask_for_stacks()
+        else:
+            log.info("all ranks together: %s", progress.merge(dog.nodes.values()))
+            standings = [Standing(rank, None, None, dog.still_s, False) for rank in range(attempt.plan.world_size)]
+            step.kill(stacks.ASK)
+        by_host: dict[str, list[Standing]] = {}
+        for standing in standings:
+            if standing.rank not in attempt.lost_ranks:
+                by_host.setdefault(attempt.host_of(standing.rank), []).append(standing)
+        return by_host
 
     @staticmethod
     def _note_silence(attempt: Attempt, watch: SilenceWatch) -> None:
@@ -523,7 +640,7 @@ class Supervisor:
         bound_s = STUCK_SHARE * self._config.dist.timeout_s
         late = time.time() - attempt.started > silence.START_AFTER_SHARE * bound_s
         if attempt.silence is None and late:
-            environ = self._rank_environ(attempt)
+            environ = self._rank_environ(attempt.number)
             attempt.silence = silence.start_watch(self._run, attempt.number, attempt.plan, environ, bound_s)
         return attempt.silence
 
@@ -581,10 +698,10 @@ class Supervisor:
         return time.time() - self._ahead_s
 
     def _ask_to_stop(self, attempt: Attempt, step: Step, store: Store, stop: Stop) -> None:
-        """Asking twice changes nothing, but a cancellation overrides what was asked before."""
+        """Asking twice changes nothing, but a person's wish overrides what was asked before, and everything a move."""
         if stop is Stop.CANCEL and self._allocation.job_id is None:
             attempt.kill_at = time.monotonic()
-        if attempt.stop is not None:
+        if attempt.stop not in (None, Stop.MOVE):
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
@@ -597,7 +714,8 @@ class Supervisor:
             limit_s = FOREIGN_STOP_LIMIT_S
         else:
             store.propose("stop", by=f"the supervisor ({stop})")
-        attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
+        if stop is not Stop.MOVE:  # a move has time for the longest save; what hangs is noticed as in training
+            attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
     def _watch_the_clock(self, attempt: Attempt, step: Step, store: Store) -> None:
         """Stop in time before the limit, without any signal configured. The limit may have been raised meanwhile."""
@@ -608,13 +726,14 @@ class Supervisor:
             log.warning("the time limit is near: asking the ranks to stop")
             self._ask_to_stop(attempt, step, store, Stop.CLOCK)
 
-    def _is_nearly_over(self, attempt: Attempt) -> bool:
+    def _is_nearly_over(self, attempt: Attempt, early_s: float = 0.0) -> bool:
+        """Whether it is time to stop for the time limit, or will be in ``early_s``."""
         row = self._row
         if row is None or row.end_time is None or row.time_limit_s is None:
             return False
         slack_s = min(max(CLOCK_SLACK_SHARE * row.time_limit_s, CLOCK_SLACK_MIN_S), CLOCK_SLACK_MAX_S)
         margin_s = max(slack_s + 2 * float(attempt.progress.get("save_s") or 0.0), self._config.cluster.signal_delay_s)
-        return self._slurms_time() > row.end_time - min(margin_s, row.time_limit_s / 2)
+        return self._slurms_time() + early_s > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     # ------------------------------------------------------------------------------------------------------ judging
 
@@ -629,6 +748,8 @@ class Supervisor:
                 continue
             # torch's format has no host
             told[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
+            if failure.unreached is not None:
+                self._note_cut_link(attempt, hosts[rank], failure.unreached)
         kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
         attempt.failures = [*kept, *told.values()]
 
@@ -647,12 +768,15 @@ class Supervisor:
             failures=tuple(attempt.failures),
             stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
             stop=attempt.stop,
+            left_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.left_nodes.items()),
             slurm=attempt.slurm,
             lost_nodes=tuple(sorted(attempt.lost_nodes)),
             can_go_on=self._nodes.plan() is not None,
             has_result=attempt.result is not None,
             lost_ranks=bool(attempt.lost_ranks),
             hang=attempt.hang,
+            cut_links=tuple(sorted(attempt.cut_links)),
+            hosts=attempt.plan.hosts,
             step_start=attempt.progress.get("step_start"),
             step_end=attempt.progress.get("step"),
             step_saved=attempt.step_saved,
@@ -728,16 +852,16 @@ class Supervisor:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
         elif lost:
             cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
-        elif status.get("stop") or self._was_preempted(status.get("job_id")):
+        elif status.get("stop") not in (None, Stop.MOVE) or self._was_preempted(status.get("job_id")):
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
         log.warning("attempt %d: %s", number, why)
-        reports = {0: status.get("progress") or {}}
+        reached = status.get("progress") or {}
         plan = replace(self._allocation, hosts=nodes, tasks=tasks)
         for host in gone:
             self._nodes.condemn(host, why)
-        left = Attempt(number, started, plan, lost_nodes=lost, reports=reports, ended=ended)
+        left = Attempt(number, started, plan, lost_nodes=lost, progress=reached, ended=ended)
         left.left_over = status
         self._journal.note_gain(left)
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)

@@ -69,7 +69,6 @@ class SubprocessTalk:
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
         self.began = time.time()
-        self._has_spoken = threading.Event()
         self._process = subprocess.Popen(
             tethered(argv, signal.SIGTERM),
             env=environ,
@@ -89,16 +88,10 @@ class SubprocessTalk:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             task, text = without_label(line)
-            self._has_spoken.set()
             self.events.put(Said(task or 0, text, time.time()))
         self._process.wait()
         self._stderr.join(timeout=1.0)
         self.events.put(Ended())
-        self._has_spoken.set()
-
-    def wait_for_a_word(self) -> None:
-        """Until a node says something, or none will."""
-        self._has_spoken.wait()
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -128,8 +121,8 @@ class SubprocessTalk:
 
 def without_label(line: str) -> tuple[int | None, str]:
     """The task that ``srun --label`` puts before a line, and the line; without srun there is none."""
-    label, colon, text = line.partition(": ")
-    return (int(label), text.strip()) if colon and label.strip().isdigit() else (None, line.strip())
+    label, colon, text = line.rstrip("\n").partition(": ")
+    return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
 
 
 def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> SubprocessTalk:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.dist.batch import Batch, Share
-from toolkit.dist.collectives import sum_by_name
+from toolkit.dist.collectives import gather_by_name, sum_by_name
 from toolkit.dist.state import Json, State
 from toolkit.metrics.stopwatch import Stopwatch
 from toolkit.strategies.objective import Measure, Objective, Sums
@@ -109,6 +109,12 @@ class Strategy(Protocol):
         Every rank with samples gives the same names; ranks that have died add nothing.
         """
 
+    def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """Each value of every rank, float64 (ranks,) on the host, equal on every rank; all call it. A host sync.
+
+        Every rank with samples gives the same names; those of ranks that have died are 0.
+        """
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank gave, by rank, on every rank; all call it. Raises ConfigError where ranks may die."""
 
@@ -158,6 +164,10 @@ class AllNeeded:
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """One all-reduce."""
         return sum_by_name(values, self._device)
+
+    def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """One all-gather."""
+        return gather_by_name(values, self._device)
 
     def gather(self, value: Any) -> list[Any]:
         """One collective of pickled values, between the ranks of this run."""

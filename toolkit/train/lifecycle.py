@@ -6,11 +6,13 @@ The :class:`~toolkit.train.loop.Trainer` stands on it, and so do loops of a user
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
 from toolkit import activity, logs
+from toolkit.agent import learnt
 from toolkit.checkpoint.reader import Loaded
 from toolkit.dist.session import Session
 from toolkit.dist.state import Json
@@ -119,6 +121,8 @@ class Lifecycle:
         self.step += 1
         if self._activity.step is None:
             self._session.step_made()
+            if self._session.is_main:
+                learnt.note(self._session.run_dir / learnt.NAME)
         self._activity.step = self.step
         self.throughput.update(samples, data_wait_s)
         self.sheet.step_done(data_wait_s)
@@ -141,13 +145,14 @@ class Lifecycle:
         return True
 
     def keep_in_memory(self) -> None:
-        """Copy the state after the steps done into the node's memory, where it may be saved."""
+        """Copy the state after the steps done into the nodes' memory, where it may be saved."""
+        began_s = time.monotonic()
         if self._loop.may_save(must=False):
             self._activity.phase = activity.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again
                 kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
-                self._checkpoints.keep_in_memory(self.step, kept)
+                self._checkpoints.keep_in_memory(self.step, kept, began_s)
 
     def figures(self) -> dict[str, float]:
         """Return what is logged of every loop: its speed, the attempt's number and where the time went."""

@@ -124,7 +124,7 @@ class Trainer:
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
-        self._loss = LossWindow(session.rank, session.world_size, strategy.sum)
+        self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
         self._pace = Pace(session)
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
         self._bad_samples = BadSamples(session, loader.max_bad_samples)
@@ -371,13 +371,13 @@ class Trainer:
 class LossWindow:
     """The means of the global losses over the steps since they were last taken; kept on the device until then.
 
-    ``total`` is :meth:`Strategy.sum`.
+    ``by_rank`` is :meth:`Strategy.by_rank`.
     """
 
     def __init__(
-        self, rank: int, world_size: int, total: Callable[[Mapping[str, float | Tensor]], Mapping[str, float]]
+        self, rank: int, world_size: int, by_rank: Callable[[Mapping[str, float | Tensor]], Mapping[str, Tensor]]
     ) -> None:
-        self._rank, self._world_size, self._total = rank, world_size, total
+        self._rank, self._world_size, self._by_rank = rank, world_size, by_rank
         self._sums: dict[str, Tensor] = {}
         #: The losses that were added since the last :meth:`take`, and before it.
         self._losses: list[Tensor] = []
@@ -404,10 +404,8 @@ class LossWindow:
         """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
         if not self._sums:
             return {"steps": 0, "sums": {}}
-        by_rank = {f"{rank}/{name}": own for name, loss in self._sums.items() for rank, own in self._by_rank(loss)}
-        totals = self._total(by_rank)
-        sums = {name: [totals[f"{rank}/{name}"] for rank in range(self._world_size)] for name in self._sums}
-        return {"steps": self._steps, "sums": sums}
+        sums = self._by_rank(self._sums)
+        return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in self._sums}}
 
     def restore(self, saved: Any) -> None:
         """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
@@ -423,13 +421,8 @@ class LossWindow:
         There are no means where each step was left out.
         """
         assert self._sums, "a step comes before each logging step"
-        figures = {f"/{rank}": own for rank, own in self._by_rank(figure)}
-        totals = self._total({**self._sums, **figures})
-        means = {name: totals[name] / self._steps for name in self._sums} if self._steps else {}
+        found = self._by_rank({**self._sums, "": figure})  # no loss has that name
+        means = {name: found[name].sum().item() / self._steps for name in self._sums} if self._steps else {}
         self.taken, self._losses = self._losses, []
         self._sums, self._steps, self._before = {}, 0, {}
-        return means, [totals[name] for name in figures]
-
-    def _by_rank(self, own: float | Tensor) -> list[tuple[int, float | Tensor]]:
-        """``own`` under this rank's number, nothing under the others'."""
-        return [(rank, own if rank == self._rank else 0.0) for rank in range(self._world_size)]
+        return means, found[""].tolist()

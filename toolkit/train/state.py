@@ -21,8 +21,8 @@ from toolkit import activity, fsio, logs, trust
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.memory import Memory
-from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.memory import KEY, Memory
+from toolkit.checkpoint.policy import CopyClock, Keep
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore, newest_step
@@ -147,9 +147,11 @@ class Checkpoints:
         self._loader: Stateful | None = None
         self._write_files: Callable[[Path], None] | None = None
         self._position = f"data/rank{session.rank}"
-        self._memory_every_steps = config.memory_every_steps
+        self._copy_clock: CopyClock | None = None  #: None: nothing is copied into memory
         self._memory: Memory | None = None
+        self._is_sure_of_room = False
         if config.memory_every_steps is not None:
+            self._copy_clock = CopyClock(config.memory_every_steps)
             self._memory = Memory.of_this_rank(session.rank, session.world_size, session.attempt, os.environ)
         self.newest: int | None = None  #: the step of the newest checkpoint
         self._has_saved = False  #: in this attempt
@@ -185,13 +187,37 @@ class Checkpoints:
 
     def is_due_in_memory(self, step: int) -> bool:
         """Whether the state is to be kept in memory after ``step`` steps."""
-        every = self._memory_every_steps
-        return self._memory is not None and every is not None and step % every == 0
+        memory, clock = self._memory, self._copy_clock
+        return memory is not None and memory.is_usable and clock is not None and clock.is_due(step)
 
-    def keep_in_memory(self, step: int, reached: Mapping[str, Json]) -> None:
-        """Copy the state after ``step`` steps into the node's memory; every rank calls it. See :class:`Memory`."""
-        assert self._memory is not None
-        self._memory.write(step, self._state(), {**self._meta, **reached, "best": self._best})
+    def keep_in_memory(self, step: int, reached: Mapping[str, Json], began_s: float) -> None:
+        """Copy the state after ``step`` steps into the nodes' memory; every rank calls it. See :class:`Memory`.
+
+        ``began_s``: when the training began to wait for it, by ``time.monotonic``. Raises ConfigError where the copies
+        do not fit; ``auto`` is off then, on all ranks.
+        """
+        memory, clock = self._memory, self._copy_clock
+        assert memory is not None
+        assert clock is not None
+        idle_s = memory.wait()
+        state = self._state()
+        shortage = None if self._is_sure_of_room else memory.shortage(state)
+        if shortage is not None and not clock.is_auto:
+            raise ConfigError(shortage)
+        figures = clock.figures(step, began_s, memory.background_s)
+        # Also a barrier: from here on the copy before this one is complete on all ranks and on their partners.
+        sums = self._strategy.sum({**figures, "short": float(shortage is not None)})
+        if sums["short"]:
+            log.warning("%s: auto is off: %s", KEY, shortage or "the copies do not fit into another node's memory")
+            self._copy_clock = None
+            return
+        self._is_sure_of_room = True
+        every = clock.agree(step, sums)
+        if every is not None and self._session.is_main:
+            log.info("the state is kept in memory every %d steps from here on", every)
+        idle_s += memory.write(step, state, {**self._meta, **reached, "best": self._best})
+        now_s = time.monotonic()
+        clock.copied(step, now_s - began_s - idle_s, now_s)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether the run is to be saved after an evaluation that gave ``metrics``, equal on all ranks: none before it
@@ -307,7 +333,7 @@ class Checkpoints:
     def close(self) -> None:
         """Give up what is still being written; after a training that has reached its end nothing is."""
         if self._memory is not None:
-            self._memory.wait()
+            self._memory.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._flight is not None:

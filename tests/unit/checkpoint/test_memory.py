@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,143 +14,380 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import on_ranks
+from toolkit.agent.state_memory import NodeFiles, paths_of
 from toolkit.checkpoint import memory
-from toolkit.checkpoint.memory import Memory
+from toolkit.checkpoint.memory import Memory, Seat
+from toolkit.checkpoint.memory_file import MemoryFile
+from toolkit.checkpoint.memory_links import Receiver, Role, Sender
+from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
 from toolkit.checkpoint.reader import Loaded
 from toolkit.dist.state import PerRank, Replicated, Sharded, State
-from toolkit.errors import ConfigError
 
-RANKS = 2
+#: How many ranks each node has.
+ONE_NODE, TWO_NODES, FOUR_RANKS = (2,), (1, 1), (2, 2)
 
 
-@dataclass
-class Node:
-    """Holds two files for each rank, as its agent does."""
+class Nodes:
+    """Nodes with an agent each, which holds the files, and attempts of ranks on them."""
 
-    files: list[int] = field(default_factory=lambda: [os.memfd_create("state") for _ in range(2 * RANKS)])
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.world_size = sum(sizes)
+        self.agents = [NodeFiles() for _ in sizes]
+        self.attempt = 0
 
-    def memory(self, rank: int, attempt: int = 1, world_size: int = RANKS) -> Memory:
+    def lose(self, *nodes: int) -> None:
+        """Spares stand in their places."""
+        for node in nodes:
+            self.agents[node].hold(0)
+            self.agents[node] = NodeFiles()
+
+    def seat(self, rank: int) -> Seat:
+        places = [(node, local) for node, size in enumerate(self.sizes) for local in range(size)]
+        node, local_rank = places[rank]
+        files = paths_of(self.agents[node].hold(self.sizes[node]))
+        return Seat(rank, self.world_size, local_rank, self.sizes[node], files)
+
+    def memory(self, rank: int) -> Memory:
         """What a rank makes of it that has just started."""
-        numbers = [*self.files[2 * rank : 2 * rank + 2], *(self.files[:2] if rank else ())]
-        return Memory(rank, world_size, attempt, RANKS, [f"/proc/self/fd/{number}" for number in numbers])
+        return Memory(self.seat(rank), self.attempt, "127.0.0.1" if len(self.sizes) > 1 else None)
 
-    def write(self, rank: int, step: int, attempt: int = 1) -> None:
-        written = self.memory(rank, attempt)
-        written.write(step, state(rank, float(step)), {"reached": step})
-        written.wait()
-
-    def load(self, newer_than: int | None = None, world_size: int = RANKS) -> list[Any]:
-        """What two new ranks load: the step and, of each, the values that were filled."""
+    def run(
+        self, steps: Mapping[int, Sequence[int]] | Sequence[int] = (), newer_than: int | None = None
+    ) -> list[tuple[Loaded | None, State]]:
+        """An attempt: what its ranks load, and the places that they filled; then they write ``steps``, by rank."""
+        self.attempt += 1
 
         def body(rank: int, kv: HashStore) -> tuple[Loaded | None, State]:
-            places = state(rank, 0.0)
-            return self.memory(rank, 2, world_size).load(places, kv, newer_than), places
+            places, own = state(rank, 0.0, self.world_size), self.memory(rank)
+            loaded = own.load(places, kv, newer_than)
+            for step in steps[rank] if isinstance(steps, Mapping) else steps:
+                own.wait()
+                own.write(step, state(rank, float(step), self.world_size), {"reached": step})
+            own.wait()
+            on_all_done(kv, rank, self.world_size, f"{self.attempt}/written")
+            own.close()
+            return loaded, places
 
-        return on_ranks(RANKS, body)
+        results = on_ranks(self.world_size, body)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results  # type: ignore[return-value]
+
+    def loads(self, newer_than: int | None = None) -> list[int | None]:
+        """The step that each rank of a new attempt loads, whose every value is verified."""
+        results = self.run(newer_than=newer_than)
+        for rank, (loaded, places) in enumerate(results):
+            if loaded is not None:
+                assert loaded.meta == {"reached": loaded.step}
+                assert loaded.values == {
+                    f"seen/rank{rank}": {"samples": [loaded.step, rank]},
+                    "rate": loaded.step / 2,
+                }
+                expected = state(rank, float(loaded.step), self.world_size)
+                for name, entry in places.items():
+                    if isinstance(entry.value, torch.Tensor):
+                        assert torch.equal(entry.value, expected[name].value), name
+        return [None if loaded is None else loaded.step for loaded, _ in results]
+
+    def files(self, rank: int) -> list[str]:
+        return [*self.seat(rank).own]
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    for number in node.files:
-        os.close(number)
+def on_all_done(kv: HashStore, rank: int, world_size: int, topic: str) -> None:
+    """A barrier: a rank that leaves takes its receiver with it."""
+    kv.set(f"{topic}/{rank}", "1")
+    kv.wait([f"{topic}/{other}" for other in range(world_size)])
 
 
-def state(rank: int, number: float) -> dict[str, Any]:
-    """A rank's: a replicated matrix, its half of a vector, its own scalar of another type, and numbers."""
+def state(rank: int, number: float, world_size: int) -> dict[str, Any]:
+    """A rank's: a replicated matrix, its part of a vector, its own scalar of another type, and numbers."""
     return {
         "weights": Replicated(torch.full((3, 4), number)),
         "turned": Replicated(torch.full((5, 2), number).t()),
-        "half": Sharded(torch.full((3,), number + rank), (6,), (3 * rank,)),
+        "part": Sharded(torch.full((3,), number + rank), (3 * world_size,), (3 * rank,)),
         f"own/rank{rank}": PerRank(torch.tensor(int(number) + rank, dtype=torch.int16)),
         f"seen/rank{rank}": PerRank({"samples": [int(number), rank]}),
         "rate": Replicated(number / 2),
     }
 
 
-def test_each_rank_finds_again_what_it_had(node: Node) -> None:
-    for rank in range(RANKS):
-        node.write(rank, 7)
-    for rank, (loaded, places) in enumerate(node.load()):
-        assert (loaded.step, loaded.meta) == (7, {"reached": 7})
-        assert loaded.values == {f"seen/rank{rank}": {"samples": [7, rank]}, "rate": 3.5}
-        expected = state(rank, 7.0)
-        for name, entry in places.items():
-            if isinstance(entry.value, torch.Tensor):
-                assert torch.equal(entry.value, expected[name].value), name
+@pytest.fixture
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    nodes = Nodes(*getattr(request, "param", ONE_NODE))
+    yield nodes
+    for agent in nodes.agents:
+        agent.hold(0)
 
 
-def test_the_newest_step_that_all_have_counts(node: Node) -> None:
-    for rank, steps in enumerate(([5, 6, 7], [5, 6])):
-        for step in steps:
-            node.write(rank, step)
-    assert [loaded.step for loaded, _ in node.load()] == [6, 6]
+def on(*cases: tuple[int, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("nodes", cases, indirect=True, ids=lambda sizes: "+".join(map(str, sizes)))
 
 
-def test_a_rank_that_dies_while_it_writes_has_the_step_before(node: Node) -> None:
-    for rank in range(RANKS):
-        for step in (5, 6):
-            node.write(rank, step)
-    dying = node.memory(1)
-    min(dying._own, key=lambda file: file.moment() or (0, 0)).open(4096)
-    assert [loaded.step for loaded, _ in node.load()] == [6, 6]
+@on(ONE_NODE, TWO_NODES, FOUR_RANKS)
+def test_each_rank_finds_again_what_it_had(nodes: Nodes) -> None:
+    nodes.run([7])
+    assert nodes.loads() == [7] * nodes.world_size
 
 
-def test_a_step_of_an_attempt_and_the_same_of_another_are_two(node: Node) -> None:
-    node.write(0, 6, attempt=1)
-    node.write(1, 6, attempt=2)
-    assert [loaded for loaded, _ in node.load()] == [None, None]
+def test_the_newest_step_that_all_have_counts(nodes: Nodes) -> None:
+    nodes.run({0: [5, 6, 7], 1: [5, 6]})
+    assert nodes.loads() == [6, 6]
 
 
-def test_what_is_no_newer_than_the_disks_is_left_alone(node: Node) -> None:
-    for rank in range(RANKS):
-        node.write(rank, 6)
-    assert [loaded for loaded, _ in node.load(newer_than=6)] == [None, None]
-    assert [loaded.step for loaded, _ in node.load(newer_than=5)] == [6, 6]
+def test_a_rank_that_dies_while_it_writes_has_the_step_before(nodes: Nodes) -> None:
+    nodes.run([5, 6])
+    nodes.memory(1)._own.next.open(4096)
+    assert nodes.loads() == [6, 6]
 
 
-def test_a_damaged_copy_of_one_rank_is_used_by_none(node: Node) -> None:
-    for rank in range(RANKS):
-        node.write(rank, 6)
-    (written,) = (number for number in node.files[2:] if os.fstat(number).st_size)
-    os.pwrite(written, b"\xff", 64)
-    assert [loaded for loaded, _ in node.load()] == [None, None]
+def test_the_step_that_the_training_goes_on_from_is_overwritten_last(nodes: Nodes) -> None:
+    """Rank 0 has a newer one that rank 1 lacks: that one is worth nothing, and goes first."""
+    nodes.run({0: [5, 6, 7], 1: [5, 6]})
+    nodes.run({0: [7], 1: []})
+    assert nodes.loads() == [6, 6]
 
 
-def test_another_number_of_ranks_finds_nothing(node: Node) -> None:
-    for rank in range(RANKS):
-        written = node.memory(rank, world_size=3)
-        written.write(6, state(rank, 6.0), {})
-        written.wait()
-    assert [loaded for loaded, _ in node.load()] == [None, None]
+def test_a_step_of_an_attempt_and_the_same_of_another_are_two(nodes: Nodes) -> None:
+    nodes.run({0: [6], 1: []})
+    nodes.run({0: [], 1: [6]})
+    assert nodes.loads() == [None, None]
 
 
-def test_empty_files_hold_nothing(node: Node) -> None:
-    assert [loaded for loaded, _ in node.load()] == [None, None]
+def test_what_is_no_newer_than_the_disks_is_left_alone(nodes: Nodes) -> None:
+    nodes.run([6])
+    assert nodes.loads(newer_than=6) == [None, None]
+    assert nodes.loads(newer_than=5) == [6, 6]
 
 
-def test_what_changes_after_the_copy_is_not_in_it(node: Node) -> None:
+def test_a_damaged_copy_of_one_rank_is_used_by_none(nodes: Nodes) -> None:
+    nodes.run([6])
+    (written,) = (path for path in nodes.files(1) if Path(path).stat().st_size)
+    damage(written)
+    assert nodes.loads() == [None, None]
+
+
+def damage(path: str) -> None:
+    """One bit of the first tensor."""
+    with Path(path).open("r+b", buffering=0) as file:
+        file.seek(64)
+        file.write(b"\xff")
+
+
+def test_another_number_of_ranks_finds_nothing(nodes: Nodes) -> None:
+    nodes.run([6])
+    nodes.sizes, nodes.world_size = (1,), 1
+    assert nodes.loads() == [None]
+
+
+@on(ONE_NODE, TWO_NODES)
+def test_empty_files_hold_nothing(nodes: Nodes) -> None:
+    assert nodes.loads() == [None, None]
+
+
+def test_what_changes_after_the_copy_is_not_in_it(nodes: Nodes) -> None:
     """The digests are made while the training goes on."""
-    for rank in range(RANKS):
-        written, live = node.memory(rank), state(rank, 7.0)
-        written.write(7, live, {})
+    for rank in range(2):
+        written, live = nodes.memory(rank), state(rank, 7.0, 2)
+        written.write(7, live, {"reached": 7})
         live["weights"].value.zero_()
-        written.wait()
-    for loaded, places in node.load():
-        assert loaded.step == 7
-        assert torch.equal(places["weights"].value, torch.full((3, 4), 7.0))
+        written.close()
+    assert nodes.loads() == [7, 7]
 
 
-def test_copies_that_do_not_fit_are_refused_with_the_sum(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+# ------------------------------------------------------------------------------------------------------- lost nodes
+
+
+@on(TWO_NODES, FOUR_RANKS, (1, 1, 1, 1))
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_starts_from_what_the_other_nodes_hold(nodes: Nodes, lost: int) -> None:
+    nodes.run([5, 6])
+    nodes.lose(lost)
+    assert nodes.loads() == [6] * nodes.world_size
+
+
+@on(TWO_NODES, FOUR_RANKS)
+def test_one_node_after_the_other_may_be_lost(nodes: Nodes) -> None:
+    nodes.run([5])
+    for number, lost in enumerate([1, 0, 0, 1]):
+        nodes.lose(lost)
+        results = nodes.run([6 + number])
+        assert {loaded.step for loaded, _ in results if loaded} == {5 + number}
+    assert nodes.loads() == [9] * nodes.world_size
+
+
+@on(TWO_NODES, FOUR_RANKS)
+def test_a_node_may_be_lost_after_a_restart_from_which_no_part_had_to_be_sent(nodes: Nodes) -> None:
+    nodes.run([5, 6])
+    nodes.run([7, 8, 9])
+    nodes.lose(1)
+    assert nodes.loads() == [9] * nodes.world_size
+
+
+@on((1, 1, 1, 1))
+def test_two_nodes_that_are_no_neighbours_may_be_lost_and_neighbours_may_not(nodes: Nodes) -> None:
+    nodes.run([5])
+    nodes.lose(0, 2)
+    assert [loaded.step for loaded, _ in nodes.run([6]) if loaded] == [5] * 4
+    nodes.lose(1, 2)
+    assert nodes.loads() == [None] * 4
+
+
+@on((1, 1, 1), FOUR_RANKS)
+def test_ranks_that_stand_elsewhere_than_before_get_their_parts(nodes: Nodes) -> None:
+    nodes.run([5, 6])
+    nodes.agents = [*nodes.agents[1:], nodes.agents[0]]
+    assert nodes.loads() == [6] * nodes.world_size
+
+
+@on(TWO_NODES)
+def test_a_partners_torn_copy_is_none(nodes: Nodes) -> None:
+    nodes.run([5, 6])
+    torn = nodes.memory(1)._partner
+    torn.turn()  # to the newest
+    torn.next.open(4096)  # rank 0 died while it sent
+    nodes.lose(0)
+    assert nodes.loads() == [5, 5]
+
+
+@on(TWO_NODES)
+def test_a_partners_damaged_copy_is_used_by_none(nodes: Nodes) -> None:
+    nodes.run([6])
+    (written,) = (path for path in nodes.seat(1).partner if Path(path).stat().st_size)
+    damage(written)
+    nodes.lose(0)
+    assert nodes.loads() == [None, None]
+
+
+@on(TWO_NODES)
+def test_a_partner_that_is_gone_costs_a_line_in_the_log(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    alone = nodes.memory(0)
+    alone._partner_told = {"host": "127.0.0.1", "port": port, "token": "00" * 32}  # where nothing listens any more
+    for step in (6, 7):
+        alone.wait()
+        alone.write(step, state(0, float(step), 2), {"reached": step})
+    alone.wait()
+    alone.close()
+    assert caplog.text.count("no copy of this rank's state") == 1
+    assert "from step 6 on another node" in caplog.text
+
+
+@on(FOUR_RANKS)
+def test_a_part_that_cannot_be_sent_is_waited_for_by_none(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.run([6])
+    nodes.lose(1)
+
+    def fail(*_: object) -> None:
+        raise OSError("the network is away")
+
+    monkeypatch.setattr(Sender, "send", fail)
+    assert nodes.loads() == [None] * 4
+    assert "the state in memory is not used: rank 0: OSError: the network is away" in caplog.text
+
+
+def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
+    nodes.run([6])
+    paths = nodes.seat(0).own
+    receiver = Receiver("127.0.0.1", lambda role: pytest.fail("a stranger's file"), lambda role: None)
+    told = receiver.told
+    (complete,) = (file for file in map(MemoryFile, paths) if file.label() is not None)
+    stranger = Sender({**told, "token": "ab" * 32})
+    with pytest.raises((EOFError, OSError)):
+        stranger.send(complete, Role.PARTNER)
+    receiver.close()
+    assert nodes.loads() == [6, 6]
+
+
+# --------------------------------------------------------------------------------------------------- what is agreed
+
+
+def held(node: int, *parts: tuple[int, int | None], size: int = 1) -> Report:
+    """What the first rank of a node with ``size`` ranks reports: steps and parts, all of attempt 1."""
+    return Report(node, size, held=[(1, step, of) for step, of in parts])
+
+
+def test_a_step_counts_if_each_part_is_somewhere() -> None:
+    reports = {0: held(0, (5, None), (5, 0), (6, None), (6, 0)), 1: held(1, (5, 1), (6, 0))}
+    assert plan(reports, 0).moment == (1, 5)
+    assert plan(reports, 5).moment is None
+
+
+def test_a_step_without_the_common_part_or_the_part_of_one_rank_is_none() -> None:
+    assert plan({0: held(0, (5, 0), (5, 1)), 1: held(1)}, 0) == Plan(has_partners=True)
+    assert plan({0: held(0, (5, None), (5, 0)), 1: held(1)}, 0) == Plan(has_partners=True)
+
+
+def test_only_what_a_node_lacks_is_sent() -> None:
+    everything: list[tuple[int, int | None]] = [(5, None), *[(5, rank) for rank in range(4)]]
+    reports = {0: held(0, *everything, size=2), 1: Report(0, 2), 2: held(2, size=2), 3: Report(2, 2)}
+    assert plan(reports, 0).transfers == [Transfer(0, 2, None), Transfer(0, 2, 2), Transfer(1, 3, 3)]
+
+
+def test_the_common_part_comes_from_each_holder_in_turn() -> None:
+    reports = {rank: held(rank, (5, None), *[(5, of) for of in range(6)]) for rank in (0, 1)}
+    reports |= {rank: held(rank, (5, rank)) for rank in range(2, 6)}
+    assert [transfer.source for transfer in plan(reports, 0).transfers] == [0, 1, 0, 1]
+
+
+def test_a_plan_is_told_whole() -> None:
+    told = Plan((2, 5), [], [Transfer(0, 1, None), Transfer(0, 1, 1)], True)
+    assert Plan.of_json(json.loads(json.dumps(asdict(told)))) == told
+
+
+def test_nodes_of_different_size_have_no_partners() -> None:
+    reports = {0: held(0, size=2), 1: Report(0, 2), 2: held(2)}
+    assert not plan(reports, 0).has_partners
+
+
+def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = Nodes(1, 1)
+    nodes.attempt = 1
+    environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    def body(rank: int, kv: HashStore) -> bool:
+        own = Memory.of_this_rank(rank, 2, 1, environ) if rank else nodes.memory(rank)
+        assert own.load(state(rank, 0.0, 2), kv, None) is None
+        own.close()
+        return own.is_usable
+
+    assert on_ranks(2, body) == [False, False]
+    assert "memory_every_steps is not used: no agent" in caplog.text
+    assert "memory_every_steps is not used: no files for rank 1" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------ room
+
+
+def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"two copies of the state of 2 ranks take .* GB .*cluster\.mem_gb"):
-        node.memory(0).write(1, state(0, 1.0), {})
+    text = nodes.memory(0).shortage(state(0, 1.0, 2))
+    assert text is not None
+    assert "take 0.0 GB more of this node's memory (2 x 0.0 and 2 x 2 x 0.0)" in text
+    assert "cluster.mem_gb" in text
 
 
-def test_a_rank_that_no_agent_has_started_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert Memory.of_this_rank(0, 1, 1, {}) is None
-    assert "memory_every_steps is not used" in caplog.text
+def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 7 << 20)
+    assert nodes.memory(0).shortage(large) is None
+    own = nodes.memory(0)
+    for step in (1, 2):
+        own.wait()
+        own.write(step, large, {})
+    own.wait()
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 3 << 20)
+    assert nodes.memory(0).shortage(large) is None
+    assert Nodes(2).memory(0).shortage(large) is not None
+
+
+def test_an_agent_without_enough_descriptors_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert NodeFiles().hold(1_000_000) == ""
+    assert "no state is kept in memory" in caplog.text
 
 
 def test_a_control_groups_limit_counts(tmp_path: Any) -> None:

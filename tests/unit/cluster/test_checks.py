@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import network
-from toolkit.cluster.checks import TOKEN_VARIABLE, Finding, cpus, devices, host, pairs, storage
+from toolkit.cluster.checks import ANSWER_HEAD, Answer, Finding, cpus, devices, host, storage
 from toolkit.cluster.checks.cpus import Process, Use
 from toolkit.errors import ToolkitError
 
@@ -346,128 +346,40 @@ def test_the_users_interface_is_the_ranks_interface() -> None:
         network.rank_address({"GLOO_SOCKET_IFNAME": "nowhere0"}, "192.0.2.1")
 
 
-# ------------------------------------------------------------------------------------------------------------ pairs
-
-
-def test_two_nodes_agree_on_their_sum() -> None:
-    one, two = pairs.Adder("127.0.0.1", "word"), pairs.Adder("127.0.0.2", "word")
-    assert one.exchange("two", two.address, two.port).error is None
-    assert two.exchange("one", one.address, one.port).error is None
-
-
-def test_a_stranger_is_told_nothing() -> None:
-    one, stranger = pairs.Adder("127.0.0.1", "word"), pairs.Adder("127.0.0.2", "else")
-    assert stranger.exchange("one", one.address, one.port).error is not None
-
-
-def test_a_peer_that_is_away_is_an_error() -> None:
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        told = pairs.Adder("127.0.0.1", "word").exchange("two", *deaf.getsockname())
-    assert "refused" in str(told.error)
-
-
-def test_damage_on_the_way_shows_in_the_sums() -> None:
-    """A proxy between the two turns one bit of what it passes on."""
-    one, two = pairs.Adder("127.0.0.1", "word"), pairs.Adder("127.0.0.2", "word")
-    proxy = socket.create_server(("127.0.0.3", 0))
-
-    def pass_on() -> None:
-        near, _ = proxy.accept()
-        with near, socket.create_connection((two.address, two.port)) as far:
-            data = bytearray(pairs._receive(near, 4 + 8 * pairs.COUNT))
-            data[1000] ^= 0b1000
-            far.sendall(data)
-            near.sendall(pairs._receive(far, 8 * pairs.COUNT + 4))
-
-    threading.Thread(target=pass_on, daemon=True).start()
-    assert "sums differ" in str(one.exchange("two", *proxy.getsockname()).error)
-
-
-@pytest.mark.parametrize("nodes", range(7))
-def test_every_node_meets_its_neighbours_and_nobody_twice(nodes: int) -> None:
-    met = [frozenset(pair) for pair in pairs.partners(nodes)]
-    assert len(met) == len(set(met))
-    assert all(len(pair) == 2 for pair in met)
-    if nodes > 1:
-        assert {frozenset((i, (i + 1) % nodes)) for i in range(nodes)} <= set(met)
-
-
-NODES = ["a", "b", "c", "d", "e", "f"]
-
-
-def blamed(is_broken: Callable[[str, str], bool], nodes: Sequence[str] = NODES) -> tuple[list[str], list[pairs.Pair]]:
-    met = [(nodes[i], nodes[j]) for i, j in pairs.partners(len(nodes))]
-    failed = [pair for pair in met if is_broken(*pair)]
-    return pairs.blame(nodes, set(met) - set(failed), failed, trusted=nodes[0])
-
-
-@pytest.mark.parametrize("lost", [{"c"}, {"b", "c"}, {"a"}, {"b", "e"}, set()])
-def test_nodes_that_reach_nobody_are_to_blame_and_their_partners_are_not(lost: set[str]) -> None:
-    bad, left = blamed(lambda a, b: bool({a, b} & lost))
-    assert (set(bad), left) == (lost, [])
-
-
-def test_of_two_nodes_ours_is_trusted() -> None:
-    assert blamed(lambda *_: True, ["a", "b"]) == (["b"], [])
-
-
-def test_a_node_that_most_of_its_partners_do_not_reach_is_to_blame() -> None:
-    assert blamed(lambda a, b: "c" in (a, b) and "d" not in (a, b)) == (["c"], [])
-
-
-def test_the_smaller_part_of_a_divided_network_is_left_out() -> None:
-    bad, left = blamed(lambda a, b: (a in "ef") != (b in "ef"))
-    assert (sorted(bad), left) == (["e", "f"], [])
-
-
-def test_one_pair_alone_that_fails_may_be_either() -> None:
-    bad, left = blamed(lambda a, b: {a, b} == {"c", "d"})
-    assert bad == []
-    assert [set(pair) for pair in left] == [{"c", "d"}]
-
-
 # ----------------------------------------------------------------------------------------------------- the process
 
 
-def run_checks(**request: object) -> tuple[list[dict[str, object]], float]:
-    """What one node says, run as on a node, and how long it took."""
-    content = {"folder": "/nowhere/.preflight", "cpus": [1], "peer": "127.0.0.1", "pairs": False}
-    began = time.monotonic()
+def answer(**request: object) -> Answer:
+    """What one node prints, run as on a node."""
+    content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-m", "toolkit.cluster.checks", json.dumps(content | request)],
-        env={"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: "word"},
+        env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    return [json.loads(line) for line in done.stdout.splitlines()], time.monotonic() - began
+    assert done.stdout.startswith(ANSWER_HEAD)
+    assert done.stdout.count("\n") == 1
+    return Answer.parse(done.stdout)
 
 
-def test_a_node_says_hello_first_and_done_last(shared: Path) -> None:
-    said, _ = run_checks(folder=str(shared))
-    assert said[0]["hello"] == said[-1]["done"] == socket.gethostname()
+def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -> None:
+    asked = time.time()
+    told = answer(folder=str(shared))
+    assert told.node == socket.gethostname()
+    assert asked < told.began < told.ended < time.time()
     assert {"cpus", "cpus taken", "network", "shared folder", "temp space", "open files", "look-up"} <= {
-        line.get("check") for line in said
+        finding.check for finding in told.findings
     }
+    assert {finding.check for finding in told.findings if finding.severity == "bad"} <= {"cpus taken"}
 
 
 def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
     """A fifo that nobody writes to does to a reader what a file server that is away does."""
     (shared / storage.TOKEN).unlink()
     os.mkfifo(shared / storage.TOKEN)
-    said, _ = run_checks(folder=str(shared), limit_s=6)
-    found = {line["check"]: line for line in said if "check" in line}
-    assert "does not answer within" in str(found["shared folder"]["text"])
-    assert found["cpus"]["severity"] == found["temp space"]["severity"] == "ok"
-    assert "done" in said[-1]
-
-
-def test_a_node_that_everybody_has_forgotten_leaves_by_itself() -> None:
-    """Its caller keeps stdin open and says nothing, as one that was stopped would."""
-    content = {"folder": "/nowhere/x", "cpus": [1], "peer": "127.0.0.1", "limit_s": 1.0}
-    command = [sys.executable, "-S", "-P", "-m", "toolkit.cluster.checks", json.dumps(content)]
-    environ = {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: "word"}
-    with subprocess.Popen(command, env=environ, stdin=-1, stdout=subprocess.DEVNULL) as node:
-        assert node.wait(timeout=30) == 0
+    found = {finding.check: finding for finding in answer(folder=str(shared), disk_limit_s=1.5).findings}
+    assert "does not answer within 1.5 s" in found["shared folder"].text
+    assert found["cpus"].severity == found["temp space"].severity == "ok"

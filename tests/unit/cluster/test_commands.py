@@ -14,6 +14,7 @@ from toolkit.cluster.commands import (
     JobStatus,
     Slurm,
     Step,
+    parse_drained,
     parse_duration,
     parse_jobs,
     parse_time,
@@ -65,6 +66,29 @@ ELEMENT = """JobId=4 ArrayJobId=2 ArrayTaskId=1 JobName=wrap
 """
 REST = """JobId=2 ArrayJobId=2 ArrayTaskId=2-3%2 JobName=wrap
    JobState=PENDING Reason=JobArrayTaskLimit Dependency=(null)
+"""
+
+
+#: `scontrol show node` of Slurm 22.05.8, shortened; the states are of 22.05 to 24.11.
+NODES = """NodeName=node1 Arch=x86_64 CoresPerSocket=1
+   OS=Linux 6.18.44 #1 SMP PREEMPT_DYNAMIC @0
+   State=ALLOCATED ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+
+NodeName=node2 Arch=x86_64 CoresPerSocket=1
+   State=ALLOCATED+DRAIN ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   ExtSensorsJoules=n/s ExtSensorsWatts=0 ExtSensorsTemp=n/s
+   Reason=new fan, please [root@1795417311]
+
+NodeName=node3 Arch=x86_64 CoresPerSocket=1
+   State=MIXED*+DRAIN+REBOOT_REQUESTED ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+
+NodeName=node4 Arch=x86_64 CoresPerSocket=1
+   State=DOWN* ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   Reason=State=IDLE+DRAIN [slurm@1795417311]
+
+NodeName=node5 Arch=x86_64 CoresPerSocket=1
+   State=DRAIN* ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   Reason=State=IDLE [or so [alice@1795417311]
 """
 
 
@@ -121,6 +145,24 @@ def test_a_comment_cannot_pretend_to_be_a_state() -> None:
 @pytest.mark.parametrize(("line", "options"), ASKED.items())
 def test_what_was_asked_for_can_be_asked_for_again(line: str, options: tuple[str, ...]) -> None:
     assert parse_jobs(f"JobId=1 JobName=wrap\n   {line}\n")[0].options == options
+
+
+def test_drained_nodes_are_told_apart_with_their_reasons_whatever_else_is_written_there() -> None:
+    assert parse_drained(NODES) == {
+        "node2": "new fan, please by root",
+        "node3": "no reason given",
+        "node5": "State=IDLE [or so by alice",
+    }
+    assert parse_drained("") == {}
+
+
+def test_all_nodes_are_asked_for_at_once_and_given_back_at_once(stubs: Stubs) -> None:
+    stubs.add("scontrol", NODES)
+    slurm = stubs.slurm(SLURM_JOB_ID="7")
+    assert list(slurm.drained("node[1-5]")) == ["node2", "node3", "node5"]
+    slurm.release_nodes("7_1", keep="node[1,3]")
+    assert stubs.calls("scontrol") == ["--all show node node[1-5]", "update JobId=7_1 NodeList=node[1,3]"]
+    assert "SLURM_JOB_ID" not in stubs.environ("scontrol")  # else it leaves scripts in our working directory
 
 
 def test_an_array_element_is_requeued_by_its_index_and_its_unsplit_rest_by_no_index() -> None:

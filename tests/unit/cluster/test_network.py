@@ -165,3 +165,10 @@ def test_what_listens_on_one_address_is_not_reached_by_another() -> None:
         socket.create_connection(("127.0.0.2", every.getsockname()[1]), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", one.getsockname()[1]), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("address", "plain"), [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1")]
+)
+def test_one_address_is_one_text(address: str, plain: str) -> None:
+    assert network.plain_address(address) == plain

@@ -142,6 +142,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
         ("train.eval_every=never", ["train.eval_every", "'epoch'"]),
         ("checkpoint.every_steps=0", ["checkpoint.every_steps"]),
         ("checkpoint.every_steps=often", ["checkpoint.every_steps", "'auto'"]),
+        ("checkpoint.memory_every_steps=0", ["checkpoint.memory_every_steps"]),
+        ("checkpoint.memory_every_steps=often", ["checkpoint.memory_every_steps", "'auto'"]),
         ("checkpoint.every_min=0", ["checkpoint.every_min", "0.01 or more"]),
         ("cluster.container=x.sif", ["cluster.container", "absolute path"]),
         ("cluster.container=python:3.11", ["cluster.container", "apptainer:python:3.11 or pyxis:python:3.11"]),

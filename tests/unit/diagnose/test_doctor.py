@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.cluster.checks import Finding
-from toolkit.cluster.checks.verdict import Heard, Outcome, judge
+from toolkit.cluster.checks.verdict import Heard, judge
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.diagnose import doctor
 
@@ -56,16 +56,16 @@ def test_more_nodes_than_the_allocation_has_are_refused(
 
 def test_the_table_has_a_row_for_each_node_and_no_column_without_figures() -> None:
     nodes = [
-        Heard("node1", [Finding("cpus", "ok", "8")], is_here=True, is_done=True),
-        Heard("node2", [Finding("cpus", "bad", "4 of 8", "only 4 of the 8 CPUs")], is_here=True, is_done=True),
+        Heard("node1", [Finding("cpus", "ok", "8")]),
+        Heard("node2", [Finding("cpus", "bad", "4 of 8", "only 4 of the 8 CPUs")]),
         Heard("node3"),
     ]
-    report = judge(Outcome(nodes, {}), None, 1.0)
+    report = judge(nodes, 1.0)
     assert doctor.rows(report) == [
         ("NODE", "VERDICT", "CPUS"),
         ("node1", "ok", "8"),
         ("node2", "bad", "4 of 8"),
-        ("node3", "bad", "-"),
+        ("node3", "warning", "-"),
     ]
 
 

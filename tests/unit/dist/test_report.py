@@ -1,30 +1,32 @@
-"""A rank's reports: what arrives, what a lost store means, and what the supervisor's side makes of them."""
+"""A rank's reports: what arrives, what a lost agent means, and what the store's host does."""
 
 from __future__ import annotations
 
-import itertools
+import io
 import json
+import logging
 import os
+import secrets
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore, TCPStore
+from torch.distributed import HashStore
 
 from tests.waiting import wait_for
 from toolkit import activity as activity_words
 from toolkit import rundir
 from toolkit.activity import Activity
+from toolkit.agent import progress
+from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.reports import AgentGoneError, Inbox, Outbox
 from toolkit.dist import report, store_host
-from toolkit.dist.report import RESULT_KEY, FileReporter, NullReporter, StoreReporter, rank_key
+from toolkit.dist.report import AgentReporter, FileReporter, NullReporter
 from toolkit.dist.stop import PREFIX, STOP, _Round, propose
 from toolkit.dist.stop_store import StoreTransport, in_pieces
 from toolkit.errors import EXIT_FAILED
@@ -33,17 +35,26 @@ from toolkit.rundir import RunDir
 TIMEOUT_S = 20
 
 
-class Store:
-    """A store in memory, and a network that can be cut."""
+class Agent(Outbox):
+    """An agent in memory, which can be gone, absent or busy."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        self.reports: list[Report] = []
+        self.patience: list[float] = []
         self.is_gone = False
 
-    def set(self, key: str, value: str) -> None:
+    def send(self, message: bytes, patience_s: float = 0.0) -> bool:
         if self.is_gone:
-            raise DistNetworkError("Connection reset by peer")
-        self.values[key] = value
+            raise AgentGoneError
+        self.patience.append(patience_s)
+        parsed = progress.parse(message)
+        assert parsed is not None
+        self.reports.append(parsed)
+        return True
+
+    @property
+    def last(self) -> Report:
+        return self.reports[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -55,34 +66,32 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def store_reporter(store: Any, rank: int, activity: Activity | None = None) -> StoreReporter:
-    """With a double, which mypy would not take for a store."""
-    return StoreReporter(store, rank, activity or Activity())
+def reporter_to(agent: Outbox, rank: int, activity: Activity | None = None) -> AgentReporter:
+    return AgentReporter(agent, 2, rank, activity or Activity())
 
 
-def test_the_newest_of_every_field_arrives_with_its_time_and_the_training_waits_for_nobody() -> None:
-    store = Store()
-    reporter, begun = store_reporter(store, 3), time.time()
+def test_the_newest_of_every_field_arrives_and_the_training_waits_for_nobody() -> None:
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
     reporter.progress(step=1, loss=2.5)
-    wait_for(lambda: "loss" in store.values.get(rank_key(3), ""), TIMEOUT_S, "the first report")
+    wait_for(lambda: agent.reports and agent.last.fields, TIMEOUT_S, "the first report")
     reporter.progress(step=2)
     reporter.progress(step=3, phase="evaluate")
     reporter.close()
-    told = json.loads(store.values[rank_key(3)])
-    assert begun <= told.pop("time") <= time.time()
+    told = dict(agent.last.fields or {})
     assert {name: told[name] for name in ("step", "loss", "phase")} == {"step": 3, "loss": 2.5, "phase": "evaluate"}
+    assert set(agent.patience[:-1]) == {0.0}
 
 
-def test_a_report_says_what_the_rank_does_and_two_of_a_rank_that_stands_still_differ() -> None:
-    """By that the supervisor knows that somebody is there."""
-    store, activity = Store(), Activity()
-    reporter = store_reporter(store, 1, activity)
+def test_a_report_says_what_the_rank_does_and_a_rank_that_stands_still_goes_on_reporting() -> None:
+    """By that the agent knows that somebody is there. What users see of the run is rank 0's to say."""
+    agent, activity = Agent(), Activity()
+    reporter = reporter_to(agent, 1, activity)
+    reporter.progress(loss=1.0)
     activity.phase, activity.step = activity_words.WAITING_FOR_DATA, 7
     activity.move()
-    first = wait_for(lambda: (v := store.values.get(rank_key(1), "")) * ("for data" in v), TIMEOUT_S, "a report")
-    assert (told := json.loads(first)) | {"beat": 0} == {"doing": "waiting for data", "done": 7, "count": 1, "beat": 0}
-    second = wait_for(lambda: (v := store.values[rank_key(1)]) * (v != first), TIMEOUT_S, "another one")
-    assert json.loads(second) | {"beat": 0} == told | {"beat": 0}
+    expected = Report(2, 1, "waiting for data", 7, 1)
+    wait_for(lambda: agent.reports.count(expected) > 2, TIMEOUT_S, "several reports")
     reporter.close()
 
 
@@ -90,93 +99,96 @@ def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heart
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
-    store = Store()
-    reporter = store_reporter(store, 0)
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
     reporter.progress(step=450)
-    assert store.values == {}
+    assert agent.reports == []
     reporter.close()
-    assert json.loads(store.values[rank_key(0)])["step"] == 450
+    assert (agent.last.fields or {})["step"] == 450
+    assert agent.patience == [report.LAST_PATIENCE_S]
 
 
-def test_a_step_does_not_wait_for_a_store_that_does_not_answer() -> None:
-    answers, asked = threading.Event(), threading.Event()
-
-    class Slow(Store):
-        def set(self, key: str, value: str) -> None:
-            asked.set()
-            answers.wait(TIMEOUT_S)
-            super().set(key, value)
-
-    store = Slow()
-    reporter = store_reporter(store, 0)
-    assert asked.wait(TIMEOUT_S)
-    for step in range(1000):
-        reporter.progress(step=step)
-    assert store.values == {}
-    answers.set()
-    reporter.close()
-    assert json.loads(store.values[rank_key(0)])["step"] == 999
-
-
-def test_only_rank_0_tells_the_result_of_the_run() -> None:
-    stores = [Store(), Store()]
-    for rank, store in enumerate(stores):
-        reporter = store_reporter(store, rank)
+def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agents = [Agent(), Agent()]
+    for rank, agent in enumerate(agents):
+        reporter = reporter_to(agent, rank)
         reporter.finish({"step": 10, "metrics": {"eval/accuracy": 0.5}})
         reporter.close()
-    assert json.loads(stores[0].values[RESULT_KEY]) == {"step": 10, "metrics": {"eval/accuracy": 0.5}}
-    assert RESULT_KEY not in stores[1].values
+    assert [each.result for each in agents[0].reports] == [{"step": 10, "metrics": {"eval/accuracy": 0.5}}, None]
+    assert agents[0].patience[0] == report.RESULT_PATIENCE_S
+    assert [each.result for each in agents[1].reports] == [None]
 
 
-def test_a_store_that_is_lost_while_the_reporter_closes_is_no_failure(
+def test_more_metrics_than_a_report_holds_are_left_to_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
+    metrics = {f"eval/{number}": 0.5 for number in range(MAX_BYTES // 10)}
+    reporter.progress(step=7, metrics=metrics)
+    with caplog.at_level(logging.WARNING):
+        reporter.finish({"step": 7, "metrics": metrics})
+        reporter.close()
+    assert agent.reports[0].result == {"step": 7, "metrics": {}}
+    assert {**(agent.reports[1].fields or {}), "time": 0} == {"step": 7, "metrics": {}, "time": 0}
+    assert len([line for line in caplog.messages if "too many metrics" in line]) == 1
+
+
+def test_an_agent_that_leaves_while_the_reporter_closes_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, exits: list[int]
 ) -> None:
-    """Rank 0 has ended and the supervisor closed the store before the last rank says goodbye."""
     monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
-    store = Store()
-    reporter = store_reporter(store, 1)
-    store.is_gone = True
+    agent = Agent()
+    reporter = reporter_to(agent, 1)
+    agent.is_gone = True
     reporter.close()
     assert exits == []
 
 
-def test_a_rank_whose_tcp_store_is_gone_ends_itself(exits: list[int]) -> None:
-    """torch's own store and client: what it raises is what is understood."""
-    servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    client = TCPStore("127.0.0.1", servers[0].port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    with closing(StoreReporter(client, 2, Activity())) as reporter:
-        reporter.progress(step=1)
-        wait_for(lambda: servers[0].check([rank_key(2)]), TIMEOUT_S, "a report")
+def test_a_rank_whose_agent_is_gone_ends_itself(exits: list[int]) -> None:
+    name = f"\0toolkit-test-{secrets.token_hex(8)}"
+    inbox = Inbox(name)
+    with closing(reporter_to(Outbox(name), 2)):
+        wait_for(inbox.take, TIMEOUT_S, "a report")
         assert exits == []
-        servers.clear()
+        inbox.close()
         wait_for(lambda: exits, TIMEOUT_S, "the end of the rank")
         assert set(exits) == {EXIT_FAILED}
 
 
-# torch is not needed for this and takes seconds to import.
 RANK = """
-import sys, threading, types
-sys.modules["torch"], sys.modules["torch.distributed"] = types.ModuleType("torch"), types.ModuleType("d")
-sys.modules["torch.distributed"].Store = object
+import sys, threading
 from toolkit import logs
 from toolkit.activity import Activity
-from toolkit.dist import report
-
-class Store:
-    def set(self, key, value):
-        raise RuntimeError("Connection reset by peer")
+from toolkit.agent.reports import Outbox
+from toolkit.dist.report import AgentReporter
 
 logs.setup("rank 1/2 node2")
-report.StoreReporter(Store(), 1, Activity())
+AgentReporter(Outbox("\\0" + sys.argv[1]), 1, 1, Activity())
 threading.Event().wait()  # stands for a collective that nobody will end
 """
 
 
 def test_a_rank_that_hangs_in_a_collective_is_ended_as_well_when_its_supervisor_is_gone() -> None:
-    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == EXIT_FAILED
-    (line,) = done.stderr.splitlines()
-    assert "rank 1/2 node2 ERROR the supervisor's store is gone" in line
+    name = f"toolkit-test-{secrets.token_hex(8)}"
+    inbox = Inbox(f"\0{name}")
+    command = [sys.executable, "-c", RANK, name]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as rank:
+        wait_for(inbox.take, TIMEOUT_S, "a report")
+        inbox.close()
+        _, told = rank.communicate(timeout=TIMEOUT_S)
+    assert rank.returncode == EXIT_FAILED
+    (line,) = told.splitlines()
+    assert "rank 1/2 node2 ERROR the agent of this node is gone" in line
+
+
+def test_ranks_whose_progress_is_told_once_a_second_report_once_a_second() -> None:
+    reporters = [reporter_to(Agent(), rank) for rank in (0, 1)]
+    assert [reporter._every_s / report.HEARTBEAT_S for reporter in reporters] == [1, 2]
+    for reporter in reporters:
+        reporter.close()
 
 
 # ----------------------------------------------------------------------------------------------- without a supervisor
@@ -242,140 +254,15 @@ def test_the_other_ranks_of_an_unsupervised_run_write_nothing(run: RunDir) -> No
 
 # ------------------------------------------------------------------------------------------------------ the store host
 
-
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, FileIO]]:
-    """Read and write end, and a store host that looks often."""
-    monkeypatch.setattr(store_host, "POLL_S", 0.01)
-    monkeypatch.setattr(store_host, "OTHERS_EVERY_S", 0.01)
-    reader, writer = os.pipe()
-    with FileIO(reader, "r"), FileIO(writer, "w") as requests:
-        yield reader, requests
+LINES = [json.dumps({"propose": "stop", "by": f"user {i}"}) + "\n" for i in range(2)]
 
 
-ASK = [{"propose": "stop", "by": f"user {i}"} for i in range(3)]
-LINES = [json.dumps(wanted).encode() + b"\n" for wanted in ASK]
-
-
-def test_several_requests_in_one_chunk_are_all_heard(pipe: tuple[int, FileIO]) -> None:
-    reader, writer = pipe
-    writer.write(b"".join(LINES))
-    writer.close()
-    assert list(store_host._requests(reader)) == ASK
-
-
-@pytest.mark.parametrize("cut", [1, 20, len(LINES[0]) - 1])
-def test_a_request_that_comes_in_two_parts_is_heard_once_it_is_whole(pipe: tuple[int, FileIO], cut: int) -> None:
-    reader, writer = pipe
-    requests = store_host._requests(reader)
-    writer.write(LINES[0][:cut])
-    assert next(requests) == {}
-    writer.write(LINES[0][cut:] + LINES[1][:cut])
-    assert next(requests) == ASK[0]
-    assert next(requests) == {}
-    writer.write(LINES[1][cut:])
-    assert next(requests) == ASK[1]
-
-
-def test_a_request_longer_than_a_read_is_one_request(pipe: tuple[int, FileIO]) -> None:
-    reader, writer = pipe
-    wanted = {"propose": "stop", "by": "x" * 10_000}
-    writer.write(json.dumps(wanted).encode() + b"\n" + LINES[0])
-    writer.close()
-    assert list(store_host._requests(reader)) == [wanted, ASK[0]]
-
-
-def test_while_nobody_asks_for_anything_the_reports_are_looked_at(pipe: tuple[int, FileIO]) -> None:
-    requests = store_host._requests(pipe[0])
-    assert list(itertools.islice(requests, 3)) == [{}] * 3
-
-
-def test_a_supervisor_that_dies_in_the_middle_of_a_word_has_asked_for_nothing(pipe: tuple[int, FileIO]) -> None:
-    reader, writer = pipe
-    writer.write(LINES[0][:7])
-    writer.close()
-    assert list(store_host._requests(reader)) == []
-
-
-def test_the_store_host_relays_each_report_once_and_the_last_words_before_it_ends(
-    pipe: tuple[int, FileIO], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Over torch's own store: what came between the last look and the end is told as well."""
-    reader, writer = pipe
-    store: Any = HashStore()
-    thread = threading.Thread(target=store_host.serve, args=(store, 2, reader))
-    thread.start()
-    said: list[str] = []
-
-    def heard(text: str) -> bool:
-        said.append(capsys.readouterr().out)
-        return text in "".join(said)
-
-    store.set(rank_key(1), json.dumps({**DOING, "step": 1}))
-    wait_for(lambda: heard('"done": 3'), TIMEOUT_S, "the first report")
-    store.set(rank_key(2), json.dumps({**DOING, "step": 8}))  # there is no rank 2 of 2
-    store.set(rank_key(1), json.dumps({**DOING, "step": 2}))
-    store.set(RESULT_KEY, '{"step": 2}')
-    writer.close()
-    thread.join(TIMEOUT_S)
-    heard("")
-    assert [json.loads(line) for line in "".join(said).splitlines()] == [
-        {"reports": {"1": SHORT}},
-        {"reports": {"1": SHORT}},
-        {"result": {"step": 2}},
-    ]
-
-
-DOING = {"doing": "in a step", "done": 3, "count": 1, "beat": 7}
-SHORT = {"doing": "in a step", "done": 3, "count": 1}
-STRANGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}"]
-ODD_REPORTS = [{"doing": 1}, {"done": "3"}, {"count": None}, {"step": "x"}, {"save_s": []}, {"metrics": [1]}]
-ODD_REPORTS += [{"spent": [1]}, {"spent": {"train": "long"}}, {"expendable": 3}, {"expendable": ["all"]}]
-
-
-DEEP = b'{"doing": "x", "done": 1, "count": 1, "metrics": ' + b'{"a": ' * 400 + b"1" + b"}" * 401
-
-
-def test_a_loss_that_is_not_a_number_is_none_of_a_strangers() -> None:
-    told = {**DOING, "loss": float("nan"), "metrics": {"train/loss": float("inf")}}
-    assert report.parse_report(json.dumps(told).encode(), 0) == {**DOING, "loss": None, "metrics": {"train/loss": None}}
-
-
-@pytest.mark.parametrize("text", [DEEP, *STRANGE] + [json.dumps({**DOING, **odd}).encode() for odd in ODD_REPORTS])
-def test_a_report_that_no_rank_of_ours_can_have_written_is_none(text: bytes) -> None:
-    assert report.parse_report(json.dumps(DOING).encode(), 0) == DOING
-    assert report.parse_report(text, 0) is None
-    other = report.parse_report(text, 1)
-    assert other is None or other.keys() == {"doing", "done", "count"}
-
-
-def test_a_strangers_messages_end_no_store_host_and_are_told_once(
-    pipe: tuple[int, FileIO], capsys: pytest.CaptureFixture[str]
-) -> None:
-    reader, writer = pipe
+def test_every_request_is_obeyed_but_one_that_is_cut_off() -> None:
+    """A supervisor that dies in the middle of a word has asked for nothing. A stranger's messages change nothing."""
     store: Any = HashStore()
     store.set("toolkit/agree/0/proposal", "not JSON")
-    thread = threading.Thread(target=store_host.serve, args=(store, 2, reader))
-    thread.start()
-    said: list[str] = []
-
-    def heard(text: str) -> bool:
-        said.append(capsys.readouterr().out)
-        return text in "".join(said)
-
-    for key in (rank_key(0), RESULT_KEY):
-        store.set(key, "not JSON")
-        wait_for(lambda key=key: heard(key), TIMEOUT_S, "the word that it was ignored")
-    store.set(rank_key(0), "nor is this")
-    store.set(rank_key(1), json.dumps(DOING))
-    writer.write(LINES[0])
-    wait_for(lambda: store.check(["toolkit/agree/0/call/1"]), TIMEOUT_S, "the call of all ranks to stop")
+    store_host.serve(store, 2, io.StringIO(LINES[0] + LINES[1][:7]))
     assert json.loads(store.get("toolkit/agree/0/call/1")) == ["stop", "user 0"]
-    writer.close()
-    thread.join(TIMEOUT_S)
-    heard("")
-    lines = [json.loads(line) for line in "".join(said).splitlines()]
-    assert lines == [{"ignored": rank_key(0)}, {"ignored": RESULT_KEY}, {"reports": {"1": SHORT}}]
 
 
 class CountingStore:
@@ -403,16 +290,10 @@ class CountingStore:
         return [self.values[key] for key in keys]
 
 
-def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before, 16,385 nodes of 8 ranks were more keys than the server takes, and 8,000 ranks took 1.7 s a look."""
+def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once() -> None:
+    """Before, 16,385 nodes of 8 ranks were more keys than the server takes."""
     ranks, store = 10_000, CountingStore()
-    relay = store_host._Relay(store, ranks)  # type: ignore[arg-type]
-    report = json.dumps({"doing": "in a step", "done": 1, "count": 2, "beat": 3})
     transport = StoreTransport(store)  # type: ignore[arg-type]
-    transport.set({rank_key(rank): report for rank in range(ranks)})
-    relay.pass_on(everything=True)
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sorted(int(rank) for line in lines for rank in line["reports"]) == list(range(ranks))
     propose(transport, ranks, STOP, by="the supervisor")
     acks = {_Round(PREFIX, 0).ack(rank): "[7, false]" for rank in range(ranks)}
     transport.set(acks)
@@ -424,10 +305,3 @@ def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once(caps
 def test_a_value_that_is_long_by_itself_goes_in_one_message() -> None:
     pieces = list(in_pieces([("a", "1"), ("long", "x" * 10_000), ("b", "2")]))
     assert pieces == [{"a": "1"}, {"long": "x" * 10_000}, {"b": "2"}]
-
-
-def test_ranks_of_which_reports_are_passed_on_once_a_second_send_one_a_second() -> None:
-    reporters = [store_reporter(Store(), rank) for rank in (0, 1)]
-    assert [reporter._every_s / report.HEARTBEAT_S for reporter in reporters] == [1, 2]
-    for reporter in reporters:
-        reporter.close()

@@ -20,9 +20,9 @@ from toolkit.cli import main as cli
 from toolkit.cluster import placement
 from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
-from toolkit.diagnose import resume_check
+from toolkit.diagnose import doctor, resume_check
 from toolkit.errors import RequestError
-from toolkit.launch import door, preflight, rank, submit
+from toolkit.launch import door, rank, submit
 from toolkit.launch.allocation import Allocation
 
 WORDS = [
@@ -59,7 +59,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(rank, "stacks", SimpleNamespace(answer=lambda rank: None))
     monkeypatch.setattr(datasets, "fetch", lambda name, root=None: _refuse())
     monkeypatch.setattr(resume_check, "check", lambda *args: _refuse())
-    monkeypatch.setattr(preflight, "check_nodes", lambda *args, **kwargs: _refuse())
+    monkeypatch.setattr(doctor, "ask_nodes", lambda *args, **kwargs: _refuse())
     monkeypatch.setattr(os, "execv", lambda *args: _refuse())
     run = rundir.create("real")
     fsio.write_atomic(run.config, configs.dump_config(JobConfig(name="real")))
@@ -114,7 +114,7 @@ VARIABLES = [
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
     *("TOOLKIT_RUNS", "TOOLKIT_SITE", "TOOLKIT_ATTEMPT", "TOOLKIT_RUN_DIR", "TOOLKIT_OWNER"),
-    *("TOOLKIT_SUPERVISED", "TOOLKIT_CHAOS"),
+    *("TOOLKIT_SUPERVISED", "TOOLKIT_REPORTS", "TOOLKIT_CHAOS"),
     *("TOOLKIT_DATA", "TOOLKIT_LAUNCH_KEY", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "PMIX_RANK"),
     *("PMIX_NAMESPACE", "HOME", "COLUMNS"),
 ]

@@ -77,7 +77,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     slow = [{"host": "here", "ranks": [1], "ratio": 1.5, "since": 1.8e9, "until": None}]
     for number in (1, 2):
         attempt = Attempt(number, 1.8e9, allocation, journal.begin(None), ended=1.8e9 + 60)
-        attempt.reports[0] = {
+        attempt.progress = {
             "step": 20 * number,
             "step_start": 0,
             "total_steps": 60,

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from tests.unit.launch.test_steps import await_true, gone
-from toolkit import rundir
+from tests.waiting import wait_for
+from toolkit import rundir, stacks
+from toolkit.agent import connections
 from toolkit.agent.link import Link
-from toolkit.launch import agent_links
+from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.agent.reports import AgentGoneError, Outbox, address
+from toolkit.launch import agent_links, agent_starters, hang
 from toolkit.launch.agent_launcher import AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent
-from toolkit.launch.agents import Agents
+from toolkit.launch.agents import Agents, NodeAnswered, NodeSilent
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import LaunchFailed, RankEnded, Step, StepEnded
-from toolkit.launch.store import Report, StoreHostEnded
+from toolkit.launch.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
+from toolkit.launch.store import StoreHostEnded
 
 TIMEOUT_S = 20
-#: A store that says where it is and what it is told, and at its end says a last word.
-STORE = """echo '{"ready": true, "port": 7}'; while read line; do echo "$line"; done; echo '{"last": 1}'"""
+#: A store that says where it is, and notes what it is told.
+STORE = """echo '{"port": 7}'; while read line; do echo "$line" >> told; done"""
 
 
 class Shell:
@@ -54,15 +62,15 @@ class Site:
     def start(self, script: str, **environ: str) -> Step:
         self.attempt += 1
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
+        if self.attempt == 1:
+            self.launcher.prepare(self.allocation.hosts, ["sh"], environ, self.events)
         self.store = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
         command = ["sh", "-c", script]
         return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
 
     def next(self) -> Any:
         """What happens next to ranks, or to the store at its end."""
-        while isinstance(event := self.events.get(timeout=TIMEOUT_S), Report):
-            pass
-        return event
+        return self.events.get(timeout=TIMEOUT_S)
 
     @property
     def agent(self) -> int:
@@ -103,7 +111,7 @@ def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path, apart: str) 
     assert isinstance(ended, RankEnded)
     assert ended.exit_code == 3
     assert site.next() == StepEnded(3)
-    site.store.close(TIMEOUT_S)
+    site.store.close()
     await_true(lambda: gone(int(note.read_text())))
     site.agents.close()
 
@@ -113,7 +121,7 @@ def test_the_next_attempt_has_the_same_agent_and_its_own_environment(tmp_path: P
     site.start("echo $WORD-$PPID", WORD="one", GONE="1")
     assert site.next() == StepEnded(0)
     first = site.log(0)
-    site.store.close(TIMEOUT_S)
+    site.store.close()
     site.start("echo $WORD$GONE-$PPID", WORD="two")
     assert site.next() == StepEnded(0)
     assert (first, site.log(0)) == (f"one-{site.agent}\n", f"two-{site.agent}\n")
@@ -147,10 +155,39 @@ def test_ranks_end_with_their_agent_and_the_next_attempt_has_another(tmp_path: P
     assert ended.with_agent
     assert ended.signal == signal.SIGKILL
     await_true(lambda: gone(int(note.read_text())))
-    site.store.close(TIMEOUT_S)
+    site.store.close()
     site.start("true")
     assert site.next() == StepEnded(0)
     site.agents.close()
+
+
+#: Stands for the agent's program: one whose node is found sick at once.
+SICK_AGENT = """
+import sys
+from toolkit.agent import node
+node.HEALTH_COMMAND, node.HEALTH_AFTER_S = ("sh", "-c", "echo $$ > {note}; echo hot; echo full; exec sleep 600"), 0.0
+node.main(sys.argv[1:])
+"""
+
+
+def test_what_makes_a_node_sick_reaches_the_supervisor_and_its_watch_ends_with_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "pid"
+    command = [sys.executable, "-P", "-c", SICK_AGENT.format(note=note)]
+    usual = agent_starters._command
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site = Site(tmp_path)
+    site.start("exit 0")
+    await_true(lambda: site.agents.sick_hosts == {"here": "hot, full"})
+    assert site.next() == StepEnded(0)
+    site.store.close()  # the last of the node's processes: what they have left is ended now
+    watch = int(note.read_text())
+    site.start("exit 3")
+    site.next()
+    assert not gone(watch)
+    site.agents.close()
+    await_true(lambda: gone(watch))
 
 
 def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +196,7 @@ def test_an_agent_that_cannot_run_is_a_launch_that_failed(tmp_path: Path, monkey
     happened = [site.next(), site.next(), site.next()]
     assert {type(event) for event in happened} == {LaunchFailed, StepEnded, StoreHostEnded}
     (failed,) = (event for event in happened if isinstance(event, LaunchFailed))
-    assert "agent.log" in failed.why
+    assert "agent-here.log" in failed.why
     site.agents.close()
 
 
@@ -172,15 +209,19 @@ def test_a_kill_before_there_is_an_agent_ends_the_attempt(tmp_path: Path) -> Non
     site.agents.close()
 
 
-def test_what_the_store_is_told_and_says_goes_through_and_it_ends_when_it_is_closed(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_what_the_store_is_told_goes_through_and_it_ends_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the agent, and what it starts, are too
+    site = Site(tmp_path, store=f"echo $$ > pid; {STORE}")
     site.start("sleep 600")
     site.store.propose("stop", by="a test")
-    said = [site.events.get(timeout=TIMEOUT_S).content for _ in range(2)]
-    assert said == [{"ready": True, "port": 7}, {"propose": "stop", "by": "a test"}]
-    site.store.close(TIMEOUT_S)
-    assert site.events.get_nowait().content == {"last": 1}
+    told = tmp_path / "told"
+    await_true(lambda: told.exists() and told.read_text() == '{"propose": "stop", "by": "a test"}\n')
+    site.store.close()
+    await_true(lambda: gone(int((tmp_path / "pid").read_text())))
     site.agents.close()
+    assert site.events.empty()
 
 
 def test_a_store_that_ends_by_itself_is_reported(tmp_path: Path) -> None:
@@ -222,7 +263,7 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(agent_links, "MAX_STRANGERS", 8)
     site = Site(tmp_path)
     step = site.start("sleep 600")
-    assert site.events.get(timeout=TIMEOUT_S).content["port"] == 7
+    await_true(lambda: site.store.port == 7)
     strangers = [call(site) for _ in range(6)]
     for stranger, words in zip(
         strangers,
@@ -247,7 +288,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     """What an agent has sent is worth nothing on another connection: its keys have the supervisor's numbers in them."""
     site = Site(tmp_path)
     site.start("sleep 600")
-    assert site.events.get(timeout=TIMEOUT_S).content["port"] == 7
+    await_true(lambda: site.store.port == 7)
     (peer,) = site.agents.links._peers.values()
     overheard = Link(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
@@ -255,4 +296,233 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
+    site.agents.close()
+
+
+# ------------------------------------------------------------------------------------------------ checks of the node
+
+
+def opened(site: Site, **environ: str) -> None:
+    site.launcher.prepare(site.allocation.hosts, ["sh"], {**os.environ, **environ}, site.events)
+
+
+def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> None:
+    site, before = Site(tmp_path), time.time()
+    opened(site)
+    site.agents.check({"here": ["sh", "-c", "echo $PPID is well"]})
+    answered = site.next()
+    assert isinstance(answered, NodeAnswered)
+    assert (answered.host, answered.text) == ("here", f"{site.agent} is well\n")
+    assert before < answered.asked < answered.began < answered.ended < answered.received
+    site.agents.close()
+
+
+def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    opened(site)
+    site.agents.check({"here": ["/no/such/program"]})
+    assert "/no/such/program" in site.next().text
+    site.agents.close()
+
+
+def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    site = Site(tmp_path)
+    opened(site)
+    site.agents.check({"here": ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"]})
+    await_true(note.exists)
+    site.start("echo started")
+    assert site.next() == StepEnded(0)
+    assert not gone(int(note.read_text())), "a rank's end is not theirs"
+    site.agents.close()
+    await_true(lambda: gone(int(note.read_text())))
+
+
+def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) -> None:
+    """A process with a thread that waits for a dead file server cannot end."""
+    site = Site(tmp_path)
+    opened(site)
+    site.agents.check({"here": ["sh", "-c", "echo well; exec sleep 600"]})
+    assert site.next().text == "well\n"
+    site.agents.close()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path: Path, is_late: bool) -> None:
+    site = Site(tmp_path)
+    opened(site, PYTHONHOME="/nowhere")
+    if is_late:
+        await_true(lambda: bool(site.agents._missing))
+    site.agents.check({"here": ["true"]})
+    silent = site.next()
+    assert isinstance(silent, NodeSilent)
+    assert (silent.host, silent.is_certain) == ("here", True)
+    assert "exit code 1" in silent.why
+    site.agents.close()
+
+
+def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp_path: Path) -> None:
+    note = tmp_path / "there"
+    site = Site(tmp_path)
+    opened(site)
+    site.agents.check({"here": ["sh", "-c", f"touch {note}; exec sleep 600"]})
+    await_true(note.exists)
+    os.kill(site.agent, signal.SIGKILL)
+    assert site.next() == NodeSilent("here", "its agent has ended", is_certain=False)
+    site.agents.close()
+
+
+def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None:
+    """The kernel lets a connection wait while the queue of who listens is full."""
+    site = Site(tmp_path)
+    opened(site)
+    site.agents.check({"here": ["echo", "here"]})
+    site.next()
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.9", 0), backlog=0))
+        for _ in range(3):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        await_true(lambda: "127.0.0.9" in connections.unanswered())
+        site.agents.ask_for_unanswered()
+        told = site.next()
+    assert told.host == "here"
+    assert "127.0.0.9" in told.addresses
+    assert site.agents.host_at("127.0.0.1") == "here"
+    site.agents.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the reports
+
+REPORTS = """
+import os, time
+from toolkit.agent.progress import Report
+from toolkit.agent.reports import VARIABLE, Outbox, address
+
+rank, outbox = int(os.environ["RANK"]), Outbox(address(os.environ[VARIABLE]))
+
+def report(phase, step, **more):
+    assert outbox.send(Report(1, rank, phase, step, 0, **more).as_bytes(), 20.0)
+
+"""
+
+
+def reporting(folder: Path, lines: str) -> str:
+    """A rank that imports no torch and reports as ours do."""
+    script = folder / "rank.py"
+    script.write_text(REPORTS + lines)
+    return f"PYTHONPATH={Path(agent_links.__file__).parents[2]} exec {sys.executable} {script}"
+
+
+def until(site: Site, kind: type[Any]) -> list[Any]:
+    """What has happened, up to the next event of this kind."""
+    happened = [site.next()]
+    while not isinstance(happened[-1], kind):
+        happened.append(site.next())
+    return happened
+
+
+def test_what_ranks_report_is_told_before_their_end(tmp_path: Path) -> None:
+    """Who has reported, and all that rank 0 says: also where they end at once."""
+    site = Site(tmp_path, ranks=3)
+    lines = """
+if rank == 0:
+    report("in a step", 7, fields={"step": 7, "loss": 0.5})
+    report("finishing", 8, result={"step": 8})
+elif rank == 1:
+    report("in a step", 7)
+"""
+    site.start(reporting(tmp_path, lines))
+    happened = until(site, StepEnded)
+    assert happened[-1] == StepEnded(0), site.log(0)
+    told = [event.report for event in happened if isinstance(event, MainReport)]
+    assert [(report.fields, report.result) for report in told] == [
+        ({"step": 7, "loss": 0.5}, None),
+        (None, {"step": 8}),
+    ]
+    first = [event for event in happened if isinstance(event, FirstReports)]
+    assert {rank for event in first for rank in event.ranks} == {0, 1}
+    assert {(event.attempt, event.host) for event in first} == {(1, "here")}
+    site.agents.close()
+
+
+def test_each_second_the_progress_of_all_ranks_of_a_node_is_one_message(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=3)
+    site.start(reporting(tmp_path, 'report("in a step", 7 + rank)\ntime.sleep(600)'))
+
+    def all_three() -> Digest | None:
+        event = until(site, Progress)[-1]
+        return event.digest if event.digest.ranks == 3 else None
+
+    digest = wait_for(all_three, TIMEOUT_S, "the reports of all")
+    assert (digest.attempt, digest.moves, digest.least, digest.most) == (1, 3, 7, 9)
+    site.agents.close()
+
+
+def test_a_node_says_in_a_digest_what_its_ranks_do_by_their_stacks(tmp_path: Path) -> None:
+    """Rank 0 has reported and waits; rank 1 works on something; rank 2 has not started."""
+    site = Site(tmp_path, ranks=3)
+    site.start(reporting(tmp_path, 'rank == 0 and report("in a step", 7)\ntime.sleep(600)'))
+    until(site, FirstReports)
+    folder = site.run.attempt_logs(1)
+    frame = 'Thread 0x1 (most recent call first):\n  File "{}", line 1 in {}\n'
+    for rank, (file, name) in enumerate([("/x/torch/distributed/c10d.py", "barrier"), ("/x/mine.py", "load")]):
+        stacks.stack_path(folder, rank).write_text(frame.format(file, name) + stacks.ANSWERED)
+    unknown = {"here": [Standing(rank, None, None, 40.0, False) for rank in range(3)]}
+    groups = hang.look(site.agents, site.run, 1, unknown, {})
+    assert [(each.ranks, each.doing, each.has_answered) for each in groups] == [
+        ((0,), "in barrier", True),
+        ((1,), "has not joined the others", True),
+        ((2,), "has not started", False),
+    ]
+    assert groups[0].place[1] == 7
+    site.agents.close()
+
+
+def test_an_agent_that_starts_at_this_moment_is_waited_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    answers = site.agents.ask({host: {"do": "hear_ranks"} for host in ("here", "away")}, TIMEOUT_S)
+    assert list(answers) == ["here"]
+    site.agents.close()
+
+
+def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: bool(site.agents.links.hosts))
+    os.kill(site.agent, signal.SIGSTOP)
+    Timer(0.2, os.kill, (site.agent, signal.SIGKILL)).start()
+    assert site.agents.ask({"here": {"do": "hear_ranks"}, "away": {"do": "hear_ranks"}}, 10 * TIMEOUT_S) == {}
+    site.agents.close()
+
+
+def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervisor(tmp_path: Path) -> None:
+    """Nobody else would end them."""
+    site = Site(tmp_path)
+    site.start("sleep 600")
+    await_true(lambda: bool(site.agents.links.hosts))
+    outbox = Outbox(address(site.agents.reports_token))
+    report = Report(1, 5, "in a step", 7, 0).as_bytes()
+    assert outbox.send(report, TIMEOUT_S)
+    until(site, FirstReports)
+    site.agents.links.call(lambda: site.agents.links.drop("here", "lost"))
+
+    def is_refused() -> bool:
+        try:
+            return not outbox.send(report)
+        except AgentGoneError:
+            return True
+
+    await_true(is_refused)
+    site.agents.close()
+
+
+def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.start(reporting(tmp_path, 'outbox.send(b"[" * 1000, 20.0)\nreport("in a step", 7)'))
+    happened = until(site, StepEnded)
+    assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
+    assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
     site.agents.close()

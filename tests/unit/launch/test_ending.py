@@ -94,6 +94,7 @@ def test_a_restart_that_was_ours_is_no_requeue() -> None:
 DONE = Facts(0, has_result=True)
 UNSTARTED = RankFailure(1, "node2", "could not be started: Slurmd could not connect IO", 10.0, at_launch=True)
 CLEAN = Facts(75, stopped_cleanly=True, step_start=100, step_end=150)
+MOVING = replace(CLEAN, stop=Stop.MOVE, slurm=Slurm.RUNNING, left_nodes=("node2: drained: new fan by root",))
 DEAD = Facts(143, (KILLED,), step_start=100, step_end=150)
 VERDICTS = {
     "all ranks done": (DONE, Cause.COMPLETED, Decision.FINISH),
@@ -175,6 +176,21 @@ VERDICTS = {
         replace(CLEAN, slurm=Slurm.UNKNOWN),
         Cause.STOPPED,
         Decision.REQUEUE,
+    ),
+    "moved to a spare": (MOVING, Cause.MOVED, Decision.RESTART),
+    "moved while the controller is away": (replace(MOVING, slurm=Slurm.UNKNOWN), Cause.MOVED, Decision.RESTART),
+    "preempted while it was moved": (replace(MOVING, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "cancelled while it was moved": (replace(MOVING, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "at its end while it was moved": (replace(DONE, stop=Stop.MOVE), Cause.COMPLETED, Decision.FINISH),
+    "a node lost while another was left": (
+        replace(DEAD, stop=Stop.MOVE, slurm=Slurm.RUNNING, lost_nodes=("node2",), can_go_on=True),
+        Cause.NODE_FAILURE,
+        Decision.RESTART,
+    ),
+    "a rank killed while it was moved": (
+        replace(DEAD, stop=Stop.MOVE, slurm=Slurm.RUNNING),
+        Cause.CRASHED,
+        Decision.RESTART,
     ),
     "a rank raised": (Facts(1, (RAISED,)), Cause.CRASHED, Decision.RESTART),
     "a rank was killed": (replace(DEAD, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
@@ -523,3 +539,46 @@ def test_a_device_error_comes_before_the_exceptions_of_the_others_and_casts_susp
     ending = judge(Facts(1, (PEER, RAISED, device)))
     assert (ending.first_failure, ending.suspect) == (device, "node2")
     assert judge(Facts(1, (PEER, RAISED))).suspect is None
+
+
+def test_a_move_says_which_node_was_left_and_why_and_costs_nothing() -> None:
+    line = "moved off node2: drained: new fan by root; stopped at step 150, committed, nothing is lost"
+    assert judge(MOVING).line == line
+    moves = [Past("moved", "restart", 150, step_start=150, step_saved=150, lost_s=20.0)] * 9
+    budgets = Budgets(max_failures=1, max_requeues=0, no_progress_attempts=1)
+    assert judge(replace(MOVING, history=moves, budgets=budgets)).decision is Decision.RESTART
+    later = Facts(137, (KILLED,), step_start=150, step_end=160, history=moves, budgets=replace(budgets, max_failures=1))
+    assert "failure 1 of 1" in judge(later).line
+
+
+NODES = ("node1", "node2", "node3", "node4")
+
+
+@pytest.mark.parametrize(
+    ("links", "suspect"),
+    [
+        ((("node2", "node3"), ("node4", "node3")), "node3"),
+        ((("node2", "node3"), ("node2", "node4"), ("node1", "node2")), "node2"),
+        ((("node2", "node3"), ("node3", "node2")), "node3"),
+        ((("node3", "node1"),), "node3"),
+        ((("node1", "node2"), ("node3", "node4")), None),
+        ((("node1", "node2"), ("node2", "node3"), ("node3", "node1")), None),
+        ((), None),
+    ],
+    ids=["one has two", "one has three", "both ways", "the batch host", "two apart", "a ring", "none"],
+)
+def test_a_node_that_is_an_end_of_all_connections_that_fail_is_suspect_and_the_line_names_both_ends(
+    links: tuple[tuple[str, str], ...], suspect: str | None
+) -> None:
+    ending = judge(Facts(1, (RAISED,), cut_links=links, hosts=NODES))
+    assert ending.suspect == suspect
+    assert all(f"{host} to {peer}" in ending.line for host, peer in links)
+    assert ("no connection from" in ending.line) == bool(links)
+
+
+def test_a_line_names_a_few_of_many_connections() -> None:
+    links = tuple((f"node{n}", "node9") for n in range(8))
+    hosts = [f"node{n}" for n in range(10)]
+    line = judge(Facts(1, (RAISED,), cut_links=links, hosts=hosts)).line
+    assert "node3 to node9 and 4 more; " in line
+    assert "node4" not in line

@@ -26,7 +26,6 @@ from toolkit.launch.goodput import MEASURED, PARTS, Ledger, Start, moment, of_at
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.steps import StepEnded
-from toolkit.launch.store import Report
 from toolkit.rundir import RunDir
 
 SUBMITTED = 1_700_000_000.0
@@ -174,7 +173,7 @@ def goes_on(ranks: Ranks) -> None:
     """From step 60, so 40 of its 80 steps are made again."""
     time.sleep(0.25)
     ranks.report(step=140, step_start=60, spent=spent(training=0.16, checkpoint=0.04))
-    ranks.events.put(Report({"result": {"step": 140, "metrics": {}}}))
+    ranks.tell_result(140)
     ranks.events.put(StepEnded(0))
 
 
@@ -266,8 +265,7 @@ def test_the_first_step_is_dated_by_the_report_that_came_fastest(monkeypatch: py
     attempt = Attempt(1, 1000.0, Allocation(("here",), (1,), 1))
     for now, seconds in ((1013.0, 2.0), (1015.1, 5.0), (1030.0, 6.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        attempt.hear(0, {"spent": spent(training=seconds)})
-        attempt.hear(1, {"spent": spent(training=99.0)})
+        attempt.hear_progress({"spent": spent(training=seconds)})
     assert attempt.first_step == pytest.approx(1010.1)
 
 

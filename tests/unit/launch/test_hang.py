@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -15,9 +18,13 @@ import pytest
 
 from tests.waiting import wait_for
 from toolkit import fsio, rundir, stacks
+from toolkit.agent import stack_digest
+from toolkit.agent.link import Message
+from toolkit.agent.progress import Digest, Standing
+from toolkit.agent.stack_digest import Seen, awaits, collect, digest, from_json, group, merge
 from toolkit.launch import hang
-from toolkit.launch.hang import Seen, awaits, blame, collect, debug_environment
-from toolkit.launch.watchdog import Standing
+from toolkit.launch.hang import blame, debug_environment
+from toolkit.rundir import RunDir
 from toolkit.stacks import main_stack
 
 TIMEOUT_S = 20
@@ -132,7 +139,7 @@ def standing(number: int, *, silent: bool) -> Standing:
     ],
 )
 def test_the_rank_that_is_behind(seen: list[Seen], culprits: list[int], line: str) -> None:
-    assert blame(seen) == (culprits, line)
+    assert blame(group(seen)) == (culprits, line)
 
 
 def test_a_rank_at_work_waits_for_nobody() -> None:
@@ -140,15 +147,15 @@ def test_a_rank_at_work_waits_for_nobody() -> None:
     assert awaits([]) is None
 
 
-@pytest.mark.parametrize(("file", "function"), hang._WAITS)
+@pytest.mark.parametrize(("file", "function"), stack_digest._WAITS)
 def test_the_places_where_ranks_wait_are_where_they_are_said_to_be(file: str, function: str) -> None:
-    assert f"def {function}(" in (Path(hang.__file__).parents[1] / file).read_text()
+    assert f"def {function}(" in (Path(stack_digest.__file__).parents[1] / file).read_text()
 
 
 def test_thousands_of_ranks_are_judged_in_no_time() -> None:
     seen = [rank(number, BACKWARD) for number in range(4096)]
     begun = time.monotonic()
-    culprits, line = blame(seen)
+    culprits, line = blame(group(seen))
     assert time.monotonic() - begun < 2
     assert len(culprits) == 4096
     assert line == "in all_reduce, 212 s (ranks 1-4095 as well)"
@@ -201,7 +208,7 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
     worker = stacks.stack_path(folder, 3, 1)
     wait_for(lambda: "<module>" in worker.read_text(), TIMEOUT_S, "the worker's stack")
     assert [frame.name for frame in main_stack(worker.read_text())][-2:] == ["main_forever", "<module>"]
-    quoted = hang._quote(folder, 3, told[3])
+    quoted = hang._quote(folder, 3)
     assert quoted.count("in main_forever") == 2
     assert "data worker 1" in quoted
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
@@ -210,15 +217,15 @@ def test_a_rank_and_its_worker_tell_their_stacks_when_only_the_rank_is_asked(hun
 def test_a_stopped_rank_is_not_waited_for_and_one_without_a_file_has_not_started(
     hung: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang, "ANSWER_S", 1.0)
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 1.0)
     folder, pid = hung
     os.kill(pid, signal.SIGSTOP)
     os.kill(pid, stacks.ASK)
     begun = time.monotonic()
     assert collect(folder, [standing(3, silent=True)]) == {3: []}
-    assert time.monotonic() - begun < hang.ANSWER_S / 2
+    assert time.monotonic() - begun < stack_digest.ANSWER_S / 2
     assert collect(folder, [standing(3, silent=True), standing(4, silent=False)]) == {3: [], 4: None}
-    assert time.monotonic() - begun > hang.ANSWER_S - 2 * hang.LOOK_EVERY_S
+    assert time.monotonic() - begun > stack_digest.ANSWER_S - 2 * stack_digest.LOOK_EVERY_S
 
 
 def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> None:
@@ -287,7 +294,7 @@ def unread(number: int, phase: str | None = "in a step", step: int | None = 7) -
     ],
 )
 def test_a_rank_whose_stack_was_not_read_is_not_blamed_for_it(seen: list[Seen], culprits: list[int], line: str) -> None:
-    assert blame(seen) == (culprits, line)
+    assert blame(group(seen)) == (culprits, line)
 
 
 class SlowDisk:
@@ -313,46 +320,125 @@ WAITS = written("/x/torch/distributed/distributed_c10d.py:all_reduce", LOOP)
 WORKS = written("/x/jobs/mine.py:__getitem__", LOOP)
 
 
-def test_of_ten_thousand_nodes_none_is_blamed_whose_stacks_there_was_no_time_to_read(
+def test_ranks_whose_stacks_there_was_no_time_to_read_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, "in a step" was said of the 1,139 of 1,256 ranks that nobody had looked at; the first was blamed."""
-    ranks = 10_000
-    monkeypatch.setattr(hang, "ANSWER_S", 0.3)
+    """Before, "in a step" was said of all that nobody had looked at, and the first of them was blamed."""
+    ranks = 1000
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.3)
     disk = SlowDisk(dict.fromkeys(range(ranks), WAITS) | {ranks - 1: WORKS}, delay_s=0.01)
-    monkeypatch.setattr(hang, "stack_text", disk)
+    monkeypatch.setattr(stack_digest, "stack_text", disk)
     standings = [Standing(number, "in a step", 7, 300.0, False) for number in range(ranks)]
-    told = collect(tmp_path, standings)
-    assert 0 < len(told) < ranks / 10
-    culprits, line = blame([Seen(s, told.get(s.rank), is_read=s.rank in told) for s in standings])
+    groups = from_json(json.loads(digest(tmp_path, standings)))
+    read = [each for each in groups if each.is_read]
+    assert [each.doing for each in read] == ["in all_reduce"]
+    assert 0 < len(read[0].ranks) < ranks / 10
+    culprits, line = blame(groups)
     assert culprits == []
-    assert f"of {ranks - len(told)} of {ranks} ranks; {len(told)} ranks in all_reduce" in line
+    known = len(read[0].ranks)
+    assert line.endswith(f"the stacks of {ranks - known} of {ranks} ranks; {known} ranks in all_reduce")
 
 
-def test_those_that_are_behind_by_their_reports_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "ANSWER_S", 0.3)
-    disk = SlowDisk(dict.fromkeys(range(5000), WAITS) | {4000: WORKS}, delay_s=0.01)
-    monkeypatch.setattr(hang, "stack_text", disk)
-    standings = [Standing(number, "in a step", 7, 300.0, False) for number in range(5000)]
-    standings[4000] = Standing(4000, "waiting for data", 7, 300.0, False)
-    told = collect(tmp_path, standings)
-    culprits, _ = blame([Seen(s, told.get(s.rank), is_read=s.rank in told) for s in standings])
-    assert culprits == [4000]
-    assert disk.reads.index(4000) < hang.READERS
+def test_a_file_server_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
+    answers = threading.Event()
+    monkeypatch.setattr(stack_digest, "stack_text", lambda _: str(answers.wait(TIMEOUT_S)))
+    assert collect(tmp_path, [standing(0, silent=False)]) == {}
+    answers.set()
 
 
 def test_a_file_that_was_read_too_early_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal takes its time to the ranks. An empty file is an answer only when one could have been there."""
-    monkeypatch.setattr(hang, "ANSWER_S", 0.2)
-    monkeypatch.setattr(hang, "LOOK_EVERY_S", 60.0)
-    monkeypatch.setattr(hang, "stack_text", lambda _: "")
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.2)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(stack_digest, "stack_text", lambda _: "")
     assert collect(tmp_path, [standing(0, silent=False)]) == {}
-    monkeypatch.setattr(hang, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.02)
     assert collect(tmp_path, [standing(0, silent=False)]) == {0: []}
 
 
 def test_every_file_is_read_once_where_all_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(dict.fromkeys(range(200), WAITS), delay_s=0.0)
-    monkeypatch.setattr(hang, "stack_text", disk)
+    monkeypatch.setattr(stack_digest, "stack_text", disk)
     told = collect(tmp_path, [standing(number, silent=False) for number in range(200)])
     assert sorted(disk.reads) == sorted(told) == list(range(200))
+
+
+# ------------------------------------------------------------------------------------------------------- many nodes
+
+
+class Nodes:
+    """Agents that answer with what the test has made up, or not at all."""
+
+    def __init__(self, groups: Mapping[str, str], silent: Sequence[str] = ()) -> None:
+        self._groups, self.silent_hosts = groups, silent
+        self.orders: Mapping[str, Message] = {}
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> Mapping[str, Message]:
+        self.orders = orders
+        return {host: {"groups": json.loads(text)} for host, text in self._groups.items()}
+
+
+A_NODE = 8
+
+
+def node_ranks(node: int) -> range:
+    return range(node * A_NODE, (node + 1) * A_NODE)
+
+
+def answer_of(node: int, culprit: int | None = None) -> str:
+    """All of its ranks are in an all-reduce but one."""
+    stacks_of = {number: LOADER if number == culprit else ALL_REDUCE for number in node_ranks(node)}
+    return json.dumps([astuple(each) for each in group(rank(number, stack) for number, stack in stacks_of.items())])
+
+
+def unknown(nodes: int) -> dict[str, list[Standing]]:
+    """What a supervisor knows of the ranks of a run that reports."""
+    return {
+        f"node{node}": [Standing(number, None, None, 40.0, False) for number in node_ranks(node)]
+        for node in range(nodes)
+    }
+
+
+def test_of_ten_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> None:
+    """Before, the supervisor read 80,000 files for it, one by one, in the 3 s that there are."""
+    count, culprit = 10_000, 54_321
+    nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
+    begun = time.monotonic()
+    groups = hang.look(nodes, run, 1, unknown(count), {})
+    named, line = blame(groups)
+    assert time.monotonic() - begun < 10
+    assert len(groups) == 2
+    assert (named, line) == ([culprit], f"in a step, {212.4 + culprit:.0f} s; {8 * count - 1} others in all_reduce")
+    assert max(len(json.dumps(order)) for order in nodes.orders.values()) < 1000
+
+
+def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:
+    nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)}, silent=["node1"])
+    known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
+    culprits, line = blame(hang.look(nodes, run, 1, unknown(3), known))
+    assert culprits == list(node_ranks(1))
+    gone = "does not answer (stopped, or its node is gone), 40 s (ranks 9-15 as well)"
+    assert line == f"{gone}; 16 others in all_reduce"
+
+
+def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
+    nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)})
+    known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
+    culprits, line = blame(hang.look(nodes, run, 1, unknown(3), known))
+    assert culprits == []
+    assert "no time to read the stacks of 8 of 24 ranks; 16 ranks in all_reduce" in line
+
+
+def test_groups_may_be_merged_in_any_order_and_in_parts() -> None:
+    """As agents do that pass on what other agents have told them."""
+    parts = [from_json(json.loads(answer_of(node, culprit=9))) for node in range(4)]
+    at_once = merge(each for part in parts for each in part)
+    in_a_tree = merge([*merge([*parts[3], *parts[1]]), *merge([*parts[0], *parts[2]])])
+    assert at_once == in_a_tree
+    assert [len(each.ranks) for each in at_once] == [31, 1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return rundir.create("test", tmp_path)

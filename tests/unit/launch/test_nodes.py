@@ -26,17 +26,21 @@ def pool(run: RunDir, spare: int = 1, *, allow_fewer: bool = False) -> Nodes:
 
 
 def hosts(of: Nodes) -> tuple[str, ...] | None:
+    """Where the next attempt starts."""
     plan = of.plan()
-    return None if plan is None else plan.hosts
+    if plan is None:
+        return None
+    of.note_used(plan)
+    return plan.hosts
 
 
-def test_spares_are_kept_for_later_and_then_stand_in(run: RunDir) -> None:
+def test_spares_are_kept_for_later_and_then_stand_in_at_the_lost_nodes_place(run: RunDir) -> None:
     of = pool(run)
     assert hosts(of) == ("a", "b", "c")
     of.condemn("b", "no answer")
     plan = of.plan()
     assert plan is not None
-    assert (plan.hosts, plan.world_size, plan.job_id) == (("a", "c", "d"), 6, "7")
+    assert (plan.hosts, plan.world_size, plan.job_id) == (("a", "d", "c"), 6, "7")
 
 
 def test_without_spares_left_there_is_no_plan(run: RunDir) -> None:
@@ -60,7 +64,7 @@ def test_a_node_that_ends_two_attempts_is_replaced(run: RunDir) -> None:
     of.suspect("a", 1)
     assert hosts(of) == ("a", "b", "c")
     of.suspect("a", 2)
-    assert hosts(of) == ("b", "c", "d")
+    assert hosts(of) == ("d", "b", "c")
     assert nodes.remembered(run)["a"].why == "ended 2 attempts"
 
 
@@ -76,7 +80,7 @@ def test_the_next_job_uses_remembered_nodes_last(run: RunDir) -> None:
     again = pool(run)
     assert hosts(again) == ("a", "c", "d")
     again.condemn("c", "x")
-    assert hosts(again) == ("a", "d", "b")
+    assert hosts(again) == ("a", "b", "d")
     nodes.forget(run)
     assert hosts(pool(run)) == ("a", "b", "c")
 
@@ -96,3 +100,75 @@ def test_spares_that_cannot_be_are_refused(tasks: tuple[int, ...], spare: int, w
     with pytest.raises(RequestError) as caught:
         Allocation(("a", "b"), tasks, 1).without(spare)
     assert all(word in str(caught.value) for word in words)
+
+
+# ----------------------------------------------------------------------------------------------- drained and sick nodes
+
+
+def leaving(of: Nodes, at_work: str = "abc", silent: str = "") -> dict[str, str]:
+    return {host: bad.why for host, bad in of.to_leave([*at_work], set(HOSTS) - {*silent}).items()}
+
+
+def test_a_drained_or_sick_node_is_left_for_a_good_spare(run: RunDir) -> None:
+    of = pool(run)
+    of.note(sick={}, drained={"b": "new fan"})
+    assert leaving(of) == {"b": "drained: new fan"}
+    of.note(sick={"a": "no room on /tmp"}, drained={})
+    assert leaving(of) == {"a": "no room on /tmp"}
+    of.condemn("a", "no room on /tmp")
+    assert hosts(of) == ("b", "c", "d")
+    assert (leaving(of), of.ailing) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "what", ["none", "sick itself", "drained itself", "silent", "bad", "lost"], ids=lambda what: f"the spare is {what}"
+)
+def test_without_a_good_spare_no_node_is_left(run: RunDir, what: str) -> None:
+    if what == "bad":
+        nodes.remember(run, "d", "ended 2 attempts")
+    of = pool(run, spare=0 if what == "none" else 1)
+    sick, drained = {"b": "hot"}, {}
+    if what == "sick itself":
+        sick["d"] = "hot"
+    if what == "drained itself":
+        drained["d"] = "new fan"
+    if what == "lost":
+        of.condemn("d", "lost")
+    of.note(sick=sick, drained=drained)
+    assert leaving(of, "abcd" if what == "none" else "abc", "d" if what == "silent" else "") == {}
+    assert of.ailing["b"].why == "hot"
+
+
+def test_no_more_nodes_are_left_than_there_are_spares(run: RunDir) -> None:
+    of = pool(run)
+    of.note(sick={"b": "hot", "c": "hot"}, drained={})
+    assert list(leaving(of)) == ["b"]
+
+
+def test_the_batch_host_is_left_when_it_is_sick_but_not_when_it_is_drained(run: RunDir) -> None:
+    of = pool(run)
+    of.note(sick={}, drained={"a": "new fan"})
+    assert leaving(of) == {}
+    of.note(sick={"a": "hot"}, drained={})
+    assert leaving(of) == {"a": "hot"}
+
+
+def test_an_ailing_spare_is_the_last_to_stand_in(run: RunDir) -> None:
+    of = pool(run, spare=2)
+    of.note(sick={"c": "hot"}, drained={})
+    of.condemn("b", "lost")
+    assert hosts(of) == ("a", "d")
+
+
+def test_what_is_wrong_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    of = pool(run)
+    for _ in range(3):
+        of.note(sick={"b": "hot"}, drained={"c": "new fan"})
+    assert [record.message for record in caplog.records] == ["node b: hot", "node c: drained: new fan"]
+
+
+def test_a_drained_node_is_remembered_as_one_that_slurm_looks_after(run: RunDir) -> None:
+    pool(run).condemn("b", "drained: new fan", is_drained=True)
+    pool(run).condemn("c", "lost")
+    assert {host: bad.is_drained for host, bad in nodes.remembered(run).items()} == {"b": True, "c": False}
+    assert hosts(pool(run)) == ("a", "d", "b")

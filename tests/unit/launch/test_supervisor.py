@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,18 +16,19 @@ import pytest
 
 from toolkit import config as configs
 from toolkit import fsio, open_files, rundir, stacks
+from toolkit.agent import stack_digest
+from toolkit.agent.link import Message
+from toolkit.agent.progress import Digest, Report, Standing
 from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch import hang, intent, journal, patience, silence, submit, supervisor
+from toolkit.launch import intent, journal, patience, silence, submit, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
 from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.steps import Events, RankEnded, StepEnded
-from toolkit.launch.store import Report
+from toolkit.launch.steps import Events, FirstReports, MainReport, Progress, RankEnded, StepEnded
 from toolkit.launch.supervisor import Supervisor, _Signalled
-from toolkit.launch.watchdog import Standing
 from toolkit.rundir import RunDir
 
 
@@ -47,7 +49,7 @@ class Store:
         Store.proposed.append(kind)
         Store.on_propose()
 
-    def close(self, patience_s: float) -> None:
+    def close(self) -> None:
         self._closed = True
 
 
@@ -59,6 +61,9 @@ class Ranks:
         self.signals: list[signal.Signals] = []
         self.answers_kill = True
         self.abandoned = False
+
+    def prepare(self, *args: Any) -> None:
+        self.events = args[-1]
 
     def start_store(self, *args: Any) -> Store:
         return Store()
@@ -72,7 +77,7 @@ class Ranks:
         events: Events,
         store: Any,
     ) -> Ranks:
-        self.events, self.environ, self.hosts = events, environ, allocation.hosts
+        self.attempt, self.events, self.environ, self.hosts = attempt, events, environ, allocation.hosts
         self._acts.pop(0)(self)
         return self
 
@@ -87,8 +92,40 @@ class Ranks:
         self.events.put(StepEnded(-9))
 
     def report(self, **fields: Any) -> None:
-        doing = {"doing": "in a step", "done": fields.get("step"), "count": 0}
-        self.events.put(Report({"reports": {"0": {**fields, **doing}}}))
+        """As rank 0, on the first node."""
+        step = fields.get("step")
+        self.events.put(MainReport(Report(self.attempt, 0, "in a step", step, 0, fields)))
+        self.events.put(FirstReports(self.attempt, self.hosts[0], (0,)))
+        self.events.put(Progress(self.hosts[0], Digest(self.attempt, 1, 0, 1 + (step or 0), step, step)))
+
+    def tell_result(self, step: int, **metrics: float) -> None:
+        self.events.put(
+            MainReport(Report(self.attempt, 0, "finishing", step, 0, None, {"step": step, "metrics": metrics}))
+        )
+
+
+class NodeAgents:
+    """The agents of the nodes: know the ranks in ``known`` by their reports, and answer when they are asked."""
+
+    silent_hosts: frozenset[str] = frozenset()
+    heard_hosts: frozenset[str] = frozenset()
+    sick_hosts: Mapping[str, str] = {}
+
+    def __init__(self, *known: Standing) -> None:
+        self._known = {standing.rank: standing for standing in known}
+
+    def ask_for_unanswered(self) -> None: ...
+
+    def host_at(self, address: str) -> str | None: ...
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+        return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
+
+    def _digest(self, order: Message) -> str:
+        standings = [Standing(*standing) for standing in order["standings"]]
+        return stack_digest.digest(Path(order["folder"]), [self._known.get(s.rank, s) for s in standings])
+
+    def close(self) -> None: ...
 
 
 def ended(*ranks: int, code: int | None = None) -> RankEnded:
@@ -124,7 +161,7 @@ def supervise(run: RunDir, ranks: Ranks, **retry: int) -> int:
 
 def completes(ranks: Ranks) -> None:
     ranks.report(step=10, step_start=0)
-    ranks.events.put(Report({"result": {"step": 10, "metrics": {"eval/accuracy": 0.5}}}))
+    ranks.tell_result(10, **{"eval/accuracy": 0.5})
     ranks.events.put(StepEnded(0))
 
 
@@ -208,7 +245,7 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
         ranks.events.put(ended(2))
         ranks.events.put(ended(3, code=1))
         ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
-        ranks.events.put(Report({"result": {"step": 10, "metrics": {}}}))
+        ranks.tell_result(10)
         ranks.events.put(StepEnded(137))
 
     ranks = Ranks(loses_two)
@@ -472,6 +509,9 @@ def foreign_failure(run: RunDir, rank: int, text: str) -> Callable[[Ranks], None
         ("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", True),
         ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclSystemError: System call (e.g. socket, malloc) failed", True),
         ("NCCL error in: ProcessGroupNCCL.cpp:3690, ncclRemoteError: a remote process exited prematurely", False),
+        ("[enforce fail at socket.cc:142] rv != -1. -1 vs -1. connect: Invalid argument", True),
+        ("[enforce fail at socket.cc:142] rv != -1. -1 vs -1. connect: Network is unreachable", True),
+        ("[pair.cc:534] Connection closed by peer [10.0.0.3]:4711", False),
         ("CUDA error: device-side assert triggered", False),
         ("CUDA error: invalid argument", False),
         ("CUDA error: out of memory", False),
@@ -485,6 +525,39 @@ def test_a_device_error_in_an_error_file_blames_the_node_of_its_rank(
     fsio.make_dir(run.attempt_logs(1))
     fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
     assert read_error_file(run.error_file(1, 0)).blames_node is blames_node
+
+
+@pytest.mark.parametrize(
+    ("message", "address"),
+    [
+        (
+            "NCCL error in: NCCLUtils.cpp:94, ncclSystemError\nLast error:\nncclOsSocketPollConnect: connect to "
+            "10.0.0.3<41234> returned Connection timed out, exceeded error retry count after 35 attempts",
+            "10.0.0.3",
+        ),
+        ("socketStartConnect: connect to fe80::1%eth0<41234> failed : No route to host", "fe80::1"),
+        (
+            "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 29500).",
+            "10.0.0.1",
+        ),
+        (
+            "The client socket has failed to connect to any network address of (::ffff:10.0.0.1, 29500). The client ",
+            "10.0.0.1",
+        ),
+        ("timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:4711", "10.0.0.2"),
+        ("socketProgress: Connection closed by remote peer 10.0.0.3<41234>", None),
+        ("[pair.cc:534] Connection closed by peer [10.0.0.3]:4711", None),
+        ("trying to connect to (1.2, 3)", None),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_the_address_that_a_rank_could_not_connect_to_is_read_from_its_error(
+    run: RunDir, message: str, address: str | None
+) -> None:
+    """Not that of a connection which broke: the rank at its other end may have ended for its own reasons."""
+    fsio.make_dir(run.attempt_logs(1))
+    fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "node1", "type": "RuntimeError", "message": message})
+    assert read_error_file(run.error_file(1, 0)).unreached == address
 
 
 @pytest.mark.parametrize(
@@ -513,17 +586,18 @@ def hangs(ranks: Ranks) -> None:
     ranks.answers_kill = False  # by the question for the stacks
 
 
-def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job) -> int:
-    """With a process group that times out after 1 s."""
+def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, reporting: Sequence[int] = (0,)) -> int:
+    """With a process group that times out after 1 s; ranks that are ``reporting`` are in their eighth step."""
     config = JobConfig(job=job)
     config.dist.timeout_s = 1
-    return Supervisor(run, config, Allocation(("node1", "node2"), (1, 1), 1), ranks, None).run()
+    agents: Any = NodeAgents(*(Standing(rank, "in a step", 7, 0.6, False) for rank in reporting))
+    return Supervisor(run, config, Allocation(("node1", "node2"), (1, 1), 1), ranks, None, agents).run()
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "ANSWER_S", 0.5)
-    monkeypatch.setattr(hang, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(stack_digest, "ANSWER_S", 0.5)
+    monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
 
 
@@ -546,16 +620,11 @@ def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_th
 def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def both_hang(ranks: Ranks) -> None:
-        doing = {"doing": "in a step", "done": 7, "count": 0}
-        ranks.events.put(Report({"reports": {"0": {**doing, "step": 7, "step_start": 0}, "1": doing}}))
-        ranks.answers_kill = False
-
     def away(_: Any) -> str:
         raise OSError("Stale file handle")
 
-    monkeypatch.setattr(hang, "stack_text", away)
-    assert supervise_quickly(run, Ranks(both_hang, completes)) == 0
+    monkeypatch.setattr(stack_digest, "stack_text", away)
+    assert supervise_quickly(run, Ranks(hangs, completes), reporting=[0, 1]) == 0
     line, _ = run.attempts()
     assert (line["cause"], line["decision"], line["suspect"]) == ("hang", "restart", None)
     assert line["line"].startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
@@ -643,7 +712,7 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
         monkeypatch.setattr(silence, "START_AFTER_SHARE", 0.0)
 
     ranks = Ranks(says_nothing, lambda ranks: ranks.events.put(StepEnded(0)))
-    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
+    assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
     assert (line["cause"], line["decision"], after["cause"]) == ("hang", "restart", "completed")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.launch.test_supervisor import Ranks, Store, completes, quick  # noqa: F401
+from tests.unit.launch.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.cluster.commands import Settings
@@ -22,6 +22,7 @@ from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
 from toolkit.launch import nodes, patience, supervisor
+from toolkit.launch.agents import NodeAnswered, Unanswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes
@@ -59,13 +60,29 @@ class Preflight:
 
     def __init__(self) -> None:
         self.bad: dict[str, str] = {}
+        self.unknown: tuple[str, ...] = ()
         self.meanwhile: Callable[[], None] = lambda: None
         self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     def __call__(self, folder: Path, hosts: tuple[str, ...], tasks: tuple[int, ...], *args: Any, **more: Any) -> Report:
         self.asked.append((hosts, tasks))
         self.meanwhile()
-        return Report(hosts, {}, self.bad, {}, (), 0.1)
+        return Report(hosts, {}, self.bad, {}, (), 0.1, self.unknown)
+
+
+class PlayedAgents(NodeAgents):
+    """Of a job whose nodes are all there. When asked, they say what the test does."""
+
+    say_unanswered: Callable[[], None] = staticmethod(lambda: None)
+
+    def ask_for_unanswered(self) -> None:
+        self.say_unanswered()
+
+    def host_at(self, address: str) -> str | None:
+        return {"10.0.0.1": "node1", "10.0.0.2": "node2", "10.0.0.3": "node3"}.get(address)
+
+
+AGENTS: Any = PlayedAgents()
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +99,7 @@ def supervise(run: RunDir, slurm: FakeSlurm, ranks: Ranks, *, spare: int = 0, fe
     row = slurm.show_job("1")
     assert row is not None
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1", restart_count=row.restarts)
-    return Supervisor(run, config, allocation, ranks, slurm).run()
+    return Supervisor(run, config, allocation, ranks, slurm, AGENTS).run()
 
 
 def loses_node2(ranks: Ranks) -> None:
@@ -161,7 +178,7 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
         ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
-    assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node2"]
+    assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node3"]
     assert list(nodes.remembered(run)) == ["node1"]
     assert run.status()["bad_nodes"] == {"node1": "ended 2 attempts"}
 
@@ -340,6 +357,16 @@ def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlur
     assert preflight.asked == [(HOSTS, (1, 1, 0))]
     assert run.attempts()[0]["nodes"] == ["node2", "node3"]
     assert run.status()["bad_nodes"] == {"node1": "the disk is full"}
+
+
+def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight
+) -> None:
+    ranks = Ranks(completes)
+    preflight.bad = {"node1": "the disk is full"}
+    preflight.meanwhile = lambda: ranks.events.put(NodeAnswered("node3", "", 0.0, 0.0, 0.0, 0.0))
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert run.attempts()[0]["nodes"] == ["node2", "node3"]
 
 
 def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
@@ -546,11 +573,52 @@ def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, prefl
     assert (run.result() or {})["state"] == "completed"
 
 
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
+    run: RunDir, slurm: FakeSlurm, preflight: Preflight, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    preflight.unknown = ("node2",)
+    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
+    assert supervise(run, slurm, Ranks(completes), spare=1) == 0
+    assert run.attempts()[0]["nodes"] == ["node1", "node3" if is_dead else "node2"]
+    assert list(run.status()["bad_nodes"]) == (["node2"] if is_dead else [])
+
+
+def test_a_connection_that_nobody_answers_tells_on_both_nodes_and_the_later_one_is_replaced(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for an address that is no node's of the attempt, or for the node itself, tells nothing."""
+
+    def fails(ranks: Ranks) -> None:
+        told = Unanswered("node2", ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"))
+        monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
+        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    assert supervise(run, slurm, Ranks(fails, fails, completes), spare=1) == 0
+    first, second, last = run.attempts()
+    assert "no connection from node2 to node1" in first["line"]
+    assert (first["suspect"], second["suspect"]) == ("node2", "node2")
+    assert "node node2 is to blame" in second["line"]
+    assert last["nodes"] == ["node1", "node3"]
+
+
+def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, slurm: FakeSlurm) -> None:
+    def fails(ranks: Ranks) -> None:
+        path = run.error_file(1, 1)
+        fsio.make_dir(path.parent)
+        message = "timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."
+        fsio.write_json(path, {"rank": 1, "host": "node2", "type": "DistNetworkError", "message": message})
+        ranks.events.put(RankEnded((1,), "node2", "exit code 1", None, time.time(), 1))
+
+    assert supervise(run, slurm, Ranks(fails, completes)) == 0
+    assert "no connection from node2 to node1" in run.attempts()[0]["line"]
+
+
 def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
     config = JobConfig()
     config.cluster.preflight = False
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    assert Supervisor(run, config, allocation, Ranks(completes), slurm).run() == 0
+    assert Supervisor(run, config, allocation, Ranks(completes), slurm, AGENTS).run() == 0
     assert preflight.asked == []
 
 

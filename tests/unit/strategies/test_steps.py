@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -226,11 +227,14 @@ def test_an_average_that_does_not_say_how_old_it_is_does_not_begin_again() -> No
 
 
 def test_a_loss_window_is_a_mean_over_the_steps_that_were_made() -> None:
-    window = LossWindow(0, 1, lambda values: {name: float(value) for name, value in values.items()})
+    def by_rank(values: Mapping[str, float | torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([float(value)]) for name, value in values.items()}
+
+    window = LossWindow(0, 1, by_rank)
     for loss in (4.0, 0.0, 2.0):
         window.add(StepOutput(torch.tensor(loss), parts={"kl": torch.tensor(loss / 4)}))
     window.leave_out(1)
-    again = LossWindow(0, 1, window._total)
+    again = LossWindow(0, 1, by_rank)
     again.restore(window.state())
     again.add(StepOutput(torch.tensor(3.0), parts={"kl": torch.tensor(0.0)}))
     assert window.take(0.5) == ({"loss": 3.0, "kl": 0.75}, [0.5])

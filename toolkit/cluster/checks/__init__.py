@@ -1,12 +1,13 @@
-"""Checks of one node, made on that node: ``python -m toolkit.cluster.checks REQUEST_JSON``, token in the environment.
+"""Checks of one node, made on that node: ``python -m toolkit.cluster.checks REQUEST_JSON``.
 
-`toolkit.launch.preflight` starts one such process on every node, at once, and judges what they say across the nodes.
-What one says is JSON, a line for each finding as soon as it is known, so that a check that hangs hides no other.
-It has to be up within a few hundredths of a second on every node: standard library only.
+Each node of a job is checked once, by its agent; `toolkit doctor` has srun do the same. A node prints one line of
+JSON, an :class:`Answer`, and ends. Nodes do not talk to each other: `toolkit.cluster.checks.verdict` compares their
+answers. The checks must be up within a few hundredths of a second: standard library only.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +16,8 @@ Severity = Literal["ok", "warning", "bad"]
 
 #: Where srun runs, which is where ranks find the store of their supervisor; or the first node of the step.
 LAUNCHER, FIRST_NODE = "launcher", "first node"
-#: Holds the request's token: any user of a node may read what stands in a command line.
-TOKEN_VARIABLE = "TOOLKIT_PREFLIGHT_TOKEN"
-#: All that a node does ends within this; the process leaves by itself a little later, whoever has forgotten it.
-LIMIT_S = 25.0
+#: A program or server of the node, and a file system, are waited for this long. All checks run at once.
+ASKING_LIMIT_S, DISK_LIMIT_S = 15.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,38 @@ class Request:
     """What is asked of a node."""
 
     folder: str  #: inside the run folder, shared by all nodes; holds the file ``token``, and takes one of each node's
-    token: str  #: the content of that file, and the word by which nodes know each other
+    token: str  #: the content of these files
     cpus: Sequence[int]  #: that the ranks of a node need: of the n-th task the n-th, or of all the only one
     gpus: int = 0  #: that a node must have
     peer: str = LAUNCHER  #: a node on the network of the ranks, by name or address, or one of the two words above
-    pairs: bool = True  #: whether to exchange sums with other nodes, which the caller names on stdin
-    limit_s: float = LIMIT_S
+    disk_limit_s: float = DISK_LIMIT_S
 
     def cpus_of(self, task: int) -> int:
+        """Return the number of CPUs that the ranks of the node of srun's task ``task`` need."""
         return self.cpus[task % len(self.cpus)]
+
+
+#: How the JSON of an answer begins.
+ANSWER_HEAD = '{"node": '
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a node prints: its name, its clock when it began and when it was done, and its findings.
+
+    ``nodes`` are all nodes of the step in Slurm's notation; empty where enough other nodes tell them.
+    """
+
+    node: str
+    began: float
+    ended: float
+    findings: tuple[Finding, ...]
+    nodes: str = ""
+
+    @staticmethod
+    def parse(text: str) -> Answer:
+        """Return the answer in one line of JSON. Raises ValueError, TypeError or KeyError for any other line."""
+        content = json.loads(text)
+        findings = tuple(Finding.parse(finding) for finding in content["findings"])
+        times = float(content["began"]), float(content["ended"])
+        return Answer(str(content["node"]), *times, findings, str(content["nodes"]))

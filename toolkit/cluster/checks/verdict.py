@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from toolkit.cluster import hostlist
-from toolkit.cluster.checks import LIMIT_S, Finding, ok, pairs
+from toolkit.cluster.checks import Answer, Finding, ok
 
 #: Off from the other nodes; logs and time stamps of files are then wrong, and soon credentials are refused.
 BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
@@ -22,7 +21,7 @@ class Report:
     """What is known of the nodes.
 
     ``bad`` has the reason for each node to do without. ``common`` is wrong on every node alike, or was in the way of
-    the checks: no other node mends that.
+    the checks: no other node mends that. Of ``unknown`` nodes nothing was heard, which is a warning.
     """
 
     hosts: tuple[str, ...]
@@ -31,6 +30,7 @@ class Report:
     warnings: Mapping[str, str]
     common: tuple[str, ...]
     took_s: float
+    unknown: tuple[str, ...] = ()
 
     @property
     def is_fine(self) -> bool:
@@ -64,45 +64,36 @@ def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Heard:
-    """What one node has said so far."""
+    """What has been heard of one node."""
 
     name: str
-    findings: list[Finding] = field(default_factory=list)
-    listening: tuple[str, int] | None = None
-    clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two
-    is_here: bool = False
-    is_done: bool = False
-    is_gone: bool = False  #: srun has seen it end
-    noise: str = ""  #: its last line that is none of ours, or on stderr
+    findings: list[Finding] | None = None  #: None: it has not answered
+    clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two, in seconds
+    failure: str = ""  #: why it has not answered, where something says so
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether it has said where it listens, or that it cannot."""
-        return self.listening is not None or any(f.check == "network" and f.severity == "bad" for f in self.findings)
+    def take(self, answer: Answer, asked: float, received: float, began: float, ended: float) -> None:
+        """Take its answer. It was asked after ``asked`` and heard at ``received`` by our clock.
 
-    def set_clock(self, theirs: float, asked: float, received: float) -> None:
-        """It read its clock after we ``asked`` and before we ``received`` the answer: the closest two count."""
-        bounds = (theirs - received, theirs - asked)
-        if self.clock is None or bounds[1] - bounds[0] < self.clock[1] - self.clock[0]:
-            self.clock = bounds
+        By its own clock these were ``began`` and ``ended``.
+        """
+        self.findings = list(answer.findings)
+        self.clock = (ended - received, began - asked)
+
+    def find(self, finding: Finding) -> None:
+        """Add a finding of ours to its own."""
+        self.findings = [*(self.findings or ()), finding]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """All that was heard: of each node, of the pairs that were to meet, and srun's own errors."""
+def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> Report:
+    """Compare what was heard of the nodes, in ``took_s``.
 
-    nodes: Sequence[Heard]
-    exchanges: Mapping[pairs.Pair, pairs.Exchange]
-    errors: Sequence[str] = ()
-
-
-def judge(outcome: Outcome, trusted: str | None, took_s: float) -> Report:
-    """What was heard, compared between the nodes. ``trusted`` is the node on which the caller stands, if any."""
-    nodes = outcome.nodes
-    if not any(node.is_here for node in nodes) and outcome.errors:
-        return prevented([node.name for node in nodes], "; ".join(outcome.errors[-3:]), took_s)
-    found = {node.name: list(node.findings) for node in nodes}
-    for host, finding in (*_answers(outcome), *_clocks(nodes), *_fabric(nodes), *_exchanges(outcome, trusted)):
+    A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
+    slow. ``errors`` are those that name no node. They are the reason where nothing was heard of any.
+    """
+    if errors and not any(node.findings or node.failure for node in nodes):
+        return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
+    found = {node.name: list(node.findings or ()) for node in nodes}
+    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes)):
         found[host].append(finding)
     common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
     return Report(
@@ -112,6 +103,7 @@ def judge(outcome: Outcome, trusted: str | None, took_s: float) -> Report:
         warnings=_texts(found, "warning", common),
         common=tuple(common.values()),
         took_s=took_s,
+        unknown=tuple(node.name for node in nodes if node.findings is None and not node.failure),
     )
 
 
@@ -140,33 +132,13 @@ def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mappin
     return {host: text for host, text in texts.items() if text}
 
 
-#: What srun says of the tasks that it ends itself.
-_CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
-_NAME = re.compile(r"[\w.-]+")
-#: Nodes that stay silent without a word of why are bad while they are no more than this share of all (or one). Where
-#: more do, it is the launch, the network or this host that is slow: nothing is known of them, and none is blamed.
-MOST_SILENT_SHARE = 0.1
-
-
-def _answers(outcome: Outcome) -> Iterator[tuple[str, Finding]]:
-    """Of the nodes that are not done, why not."""
-    said_of: dict[str, str] = {}
-    for line in outcome.errors:
-        if not _CONSEQUENCE.search(line):
-            said_of |= {name: line for name in _NAME.findall(line) if name not in said_of}
-    undone = [
-        (node, [said_of[node.name]] if node.name in said_of else []) for node in outcome.nodes if not node.is_done
-    ]
-    silent = sum(not (words or node.noise or node.is_gone) for node, words in undone)
-    are_known = silent <= max(1, MOST_SILENT_SHARE * len(outcome.nodes))
-    for node, words in undone:
-        words += [node.noise] if node.noise else []
-        done = "has not got through its checks" if node.is_here else "does not answer"
-        if words or node.is_gone or are_known:
-            how = f" ({'; '.join(words)})" if words else f" within {LIMIT_S:g} s"
-            yield node.name, Finding("answer", "bad", "none", f"{done}{how}; have the node looked at")
-        else:
-            text = f"{done} within {LIMIT_S:g} s, as {silent} of {len(outcome.nodes)} nodes: nothing is known of it"
+def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Finding]]:
+    for node in nodes:
+        if node.failure:
+            text = f"could not be checked ({node.failure}); have the node looked at"
+            yield node.name, Finding("answer", "bad", "none", text)
+        elif node.findings is None:
+            text = f"nothing was heard of it within {took_s:.0f} s: nothing is known of it"
             yield node.name, Finding("answer", "warning", "none", text)
 
 
@@ -208,8 +180,12 @@ def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
 
 def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
     """A node with fewer InfiniBand ports up than most: the ranks would meet over the wrong network, or not at all."""
-    ports = {node.name: sum(f.value or 0 for f in node.findings if f.check == "infiniband") for node in nodes}
-    usual = statistics.mode(ports.values())
+    ports = {
+        node.name: sum(finding.value or 0 for finding in node.findings if finding.check == "infiniband")
+        for node in nodes
+        if node.findings is not None
+    }
+    usual = statistics.mode(ports.values()) if ports else 0
     for host, count in ports.items():
         if count < usual:
             text = (
@@ -217,23 +193,3 @@ def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
                 "which is down; have it drained"
             )
             yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)
-
-
-def _exchanges(outcome: Outcome, trusted: str | None) -> Iterator[tuple[str, Finding]]:
-    """Of the nodes that took part in pairs. One that came too late for them is in none, which says nothing of it."""
-    done = {node.name for node in outcome.nodes if node.is_done}
-    met = {pair: exchange for pair, exchange in outcome.exchanges.items() if done.issuperset(pair)}
-    in_a_pair = {host for pair in met for host in pair}
-    nodes = [node.name for node in outcome.nodes if node.name in in_a_pair]
-    failed = {pair: exchange.error for pair, exchange in met.items() if exchange.error is not None}
-    bad, unclear = pairs.blame(nodes, met.keys() - failed.keys(), failed, trusted)
-    for host in nodes:
-        others = [f"{a if b == host else b} ({error})" for (a, b), error in failed.items() if host in (a, b)]
-        text = f"cannot exchange data with {', '.join(sorted(others))}: have its network looked at"
-        if host in bad:
-            yield host, Finding("pairs", "bad", "cut off", text)
-        elif any(host in pair for pair in unclear):
-            yield host, Finding("pairs", "warning", "fails", text)
-        elif times := [exchange.took_s for pair, exchange in met.items() if host in pair and not exchange.error]:
-            rate = pairs.EXCHANGED_BYTES / min(times)
-            yield host, ok("pairs", f"{rate / 1e6:.0f} MB/s", rate)

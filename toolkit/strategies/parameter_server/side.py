@@ -214,6 +214,15 @@ class Side:
         self.lost = frozenset(lost)
         return dict(total)
 
+    def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """A sum in which each rank's values have names of their own."""
+        found = self.sum({f"{self._rank}/{name}": value for name, value in values.items()})
+        ranks = range(self._session.world_size)
+        return {
+            name: torch.tensor([found.get(f"{rank}/{name}", 0.0) for rank in ranks], dtype=torch.float64)
+            for name in values
+        }
+
     def settle(self) -> None:
         """All have come to here, so every ticket is applied: the newest weights, and the buffers of the first worker
         that lives, go to all."""

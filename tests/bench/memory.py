@@ -1,0 +1,83 @@
+"""What a copy of the state in memory costs a step: two ranks on one node, and on two as partners.
+
+`waited` is what the training waits for: the end of the copy before, the sum by which the ranks meet, and the copy.
+`background` is the time until digests and the partner's copy are complete. The plain copy into memory that is there
+already is the least that any way can take. Both nodes are this machine, so the network is its loopback.
+
+    python -m tests.bench.memory [--mib 64] [--step 0.5] [--copies 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tests.dist.ranks import run_ranks
+from toolkit.agent import state_memory
+from toolkit.agent.state_memory import NodeFiles
+from toolkit.checkpoint.memory import Memory
+from toolkit.dist.collectives import sum_by_name
+from toolkit.dist.session import Session
+from toolkit.dist.state import Sharded, State
+
+RANKS, TENSORS = 2, 16
+#: They pay for new memory.
+FIRST = 2
+
+
+def measure(
+    session: Session, files: Sequence[str], mib: int, step_s: float, copies: int
+) -> tuple[float, float, float, float]:
+    """Medians in ms: the plain copy, the wait for the copy before, sum and copy, and the background."""
+    size = RANKS // len(files)
+    os.environ |= {"LOCAL_RANK": str(session.rank % size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ[state_memory.VARIABLE] = files[session.rank // size]
+    count = mib * (1 << 18) // TENSORS
+    live = [torch.rand(count) for _ in range(TENSORS)]
+    state: State = {f"w{i}": Sharded(value, (RANKS * count,), (session.rank * count,)) for i, value in enumerate(live)}
+    kept = [value.clone() for value in live]
+    memory = Memory.of_this_rank(session.rank, RANKS, 1, os.environ)
+    memory.load(state, session.store, None)
+    figures: list[tuple[float, ...]] = []
+    for step in range(1, FIRST + copies + 1):
+        time.sleep(step_s)
+        began = time.perf_counter()
+        for value, place in zip(live, kept, strict=True):
+            place.copy_(value)
+        plain_s = time.perf_counter() - began
+        waited_s = memory.wait()
+        began = time.perf_counter()
+        sum_by_name({"figure": 1.0}, session.device)
+        new_s = memory.write(step, state, {})
+        figures.append((plain_s, waited_s, time.perf_counter() - began - new_s, memory.background_s))
+    memory.wait()
+    memory.close()
+    plain, waited, copied, background = (1000 * statistics.median(each[FIRST:]) for each in zip(*figures, strict=True))
+    return plain, waited, copied, background
+
+
+def main() -> None:
+    """Print a line for each number of nodes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=64, help="of each rank")
+    parser.add_argument("--step", type=float, default=0.5, help="seconds that a step sleeps")
+    parser.add_argument("--copies", type=int, default=10)
+    args = parser.parse_args()
+    for nodes in (1, 2):
+        agents = [NodeFiles() for _ in range(nodes)]
+        files = [agent.hold(RANKS // nodes) for agent in agents]
+        of_ranks = run_ranks(RANKS, measure, files, args.mib, args.step, args.copies)
+        plain, waited, copied, background = (max(each) for each in zip(*of_ranks, strict=True))
+        print(
+            f"{args.mib} MiB a rank on {nodes} node{'s' * (nodes > 1)}: plain copy {plain:.1f} ms, "
+            f"waited {waited:.1f} + {copied:.1f} ms, background {background:.0f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Modules that the ranks of a run import before their first step, so that the zygote can import them, too.
+
+Rank 0 writes their names into the run folder after its first step (:func:`note`). They are installed packages and the
+standard library, never a user's own modules. The zygote imports them while the ranks train (:func:`learn`), and at the
+start of the run's next job.
+
+Not every package can be imported before the fork. One that reads a rank's variables when it is imported would get the
+zygote's. One that starts a thread or opens the GPU would be broken in a fork. A trial process imports them first, and
+packages that do any of this are left to the ranks. What a C extension reads by getenv() is not noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import fsio
+from toolkit.agent.tether import die_with
+from toolkit.records import TEXT, ListOf, Null, Record, read_or
+
+NAME = "imports.json"
+#: A trial that takes longer is given up, and nothing is learnt.
+TRIAL_S = 120
+
+#: The modules that this process had when it was forked; None in a fresh interpreter.
+inherited: frozenset[str] | None = None
+
+
+def note(path: Path) -> None:
+    """Write the names of the installed modules that this process has imported since it was forked.
+
+    Does nothing in a fresh interpreter, and where the file has them already.
+    """
+    if inherited is None:
+        return
+    noted, _ = _read(path)
+    new = [name for name in [*sys.modules] if name not in inherited and name not in noted and _is_installed(name)]
+    if new:
+        _write(path, [*noted, *new], None)
+
+
+def learn(path: Path, varying: Collection[str]) -> list[str]:
+    """Import what the file names, but for packages that a trial found to be harmful; return the modules.
+
+    ``varying`` are the environment variables of which each rank has a value of its own. They are known once a rank has
+    been forked; before, nothing is tried. The trial's outcome is added to the file, and not tried again.
+    """
+    modules, left_out = _read(path)
+    wanted = [name for name in modules if name not in sys.modules]
+    if left_out is None and not varying:
+        return []
+    if wanted and left_out is None:
+        left_out = _try(wanted, varying)
+        _write(path, modules, left_out)
+    harmless = [name for name in wanted if _package(name) not in (left_out or [])]
+    return [name for name in harmless if import_quietly(name)]
+
+
+def import_quietly(name: str) -> bool:
+    """Import the module; False where that fails, for whatever reason: the ranks will say."""
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit):
+        return False
+    return True
+
+
+_SHAPE = Record({"modules": ListOf(TEXT), "left_out": Null(ListOf(TEXT))})
+
+
+def _read(path: Path) -> tuple[list[str], list[str] | None]:
+    """Return the modules, and the packages that are left out; None where there was no trial yet."""
+    fields = read_or(path, _SHAPE, {})
+    return fields.get("modules", []), fields.get("left_out")
+
+
+def _write(path: Path, modules: Sequence[str], left_out: Sequence[str] | None) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the next restart is a little slower
+        fsio.write_json(path, {"modules": modules, "left_out": left_out}, durable=False)
+
+
+def _is_installed(name: str) -> bool:
+    """True for modules of the standard library and of installed packages; an editable install is a user's own."""
+    spec = getattr(sys.modules[name], "__spec__", None)
+    if spec is None or spec.name != name or not spec.origin:
+        return False
+    folders = (sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return str(spec.origin).startswith(tuple(f"{folder}{os.sep}" for folder in folders if folder))
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _try(modules: Sequence[str], varying: Collection[str]) -> list[str]:
+    """Return the packages that may not be imported before the fork. A process of its own imports them all."""
+    packages = list(dict.fromkeys(map(_package, modules)))
+    reading, writing = os.pipe()
+    zygote, trial = os.getpid(), os.fork()
+    if trial == 0:
+        die_with(zygote, signal.SIGKILL)
+        signal.alarm(TRIAL_S)
+        with contextlib.suppress(BaseException):  # without an answer all are left out
+            os.write(writing, json.dumps(_harmful(packages, modules, varying)).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(trial, 0)
+    try:
+        return [str(package) for package in json.loads(text)]
+    except ValueError:  # it crashed, or took too long
+        return packages
+
+
+def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collection[str]) -> list[str]:
+    """Import the last package first: those that a package imports come after it, and so are judged by themselves."""
+    found: list[str] = []
+    for package in reversed(packages):
+        before, threads = set(sys.modules), _threads()
+        with _watched(varying) as seen:
+            imported = [import_quietly(name) for name in modules if _package(name) == package]
+        if seen.harm or not all(imported) or _threads() != threads or _has_gpu():
+            found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
+        if _has_gpu():  # nothing after it can be told apart
+            return list(packages)
+    return found
+
+
+@dataclass
+class _Seen:
+    harm: bool = False
+
+
+@contextlib.contextmanager
+def _watched(varying: Collection[str]) -> Iterator[_Seen]:
+    """Notice who reads one of these environment variables, or all variables."""
+    seen = _Seen()
+    kind = type(os.environ)
+    get, iterate = kind.__getitem__, kind.__iter__
+
+    def getitem(self: os._Environ[str], key: str) -> str:
+        seen.harm |= key in varying
+        return get(self, key)
+
+    def iterate_all(self: os._Environ[str]) -> Iterator[str]:
+        seen.harm = True
+        return iterate(self)
+
+    kind.__getitem__, kind.__iter__ = getitem, iterate_all  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
+
+
+def _threads() -> int:
+    """How many threads this process has, native ones included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _has_gpu() -> bool:
+    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())

@@ -1,0 +1,157 @@
+"""The way of a rank's reports to its node's agent: a Unix socket with an abstract name, and a message for each report.
+
+An abstract name needs no folder that both see, so a rank finds it from inside a container, too, and it is gone as soon
+as the agent is. Every user of the node may connect to it: the agent closes the connections of all but its own user, of
+whom the kernel tells (SO_PEERCRED, unix(7)). The name says nothing that is secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+
+from toolkit.agent.progress import MAX_BYTES
+
+#: In a rank's environment: what the names of its job's sockets are made from.
+VARIABLE = "TOOLKIT_REPORTS"
+#: From one call of :meth:`Inbox.take` no more is read, whoever sends without end.
+MOST_ROUNDS = 1000
+_RETRY_S = 0.1
+_UCRED = struct.Struct("3i")
+
+
+def token_of(secret: bytes) -> str:
+    """Return the job's :data:`VARIABLE`. Nothing about the secret can be learnt from it."""
+    return hmac.digest(secret, b"reports", "sha256").hex()[:32]
+
+
+def address(token: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the socket on this node. Nodes that share one machine have one each."""
+    words = f"{token} {environ.get('SLURMD_NODENAME', '')}"
+    return f"\0toolkit-{hashlib.sha256(os.fsencode(words)).hexdigest()[:32]}"
+
+
+class Inbox:
+    """The agent's end. A selector may wait for it to be readable, and then :meth:`take` what has come."""
+
+    def __init__(self, name: str, patience_s: float = 0.0) -> None:
+        """Raises OSError where ``name`` is taken for longer than ``patience_s``."""
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._listening.bind(name)
+                break
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_S)
+        self._listening.listen(128)
+        self._listening.setblocking(False)
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def take(self) -> list[bytes]:
+        """Return the messages that have come, those of each rank in their order."""
+        messages: list[bytes] = []
+        for _ in range(MOST_ROUNDS):
+            ready = self._selector.select(0)
+            if not ready:
+                break
+            for key, _ in ready:
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj is self._listening:
+                    self._accept()
+                else:
+                    messages += self._read(key.fileobj)
+        return messages
+
+    def close(self) -> None:
+        """Let the ranks know that nobody hears them any more."""
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:  # it has gone already, or there are too many open files
+            return
+        _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if user != os.geteuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> list[bytes]:
+        try:
+            message = connection.recv(MAX_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            message = b""
+        if message:
+            return [message]
+        self._selector.unregister(connection)
+        connection.close()
+        return []
+
+
+class AgentGoneError(Exception):
+    """The agent that took our reports has ended."""
+
+
+class Outbox:
+    """A rank's end; for one thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._socket: socket.socket | None = None
+
+    def send(self, message: bytes, patience_s: float = 0.0) -> bool:
+        """Send a message of at most ``MAX_BYTES``; False where the agent does not take it within ``patience_s``.
+
+        Without patience this never waits. The agent of an srun step may come after its ranks. Raises AgentGoneError
+        where there was one.
+        """
+        deadline = time.monotonic() + patience_s
+        while not self._connect():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RETRY_S)
+        assert self._socket is not None
+        if patience_s:
+            self._socket.settimeout(max(0.0, deadline - time.monotonic()))
+        try:
+            self._socket.send(message)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except ConnectionError as error:
+            raise AgentGoneError from error
+        finally:
+            if patience_s:
+                self._socket.setblocking(False)
+        return True
+
+    def _connect(self) -> bool:
+        if self._socket is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)
+            try:
+                connection.connect(self._name)
+            except OSError:  # nobody listens yet, or its queue is full
+                connection.close()
+                return False
+            self._socket = connection
+        return True

@@ -1,0 +1,114 @@
+"""Looks after one node's health: ``python -I -S sickness.py``, a child of the node's agent, with no imports of ours.
+
+It prints a line for each thing that it finds, once. It is a process of its own because a disk or a driver that is not
+well lets a reader wait for ever, and the agent must not wait. What it finds either stays (memory that has failed) or
+has lasted for minutes, because every node is hot now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+LOOK_EVERY_S = 30.0
+#: nvidia-smi, which takes the driver's locks, is started at every second look.
+LOOKS_PER_GPU_LOOK = 2
+#: Heat and slow GPUs must be seen for five minutes, and a full disk for one, without a break: so many times.
+HOT_LOOKS, SLOW_GPU_LOOKS, FULL_LOOKS = 10, 5, 2
+#: A disk with less room than this is full.
+LEAST_FREE_BYTES = 16 << 20
+#: From ``nvidia-smi --help-query-gpu``. Drivers since 535 write "event" for "throttle" and know both names.
+GPU_FIELDS = "index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+
+
+class Sickness:
+    """What is wrong with this node, seen by one look after the other.
+
+    ``root`` is the folder in which ``sys`` and ``tmp`` lie, ``ask_gpus`` returns nvidia-smi's lines of ``GPU_FIELDS``.
+    """
+
+    def __init__(self, root: Path = Path("/"), ask_gpus: Callable[[], list[str]] | None = None) -> None:
+        self._root, self._ask_gpus = root, ask_gpus or ask_smi
+        self._looks = 0
+        self._first: dict[str, int] = {}  #: what each counter of errors showed when it was first seen
+        self._throttled = 0
+        self._seen: Counter[str] = Counter()  #: by finding, in how many looks without a break
+        self._told: set[str] = set()
+
+    def look(self) -> list[str]:
+        """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
+        found = [*self._memory(), *self._heat(), *self._disk()]
+        if self._looks % LOOKS_PER_GPU_LOOK == 0:
+            found += self._gpus()
+        self._looks += 1
+        new = [text for text in found if text not in self._told]
+        self._told |= {*new}
+        return new
+
+    def _memory(self) -> Iterator[str]:
+        """Errors that were corrected are no harm. From Linux, Documentation/driver-api/edac.rst."""
+        for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
+            if self._has_risen(str(file), _number(file)):
+                yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
+
+    def _heat(self) -> Iterator[str]:
+        """Intel's counters of the times that a core or a package became too hot (Linux, therm_throt.c)."""
+        files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
+        before, self._throttled = self._throttled, sum(_number(file) or 0 for file in files)
+        is_hot = self._looks > 0 and self._throttled > before
+        if self._lasts("heat", is_hot, HOT_LOOKS):
+            yield "processors throttled for heat"
+
+    def _disk(self) -> Iterator[str]:
+        folder = self._root / "tmp"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            if self._lasts("disk", disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES, FULL_LOOKS):
+                yield f"no room on {folder}"
+
+    def _gpus(self) -> Iterator[str]:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            for line in self._ask_gpus():
+                index, errors, slowdown = (field.strip() for field in line.split(","))
+                if self._has_risen(f"GPU {index}", int(errors) if errors.isdigit() else None):
+                    yield f"uncorrected memory errors (ECC of GPU {index})"
+                if self._lasts(f"GPU {index}", slowdown == "Active", SLOW_GPU_LOOKS):
+                    yield f"GPU {index} slowed down by heat or power"
+
+    def _has_risen(self, counter: str, value: int | None) -> bool:
+        return value is not None and value > self._first.setdefault(counter, value)
+
+    def _lasts(self, what: str, is_so: bool, looks: int) -> bool:
+        self._seen[what] = self._seen[what] + 1 if is_so else 0
+        return self._seen[what] >= looks
+
+
+def ask_smi() -> list[str]:
+    """Raises OSError or subprocess.SubprocessError where there is none, or where it fails."""
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def _number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
+
+
+def main() -> None:
+    """Look until the agent dies, which takes this process along."""
+    sickness = Sickness()
+    while True:
+        for finding in sickness.look():
+            print(finding, flush=True)
+        time.sleep(LOOK_EVERY_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""One file in memory: a part of a training state, complete or none at all.
+
+A part is what one rank alone has, or what all ranks have in common. The file begins with a head: a magic number, and
+where its description is. Tensors follow, then the description. The head is written last, once the digests of all
+tensors are known: who dies in between leaves a file that holds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit import logs
+from toolkit.checkpoint.manifest import TensorRecord
+
+_HEAD = struct.Struct("<8sQQI")  #: magic number, start, size and crc32 of the description
+_MAGIC = b"tkstate2"
+ALIGNMENT = 64
+#: Where tensors begin.
+START = ALIGNMENT
+
+#: When a state was held: the attempt and the step.
+Moment = tuple[int, int]
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a complete file holds: the part of rank ``of``, or with None what all ranks have in common."""
+
+    moment: Moment
+    world_size: int
+    of: int | None
+
+
+class MemoryFile:
+    """A file that an agent holds, opened by a rank."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.name = str(self._fd)
+        self._map: mmap.mmap | None = None
+        self.is_pinned = False  #: copies from a GPU need not be waited for
+
+    def close(self) -> None:
+        """Let go of the descriptor; the agent's stays."""
+        os.close(self._fd)
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def open(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
+        """Declare what it holds invalid, and make room for tensors up to ``end``; ``pinned``: page-locked.
+
+        ``at_once``: what is written then meets no page that must be mapped, which would cost ten times the copy.
+        Raises OSError where there is no memory.
+        """
+        os.pwrite(self._fd, bytes(_HEAD.size), 0)
+        if self._map is None or len(self._map) < end:
+            if self._map is not None and self.is_pinned:
+                _unpin(self._map)
+            os.posix_fallocate(self._fd, 0, end)
+            self._map = mmap.mmap(self._fd, end, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
+            self.is_pinned = pinned and _pin(self._map)
+
+    def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
+        """Return that part of it, live."""
+        assert self._map is not None
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=size_bytes)
+
+    def tensors(self, end: int) -> memoryview:
+        """Return all tensors up to ``end``, live."""
+        assert self._map is not None
+        return memoryview(self._map)[START:end]
+
+    def seal(self, described: bytes, end: int) -> None:
+        """Declare it complete: ``described`` goes to ``end``."""
+        os.pwrite(self._fd, described, end)
+        os.pwrite(self._fd, _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described)), 0)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def extent(self) -> tuple[int, int] | None:
+        """Return where its description begins and how long it is; None where it is empty or not complete."""
+        head = os.pread(self._fd, _HEAD.size, 0)
+        if len(head) < _HEAD.size:
+            return None
+        magic, start, size_bytes, crc32 = _HEAD.unpack(head)
+        if magic != _MAGIC or zlib.crc32(os.pread(self._fd, size_bytes, start)) != crc32:
+            return None
+        return start, size_bytes
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what it says of itself; None where it is empty or not complete."""
+        extent = self.extent()
+        if extent is None:
+            return None
+        found: dict[str, Any] = json.loads(os.pread(self._fd, extent[1], extent[0]))
+        return found
+
+    def label(self) -> Label | None:
+        """Return what it holds; None where it is empty or not complete."""
+        described = self.read()
+        if described is None:
+            return None
+        about = described["about"]
+        return Label((about["attempt"], about["step"]), about["world_size"], about["of"])
+
+    def placed(self, record: TensorRecord) -> TensorRecord:
+        """Return ``record`` with the name by which this process finds the file."""
+        return dataclasses.replace(record, parts=tuple(dataclasses.replace(p, file=self.name) for p in record.parts))
+
+
+class Pair:
+    """Two files, written in turn: while one is incomplete the other holds what was written before."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._files = [MemoryFile(path) for path in paths]
+        self._files.sort(key=_moment)
+
+    @property
+    def next(self) -> MemoryFile:
+        """The one that is to be written next: that which holds nothing, or the older state."""
+        return self._files[0]
+
+    def turn(self) -> None:
+        """What was written is complete."""
+        self._files.reverse()
+
+    def keep(self, label: Label) -> None:
+        """Write the one that holds ``label`` last, if one does: the training goes on from there."""
+        self._files.sort(key=lambda file: (file.label() == label, _moment(file)))
+
+
+def _moment(file: MemoryFile) -> Moment:
+    label = file.label()
+    return (0, 0) if label is None else label.moment
+
+
+#: Page-locked for all CUDA contexts of the process (driver_types.h).
+_CUDA_HOST_REGISTER_PORTABLE = 1
+
+
+def _pin(buffer: mmap.mmap) -> bool:
+    """Page-lock ``buffer``, as torch.distributed._state_dict_utils does with shared memory; True if that worked."""
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cuda.cudaHostRegister(_address(buffer), len(buffer), _CUDA_HOST_REGISTER_PORTABLE))
+    if error:
+        log.warning("%.1f MB cannot be page-locked (CUDA error %d): copies are waited for", len(buffer) / 1e6, error)
+    return not error
+
+
+def _unpin(buffer: mmap.mmap) -> None:
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cuda.cudaHostUnregister(_address(buffer))
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()

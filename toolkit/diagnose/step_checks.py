@@ -1,0 +1,132 @@
+"""The checks of nodes by a step of srun's: every task makes them once, and its labelled output is the answer.
+
+So nothing has to be reachable that srun does not reach, and nothing is asked of a disk which may be what is sick.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from queue import Empty
+
+from toolkit.cluster import hostlist
+from toolkit.cluster.checks import ANSWER_HEAD, Answer, Request
+from toolkit.cluster.checks.verdict import Heard
+from toolkit.launch.preflight import LIMIT_S
+from toolkit.launch.srun import parse_srun_line
+from toolkit.launch.steps import LaunchFailed, RankEnded
+from toolkit.launch.talk import Complaint, Ended, Said, Talk, without_label
+
+#: srun starts all tasks within this time of each other.
+LAUNCH_SPREAD_S = 5.0
+#: What srun says of tasks that it ends itself, as it does with all where one could not be started.
+_CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
+_UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
+_NAME = re.compile(r"[\w.-]+")
+
+#: Starts the checks on these hosts, or on as many as Slurm chooses.
+Start = Callable[[Request, Sequence[str]], Talk]
+
+
+def ask_nodes(
+    request: Request, hosts: Sequence[str], start: Start, *, is_queued: bool = False
+) -> tuple[list[Heard], list[str], float]:
+    """Return what is heard of each host, srun's errors, and the seconds that the checks took.
+
+    ``is_queued``: the step may wait for its nodes, so time begins with the first answer.
+
+    Where srun does not reach a host it ends the whole step. The others are then asked again, without that one.
+    """
+    answers = _Answers(hosts, start(request, hosts), is_queued)
+    answers.listen()
+    unreached = {match[1] for match in map(_UNREACHED.search, answers.errors) if match} & set(hosts)
+    rest = [host for host in hosts if host not in unreached]
+    if not unreached or not rest or all(node.findings is not None for node in answers.nodes):
+        return answers.nodes, answers.errors, answers.took_s
+    cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host not in unreached]
+    nodes, errors, took_s = ask_nodes(replace(request, cpus=cpus), rest, start)
+    lost = [node for node in answers.nodes if node.name in unreached]
+    return [*nodes, *lost], [*answers.errors, *errors], answers.took_s + took_s
+
+
+class _Answers:
+    """What the tasks of one step say, and what srun says of them."""
+
+    def __init__(self, hosts: Sequence[str], talk: Talk, is_queued: bool) -> None:
+        self.nodes = [Heard(host) for host in hosts]
+        self._names = list(hosts)
+        self.errors: list[str] = []
+        self._talk = talk
+        self._asked = talk.began
+        self._deadline = None if is_queued else time.monotonic() + LIMIT_S
+        self._has_begun = False
+        self._awaited = set(range(len(hosts)))
+        self._last_words: dict[int, str] = {}  #: by task, what is no answer, or the first part of one
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the step began to run."""
+        return time.time() - self._asked
+
+    def listen(self) -> None:
+        """Until all have answered or ended, or time is up."""
+        try:
+            while self._awaited and not isinstance(event := self._next(), Ended):
+                if isinstance(event, Said):
+                    self._take(event)
+                else:
+                    self._take_complaint(event.text)
+        except Empty:
+            pass
+        finally:
+            self._talk.end()
+        self._explain_silence()
+
+    def _next(self) -> Said | Complaint | Ended:
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return self._talk.events.get(timeout=left_s)
+
+    def _take(self, said: Said) -> None:
+        if said.task >= len(self.nodes):
+            return
+        text = said.text if said.text.startswith(ANSWER_HEAD) else self._last_words.get(said.task, "") + said.text
+        try:
+            answer = Answer.parse(text)
+        except (ValueError, TypeError, KeyError):  # srun cuts a labelled line after 1,024 bytes
+            self._last_words[said.task] = text if text.startswith(ANSWER_HEAD) else said.text
+            return
+        if not self._has_begun:
+            self._has_begun, self._deadline = True, self._deadline or time.monotonic() + LIMIT_S
+            # A job that waited for its nodes was asked long before they began.
+            self._asked = max(self._asked, said.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
+            for task, name in enumerate(hostlist.expand(answer.nodes)[: len(self.nodes)] if answer.nodes else []):
+                self._name(task, name)  # also of those that say nothing: who chose no nodes does not know them
+        self._name(said.task, answer.node)
+        node = self.nodes[said.task]
+        node.take(answer, self._asked, said.received, answer.began, answer.ended)
+        self._awaited.discard(said.task)
+
+    def _name(self, task: int, name: str) -> None:
+        self.nodes[task].name = self._names[task] = name
+
+    def _take_complaint(self, text: str) -> None:
+        """A node's own, which is labelled, or srun's. Tasks of which it says that they failed are not waited for."""
+        task, words = without_label(text)
+        if task is not None and task < len(self.nodes):
+            self._last_words[task] = words.strip()
+            return
+        self.errors.append(text)
+        event = parse_srun_line(text, self._names)
+        self._awaited -= {*event.ranks} if isinstance(event, (RankEnded, LaunchFailed)) else set()
+
+    def _explain_silence(self) -> None:
+        """Note what says why a node has not answered. Each line of srun's is read once: there may be thousands."""
+        lines: dict[str, str] = {}
+        for line in self.errors:
+            if not _CONSEQUENCE.search(line):
+                lines |= {name: line for name in _NAME.findall(line) if name not in lines}
+        for task, node in enumerate(self.nodes):
+            if node.findings is None:
+                node.failure = "; ".join(filter(None, [lines.get(node.name), self._last_words.get(task)]))
