@@ -224,6 +224,7 @@ class Memory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+            self._receiver = None  # it knows us: neither would go
 
     # ------------------------------------------------------------------------------------------------------- reading
 

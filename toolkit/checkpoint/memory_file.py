@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +48,15 @@ class MemoryFile:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # not before the last thread that sends or fills it is done: its number may be another file's by then
+        self._let_go = weakref.finalize(self, os.close, self._fd)
         self.name = str(self._fd)
         self._map: mmap.mmap | None = None
         self.is_pinned = False  #: copies from a GPU need not be waited for
 
     def close(self) -> None:
         """Let go of the descriptor; the agent's stays."""
-        os.close(self._fd)
+        self._let_go()
 
     # ------------------------------------------------------------------------------------------------------- writing
 

@@ -70,13 +70,18 @@ class AgentLinks:
             end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ, what)
         self._waker.setblocking(False)
+        self._is_closed = False
         threading.Thread(target=self._serve, daemon=True).start()
 
     def call(self, what: Callable[[], None]) -> None:
         """Have the thread do ``what``: nothing else here is touched by two threads."""
         self._calls.put(what)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it is full, so the thread wakes anyway; or closed
             self._waker.send(b"x")
+
+    def close(self) -> None:
+        """End the thread and its connections. Of the thread."""
+        self._is_closed = True
 
     @property
     def hosts(self) -> set[str]:
@@ -102,12 +107,18 @@ class AgentLinks:
 
     def _serve(self) -> None:
         try:
-            self._serve_for_ever()
+            self._serve_until_closed()
         except Exception as error:
             self._listener.broke(error)
+        finally:
+            self._selector.close()
+            for end in (self._listening, self._waker, self._woken, *self._strangers):
+                end.close()
+            for peer in self._peers.values():
+                peer.connection.close()
 
-    def _serve_for_ever(self) -> None:
-        while True:
+    def _serve_until_closed(self) -> None:
+        while not self._is_closed:
             for key, ready in self._selector.select(LOOK_EVERY_S):
                 if isinstance(key.data, _Peer):
                     self._serve_peer(key.data, ready)

@@ -204,6 +204,7 @@ class Agents:
             self._links.call(self._leave)
             self._all_left.wait(LEAVE_S)
             self._starter.close()
+            self._links.call(self._links.close)
             with contextlib.suppress(OSError):
                 self._secret_file.unlink()
 

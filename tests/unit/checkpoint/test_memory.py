@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -34,19 +35,29 @@ class Nodes:
         self.sizes = sizes
         self.world_size = sum(sizes)
         self.agents = [NodeFiles() for _ in sizes]
+        self.held = [self.start(node) for node in range(len(sizes))]
         self.attempt = 0
+
+    def start(self, node: int) -> list[str]:
+        """Have its agent hold files for its ranks, once: it is no friend of threads."""
+        return paths_of(self.agents[node].hold(self.sizes[node]))
 
     def lose(self, *nodes: int) -> None:
         """Spares stand in their places."""
         for node in nodes:
-            self.agents[node].hold(0)
+            self.end(node)
             self.agents[node] = NodeFiles()
+            self.held[node] = self.start(node)
+
+    def end(self, node: int) -> None:
+        """Its agent's; with it go the files."""
+        for path in paths_of(self.agents[node].hold(0)):
+            os.close(int(Path(path).name))
 
     def seat(self, rank: int) -> Seat:
         places = [(node, local) for node, size in enumerate(self.sizes) for local in range(size)]
         node, local_rank = places[rank]
-        files = paths_of(self.agents[node].hold(self.sizes[node]))
-        return Seat(rank, self.world_size, local_rank, self.sizes[node], files)
+        return Seat(rank, self.world_size, local_rank, self.sizes[node], self.held[node])
 
     def memory(self, rank: int) -> Memory:
         """What a rank makes of it that has just started."""
@@ -117,8 +128,8 @@ def state(rank: int, number: float, world_size: int) -> dict[str, Any]:
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(*getattr(request, "param", ONE_NODE))
     yield nodes
-    for agent in nodes.agents:
-        agent.hold(0)
+    for node in range(len(nodes.sizes)):
+        nodes.end(node)
 
 
 def on(*cases: tuple[int, ...]) -> pytest.MarkDecorator:
