@@ -135,7 +135,8 @@ def _ensure_tools() -> None:
     _say(f"{', '.join(missing)} not found: apt-get install {' '.join(packages)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
-        done = subprocess.run(["apt-get", "-qq", *command], env=environment, capture_output=True, text=True)
+        argv = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *command]  # two suites may begin at once
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise BoxUnavailable(f"apt-get install {' '.join(packages)} failed: {done.stderr.strip()[-500:]}")
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.dist.test_local_runs import END_S, ROOT, TOOLKIT, env, ranks, reached, the_run
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.dist
 
@@ -36,7 +36,7 @@ def test_a_killed_worker_is_named_and_the_attempt_goes_on_until_the_last_one_die
         assert "rank 1 died (killed by SIGKILL); the run went on without it" in shown.stdout
         reached(run, status["progress"]["step"] + 60)
         os.kill(ranks(env)[2], signal.SIGKILL)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     first, second = run.attempts()
     assert (first["cause"], first["decision"], first["first_failure"]["rank"]) == ("crashed", "restart", 2)

@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
     env = {**os.environ, "TOOLKIT_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
     with start(env, folder, "none") as process:
-        assert process.wait(END_S) == 0
+        assert process.wait(PATIENCE * END_S) == 0
     return the_run(env).result() or {}
 
 
@@ -91,13 +91,15 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
     with start(env, tmp_path, kind, *overrides) as process:
         run = the_run(env)
         rank = act(env, run)
-        out, _ = process.communicate(timeout=END_S)
+        out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     hung, after = run.attempts()
     assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
     named = hung["first_failure"]
     assert (named["rank"], named["host"]) == (rank, hung["nodes"][0])
-    assert re.fullmatch(rf"{re.escape(doing)}, 3\d s; 2 others in all_reduce", named["how"]), named
+    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named["how"])
+    assert told is not None, named
+    assert int(told[1]) >= TIMEOUT_S / 2
     why = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
     assert f"rank {rank} on {named['host']}, attempt 1: {named['how']}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")

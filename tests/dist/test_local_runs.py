@@ -240,7 +240,7 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
     (tmp_path / "own" / "train.py").write_text(KILLED)
     words = ["exec", "--executor", "local", "--wait", "cluster.tasks_per_node=2", "--", sys.executable, "own/train.py"]
     environ = {**env, "PYTHONPATH": f":{tmp_path}/lib"}
-    done = subprocess.run([*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=END_S)
+    done = subprocess.run([*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE * END_S)
     assert done.returncode == 0, done.stderr
     assert [line["cause"] for line in the_run(env).attempts()] == ["crashed", "completed"]
     notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
@@ -286,7 +286,7 @@ def test_one_rank_alone_torchrun_and_torchs_minimal_environment_reach_the_same_l
     minimal = {**env, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     argv = [*TOOLKIT, *job, "name=minimal"]
     ranks = [subprocess.Popen(argv, cwd=ROOT, env={**minimal, "RANK": str(rank)}) for rank in range(2)]
-    assert [process.wait(END_S) for process in ranks] == [0, 0]
+    assert [process.wait(PATIENCE * END_S) for process in ranks] == [0, 0]
     names = ("alone", "torchrun", "minimal")
     results = [rundir.find(name, Path(env["TOOLKIT_RUNS"])).result() for name in names]
     losses = [result["metrics"]["train/loss"] for result in results if result]

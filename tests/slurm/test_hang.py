@@ -67,7 +67,9 @@ def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(si
     assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
     named = hung["first_failure"]
     assert (named["rank"], named["host"]) == (rank, NODES[rank])
-    assert re.fullmatch(rf"{re.escape(doing)}, 3\d s; 2 others in all_reduce", named["how"]), named
+    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named["how"])
+    assert told is not None, named
+    assert int(told[1]) >= TIMEOUT_S / 2
     why = site.run("toolkit", "why", run.id)
     assert f"rank {rank} on {NODES[rank]}, attempt 1: {named['how']}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")
