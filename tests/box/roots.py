@@ -57,6 +57,8 @@ cd /usr/lib/*/pmix2/lib && ln -sf libpmix.so.2 libpmix.so
 echo '127.0.0.1 localhost' >/etc/hosts
 mariadb-install-db --user=root --force --datadir=/var/lib/mysql --auth-root-authentication-method=normal \
   --skip-test-db --innodb-log-file-size=4M >/dev/null
+# slurmdbd would make it, and libmariadb 3.4 of 11.8.9 then forgets the limit of columns: every query fails with 5027
+install -d /var/lib/mysql/slurm_acct_db
 echo '{USER}:x:{USER_ID}:{USER_ID}::/home/{USER}:/bin/bash' >>/etc/passwd
 echo '{USER}:x:{USER_ID}:' >>/etc/group
 install -d -m 0755 -o {USER_ID} -g {USER_ID} /home/{USER}

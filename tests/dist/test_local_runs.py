@@ -240,8 +240,9 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
     (tmp_path / "own" / "train.py").write_text(KILLED)
     words = ["exec", "--executor", "local", "--wait", "cluster.tasks_per_node=2", "--", sys.executable, "own/train.py"]
     environ = {**env, "PYTHONPATH": f":{tmp_path}/lib"}
-    limit_s = PATIENCE * END_S
-    done = subprocess.run([*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=limit_s)
+    done = subprocess.run(
+        [*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE * END_S
+    )
     assert done.returncode == 0, done.stderr
     assert [line["cause"] for line in the_run(env).attempts()] == ["crashed", "completed"]
     notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
