@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.scale import Curve
+from toolkit.agent.link import Message
 from toolkit.cluster.checks import Answer, Request, ok
 from toolkit.launch import preflight
 from toolkit.launch.agents import NodeAnswered
@@ -30,15 +31,19 @@ class Agents:
     def __init__(self, events: SimpleQueue[Any]) -> None:
         self.told_bytes, self._events = 0, events
 
-    def check(self, commands: Mapping[str, Sequence[str]]) -> None:
-        hosts = list(commands)
+    def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+        hosts = list(orders)
         for host in [*(host for number, host in enumerate(hosts) if number % 3), *hosts[::3]]:
-            request = Request(**json.loads(commands[host][-1]))
-            self.told_bytes += len(" ".join(commands[host]))
+            request = Request(**json.loads(orders[host]["command"][-1]))
+            self.told_bytes += len(" ".join(orders[host]["command"]))
             os.mknod(Path(request.folder) / host)
             now = time.time()
             answer = Answer(host, now, now, tuple(ok(check, "?") for check in CHECKS))
-            self._events.put(NodeAnswered(host, json.dumps(asdict(answer)), now, now, now, now))
+            message = {"text": json.dumps(asdict(answer)), "began": now, "ended": now}
+            heard.put(NodeAnswered(host, message, now, now))
+        return 0
+
+    def withdraw(self, number: int) -> None: ...
 
 
 def check(nodes: int) -> Mapping[str, object]:

@@ -159,9 +159,9 @@ class Agent:
             case "warm":
                 self._warm()
             case "check":
-                self._check(order["command"])
+                self._check(order)
             case "connections":
-                self._say({"is": "unanswered", "addresses": sorted(connections.unanswered())})
+                self._answer(order, addresses=sorted(connections.unanswered()))
             case "start" if order["module"] is not None and self._warm().is_importing:
                 self._waiting.append(order)
             case "start":
@@ -176,7 +176,7 @@ class Agent:
                 self._digest_stacks(order)
             case "hear_ranks":
                 self._hear_ranks()
-                self._say({"is": "answer", "request": order["request"]})
+                self._answer(order)
             case "watch":
                 self._watch_order = order
             case "leave":
@@ -248,7 +248,10 @@ class Agent:
             self._say({"is": "sick", "what": line})
         return True
 
-    def _check(self, command: Sequence[str]) -> None:
+    def _answer(self, order: Message, **words: object) -> None:
+        self._say({"is": "answer", "request": order["request"], **words})
+
+    def _check(self, order: Message) -> None:
         began, text = time.time(), bytearray()
 
         def hear(data: bytes) -> bool:
@@ -257,13 +260,13 @@ class Agent:
             if data and not text.endswith(b"\n"):
                 return True
             answer = text.decode(errors="replace")
-            self._say({"is": "checked", "text": answer, "began": began, "ended": time.time()})
+            self._answer(order, text=answer, began=began, ended=time.time())
             return False
 
         try:
-            self._start_helper(command, hear)
+            self._start_helper(order["command"], hear)
         except OSError as error:
-            self._say({"is": "checked", "text": f"they cannot be started: {error}", "began": began, "ended": began})
+            self._answer(order, text=f"they cannot be started: {error}", began=began, ended=began)
 
     # ---------------------------------------------------------------------------------------------------- starting
 
@@ -425,7 +428,7 @@ class Agent:
             text.extend(data)
             if not data:
                 with contextlib.suppress(ValueError):  # it has failed: see our log
-                    self._say({"is": "answer", "request": order["request"], "groups": json.loads(text)})
+                    self._answer(order, groups=json.loads(text))
             return True
 
         self._start_helper([sys.executable, "-P", "-m", "toolkit.agent.stack_digest"], hear, json.dumps(asked).encode())

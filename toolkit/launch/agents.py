@@ -13,9 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from toolkit import fsio, logs
@@ -39,18 +40,12 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class NodeAnswered:
-    """What the checks of ``host`` have printed.
-
-    They were ordered after ``asked`` and heard of at ``received``, by our clock; ``began`` and ``ended`` are the times
-    of the order and of the answer by the node's.
-    """
+    """What the agent of ``host`` has answered: asked after ``asked``, heard of at ``received``, by our clock."""
 
     host: str
-    text: str
+    message: Message
     asked: float
     received: float
-    began: float
-    ended: float
 
 
 @dataclass(frozen=True)
@@ -60,14 +55,6 @@ class NodeSilent:
     host: str
     why: str
     is_certain: bool
-
-
-@dataclass(frozen=True)
-class Unanswered:
-    """Connections from ``host`` to these ``addresses`` wait for a first answer."""
-
-    host: str
-    addresses: tuple[str, ...]
 
 
 class OnFailure(Protocol):
@@ -114,22 +101,19 @@ class AgentUser(Protocol):
         """None could be started there."""
 
 
+@dataclass
 class _Request:
-    """What some agents are asked."""
+    """What some agents are asked; who hears of it gets a NodeAnswered or a NodeSilent of each, or nothing."""
 
-    def __init__(self, orders: Mapping[str, Message]) -> None:
-        self.orders = orders
-        self.answers: dict[str, Message] = {}
-        self.awaited: set[str] = set()
-        self.is_done = threading.Event()
+    heard: Events
+    orders: dict[str, Message]  #: that have not been sent
+    asked: dict[str, float] = field(default_factory=dict)  #: when, of those that have not answered
 
-    def forget(self, host: str) -> None:
-        self.awaited.discard(host)
-        self.settle()
-
-    def settle(self) -> None:
-        if not self.awaited:
-            self.is_done.set()
+    def end(self, silent: NodeSilent) -> None:
+        """Tell that its host will not answer, if it was to."""
+        was_sent = self.asked.pop(silent.host, None) is not None
+        if self.orders.pop(silent.host, None) is not None or was_sent:
+            self.heard.put(silent)
 
 
 class Agents:
@@ -151,8 +135,6 @@ class Agents:
         self._starting: dict[str, float] = {}  #: since when
         self._missing: dict[str, NodeSilent] = {}  #: why there is none
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
-        self._checks: dict[str, Sequence[str]] = {}  #: the commands that have not been sent
-        self._asked: dict[str, float] = {}  #: when they were, of those that have not been answered
         self._next_heartbeat = 0.0
         self._is_closed = threading.Event()
         self._all_left = threading.Event()
@@ -178,21 +160,51 @@ class Agents:
         self.reports_token = reports.token_of(secret)
         self._links = AgentLinks(listening, secret, self)
 
-    def check(self, commands: Mapping[str, Sequence[str]]) -> None:
-        """Have each host run its command, once, as soon as its agent is there.
+    def request(self, orders: Mapping[str, Message], heard: Events) -> int:
+        """Send each host its order, as soon as its agent is there, and return a number to withdraw it by.
 
-        NodeAnswered or NodeSilent of each goes into the queue. Nothing does of a host that hangs.
+        NodeAnswered or NodeSilent of each goes into ``heard``, and nothing of a host that hangs.
         """
-        self.links.call(lambda: self._check(commands))
+        number = next(self._numbers)
+        request = _Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
+        self.links.call(lambda: self._begin_request(number, request))
+        return number
+
+    def withdraw(self, number: int) -> None:
+        """Hear nothing more of a request."""
+
+        def end() -> None:
+            self._requests.pop(number, None)
+
+        self.links.call(end)
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+        """Send each host its order, and return the answers by host.
+
+        Those that are silent or away are not waited for, the others, also those that start at this moment, for
+        ``patience_s`` at most.
+        """
+        heard: Events = SimpleQueue()
+        awaited = orders.keys() - self.silent_hosts
+        number = self.request({host: orders[host] for host in awaited}, heard)
+        deadline, answers = time.monotonic() + patience_s, dict[str, Message]()
+        with contextlib.suppress(Empty):
+            for _ in awaited:
+                event = heard.get(timeout=max(0.0, deadline - time.monotonic()))
+                if isinstance(event, NodeAnswered):
+                    answers[event.host] = event.message
+        self.withdraw(number)
+        return answers
 
     def ask_for_unanswered(self) -> None:
-        """Have all agents say which connections are unanswered. Unanswered of each host goes into the queue."""
+        """Have all agents say which addresses do not answer their node's connections: NodeAnswered in our queue."""
+        number = next(self._numbers)
 
-        def ask() -> None:
-            for host in self.links.hosts:
-                self.links.send(host, {"do": "connections"})
+        def begin() -> None:
+            orders: dict[str, Message] = {host: {"do": "connections", "request": number} for host in self.links.hosts}
+            self._begin_request(number, _Request(self._events, orders))
 
-        self.links.call(ask)
+        self.links.call(begin)
 
     def host_at(self, address: str) -> str | None:
         """Return the host whose agent has connected from ``address``."""
@@ -212,19 +224,6 @@ class Agents:
         """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
         if self._links is not None:
             self._links.call(lambda: self.links.send(host, {"do": "leave"}))
-
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
-        """Send each host its order, and return the answers by host. Not for the thread.
-
-        Those that are silent or away are not waited for, the others, also those that start at this moment, for
-        ``patience_s`` at most.
-        """
-        number = next(self._numbers)
-        request = _Request({host: {**order, "request": number} for host, order in orders.items()})
-        self.links.call(lambda: self._begin_request(number, request))
-        request.is_done.wait(patience_s)
-        self.links.call(lambda: self._requests.__delitem__(number))
-        return dict(request.answers)
 
     @property
     def links(self) -> AgentLinks:
@@ -255,31 +254,29 @@ class Agents:
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
-    def _check(self, commands: Mapping[str, Sequence[str]]) -> None:
-        self._checks |= commands
-        for host in commands:
+    def _begin_request(self, number: int, request: _Request) -> None:
+        self._requests[number] = request
+        for host in list(request.orders):
             if host in self.links.hosts:
-                self._send_check(host)
-            elif host in self._missing:
-                self._end_check(self._missing[host])
+                self._send_order(host, request)
+            elif host not in self._starting:
+                request.end(self._missing.get(host, NodeSilent(host, "it has no agent", is_certain=False)))
 
-    def _send_check(self, host: str) -> None:
-        command = self._checks.pop(host, None)
-        if command is not None:
-            self._asked[host] = time.time()
-            self.links.send(host, {"do": "check", "command": command})
+    def _send_order(self, host: str, request: _Request) -> None:
+        if host in request.orders:
+            request.asked[host] = time.time()
+            self.links.send(host, request.orders.pop(host))
 
-    def _end_check(self, silent: NodeSilent) -> None:
-        was_sent = self._asked.pop(silent.host, None) is not None
-        if self._checks.pop(silent.host, None) is not None or was_sent:
-            self._events.put(silent)
+    def _take_answer(self, host: str, message: Message) -> None:
+        request = self._requests.get(message["request"])
+        asked = None if request is None else request.asked.pop(host, None)
+        if request is not None and asked is not None:
+            request.heard.put(NodeAnswered(host, message, asked, time.time()))
 
-    def _take_check(self, host: str, message: Message) -> None:
-        asked = self._asked.pop(host, None)
-        if asked is not None:
-            self._events.put(
-                NodeAnswered(host, message["text"], asked, time.time(), message["began"], message["ended"])
-            )
+    def _note_missing(self, silent: NodeSilent) -> None:
+        self._missing[silent.host] = silent
+        for request in self._requests.values():
+            request.end(silent)
 
     def _leave(self) -> None:
         self._is_closed.set()
@@ -301,28 +298,8 @@ class Agents:
             if self._starting.pop(host, None) is None:
                 continue
             log.warning("no agent on %s: %s", host, why)
-            self._missing[host] = NodeSilent(host, why, is_certain)
-            self._end_check(self._missing[host])
-            self._forget_requests(host)
+            self._note_missing(NodeSilent(host, why, is_certain))
             self._user.agent_missing(host, why)
-
-    def _begin_request(self, number: int, request: _Request) -> None:
-        self._requests[number] = request
-        there = self.links.hosts - self.silent_hosts
-        request.awaited = request.orders.keys() & (there | self._starting.keys())
-        for host in request.awaited & there:
-            self.links.send(host, request.orders[host])
-        request.settle()
-
-    def _forget_requests(self, host: str) -> None:
-        for request in self._requests.values():
-            request.forget(host)
-
-    def _take_answer(self, host: str, message: Message) -> None:
-        request = self._requests.get(message["request"])
-        if request is not None:
-            request.answers[host] = message
-            request.forget(host)
 
     def _order_watch(self, host: str) -> Message:
         """Have ``host`` look after the batch host; spares before the others, for they have nothing else to do."""
@@ -338,10 +315,8 @@ class Agents:
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
             self.links.send(host, self._order_watch(host))
-        self._send_check(host)
         for request in self._requests.values():
-            if host in request.awaited:
-                self.links.send(host, request.orders[host])
+            self._send_order(host, request)
         self._user.agent_connected(host)
 
     def agent_said(self, host: str, message: Message) -> None:
@@ -361,10 +336,6 @@ class Agents:
             case "sick":
                 known, what = self.sick_hosts.get(host), str(message["what"])
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
-            case "checked":
-                self._take_check(host, message)
-            case "unanswered":
-                self._events.put(Unanswered(host, tuple(message["addresses"])))
             case _:
                 self._user.agent_said(host, message)
 
@@ -375,9 +346,7 @@ class Agents:
                 self._all_left.set()
             return
         log.warning("node %s: %s", host, why)
-        self._missing[host] = NodeSilent(host, why, is_certain=False)
-        self._end_check(self._missing[host])
-        self._forget_requests(host)
+        self._note_missing(NodeSilent(host, why, is_certain=False))
         self._user.agent_ended(host, why)
 
     def broke(self, error: Exception) -> None:

@@ -61,9 +61,11 @@ def check_nodes(
         command_of = {
             cpus: command(Request(str(shared.path), shared.token, [cpus], gpus_per_node)) for cpus in set(needs)
         }
-        agents.check({host: command_of[cpus] for host, cpus in zip(hosts, needs, strict=True)})
+        orders = {host: {"do": "check", "command": command_of[cpus]} for host, cpus in zip(hosts, needs, strict=True)}
+        number = agents.request(orders, events)
         spares = {host for host, count in zip(hosts, tasks, strict=True) if count == 0}
         nodes, errors = _listen(hosts, spares, events, began + limit_s)
+        agents.withdraw(number)
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors)
     finally:
@@ -88,8 +90,10 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
         except Empty:
             break
         match event:
-            case NodeAnswered(host):
-                _take(nodes[host], event)
+            case NodeAnswered(host, {"text": text}):
+                _take(nodes[host], text, event)
+            case NodeAnswered():  # of what was asked before
+                continue
             case NodeSilent(host, why, is_certain):
                 nodes[host].failure = why if is_certain else ""
                 errors += [] if is_certain else [f"{host}: {why}"]
@@ -102,13 +106,14 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
     return list(nodes.values()), errors
 
 
-def _take(node: Heard, answered: NodeAnswered) -> None:
+def _take(node: Heard, text: str, answered: NodeAnswered) -> None:
     try:
-        answer = Answer.parse(answered.text)
+        answer = Answer.parse(text)
     except (ValueError, TypeError, KeyError):
-        node.failure = answered.text.strip() or "its checks ended without a word; see its agent's log"
+        node.failure = text.strip() or "its checks ended without a word; see its agent's log"
         return
-    node.take(answer, answered.asked, answered.received, answered.began, answered.ended)
+    began, ended = answered.message["began"], answered.message["ended"]
+    node.take(answer, answered.asked, answered.received, began, ended)
 
 
 class SharedFolder:

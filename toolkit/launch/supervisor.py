@@ -44,7 +44,7 @@ from toolkit.errors import (
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
 from toolkit.launch.agent_launcher import AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent, SrunAgents
-from toolkit.launch.agents import Agents, Unanswered
+from toolkit.launch.agents import Agents, NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
@@ -473,7 +473,7 @@ class Supervisor:
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
                 self._kill_soon(attempt)
-            case Unanswered(host, addresses):
+            case NodeAnswered(host, {"addresses": addresses}):
                 for address in addresses:
                     self._note_cut_link(attempt, host, address)
             case _Signalled(number):

@@ -306,22 +306,27 @@ def opened(site: Site, **environ: str) -> None:
     site.launcher.prepare(site.allocation.hosts, ["sh"], {**os.environ, **environ}, site.events)
 
 
+def check(site: Site, command: Sequence[str]) -> None:
+    site.agents.request({"here": {"do": "check", "command": command}}, site.events)
+
+
 def test_an_agent_has_its_node_checked_and_tells_its_clock(tmp_path: Path) -> None:
     site, before = Site(tmp_path), time.time()
     opened(site)
-    site.agents.check({"here": ["sh", "-c", "echo $PPID is well"]})
+    check(site, ["sh", "-c", "echo $PPID is well"])
     answered = site.next()
     assert isinstance(answered, NodeAnswered)
-    assert (answered.host, answered.text) == ("here", f"{site.agent} is well\n")
-    assert before < answered.asked < answered.began < answered.ended < answered.received
+    assert (answered.host, answered.message["text"]) == ("here", f"{site.agent} is well\n")
+    began, ended = answered.message["began"], answered.message["ended"]
+    assert before < answered.asked < began < ended < answered.received
     site.agents.close()
 
 
 def test_checks_that_cannot_be_started_say_so(tmp_path: Path) -> None:
     site = Site(tmp_path)
     opened(site)
-    site.agents.check({"here": ["/no/such/program"]})
-    assert "/no/such/program" in site.next().text
+    check(site, ["/no/such/program"])
+    assert "/no/such/program" in site.next().message["text"]
     site.agents.close()
 
 
@@ -329,7 +334,7 @@ def test_checks_that_hang_keep_nothing_from_starting(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     site = Site(tmp_path)
     opened(site)
-    site.agents.check({"here": ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"]})
+    check(site, ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 600"])
     await_true(note.exists)
     site.start("echo started")
     assert site.next() == StepEnded(0)
@@ -342,8 +347,8 @@ def test_checks_are_over_with_their_line_whatever_still_hangs(tmp_path: Path) ->
     """A process with a thread that waits for a dead file server cannot end."""
     site = Site(tmp_path)
     opened(site)
-    site.agents.check({"here": ["sh", "-c", "echo well; exec sleep 600"]})
-    assert site.next().text == "well\n"
+    check(site, ["sh", "-c", "echo well; exec sleep 600"])
+    assert site.next().message["text"] == "well\n"
     site.agents.close()
 
 
@@ -353,7 +358,7 @@ def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path
     opened(site, PYTHONHOME="/nowhere")
     if is_late:
         await_true(lambda: bool(site.agents._missing))
-    site.agents.check({"here": ["true"]})
+    check(site, ["true"])
     silent = site.next()
     assert isinstance(silent, NodeSilent)
     assert (silent.host, silent.is_certain) == ("here", True)
@@ -365,7 +370,7 @@ def test_an_agent_that_ends_in_the_middle_of_the_checks_is_no_certain_answer(tmp
     note = tmp_path / "there"
     site = Site(tmp_path)
     opened(site)
-    site.agents.check({"here": ["sh", "-c", f"touch {note}; exec sleep 600"]})
+    check(site, ["sh", "-c", f"touch {note}; exec sleep 600"])
     await_true(note.exists)
     os.kill(site.agent, signal.SIGKILL)
     assert site.next() == NodeSilent("here", "its agent has ended", is_certain=False)
@@ -376,7 +381,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
     """The kernel lets a connection wait while the queue of who listens is full."""
     site = Site(tmp_path)
     opened(site)
-    site.agents.check({"here": ["echo", "here"]})
+    check(site, ["echo", "here"])
     site.next()
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.9", 0), backlog=0))
@@ -388,7 +393,7 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
         site.agents.ask_for_unanswered()
         told = site.next()
     assert told.host == "here"
-    assert "127.0.0.9" in told.addresses
+    assert "127.0.0.9" in told.message["addresses"]
     assert site.agents.host_at("127.0.0.1") == "here"
     site.agents.close()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.agent.link import Message
 from toolkit.cluster.checks import Answer, Finding, Request, ok
 from toolkit.cluster.checks.verdict import Heard, judge
 from toolkit.launch import preflight
@@ -44,14 +45,18 @@ class Agents:
         self.requests: dict[str, Request] = {}
         self._plays, self._events = plays, events
 
-    def check(self, commands: Mapping[str, Sequence[str]]) -> None:
-        for host, command in commands.items():
-            self.requests[host] = Request(**json.loads(command[-1]))
+    def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+        assert heard is self._events
+        for host, order in orders.items():
+            self.requests[host] = Request(**json.loads(order["command"][-1]))
             play = self._plays.get(host, Play())
             if play.after_s:
                 threading.Timer(play.after_s, self._answer, [host, play]).start()
             else:
                 self._answer(host, play)
+        return 0
+
+    def withdraw(self, number: int) -> None: ...
 
     def _answer(self, host: str, play: Play) -> None:
         folder = Path(self.requests[host].folder)
@@ -65,7 +70,8 @@ class Agents:
         now = time.time()
         answer = Answer(host, now, now, (ok("shared folder", "same"), *play.findings))
         text = json.dumps(asdict(answer)) + "\n" if play.says_instead is None else play.says_instead
-        self._events.put(NodeAnswered(host, text, now, now + 0.001, now + play.lead_s, now + play.lead_s + 0.001))
+        message = {"text": text, "began": now + play.lead_s, "ended": now + play.lead_s + 0.001}
+        self._events.put(NodeAnswered(host, message, now, now + 0.001))
 
 
 def examined(
@@ -256,10 +262,10 @@ def test_ten_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(mo
     )
 
     class Many(Agents):
-        def check(self, commands: Mapping[str, Sequence[str]]) -> None:
-            assert max(len(" ".join(command)) for command in commands.values()) < 1000
-            super().check({host: commands[host] for host in hosts[100:] if int(host[4:]) % 3})
-            super().check({host: commands[host] for host in hosts[100:] if int(host[4:]) % 3 == 0})
+        def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
+            assert max(len(" ".join(order["command"])) for order in orders.values()) < 1000
+            super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3}, heard)
+            return super().request({host: orders[host] for host in hosts[100:] if int(host[4:]) % 3 == 0}, heard)
 
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Many({}, events)

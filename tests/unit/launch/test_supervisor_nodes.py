@@ -22,7 +22,7 @@ from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
 from toolkit.launch import nodes, patience, supervisor
-from toolkit.launch.agents import NodeAnswered, Unanswered
+from toolkit.launch.agents import NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes
@@ -364,7 +364,9 @@ def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
 ) -> None:
     ranks = Ranks(completes)
     preflight.bad = {"node1": "the disk is full"}
-    preflight.meanwhile = lambda: ranks.events.put(NodeAnswered("node3", "", 0.0, 0.0, 0.0, 0.0))
+    preflight.meanwhile = lambda: ranks.events.put(
+        NodeAnswered("node3", {"text": "", "began": 0.0, "ended": 0.0}, 0.0, 0.0)
+    )
     assert supervise(run, slurm, ranks, spare=1) == 0
     assert run.attempts()[0]["nodes"] == ["node2", "node3"]
 
@@ -590,7 +592,7 @@ def test_a_connection_that_nobody_answers_tells_on_both_nodes_and_the_later_one_
     """What waits for an address that is no node's of the attempt, or for the node itself, tells nothing."""
 
     def fails(ranks: Ranks) -> None:
-        told = Unanswered("node2", ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"))
+        told = NodeAnswered("node2", {"addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"]}, 0.0, 0.0)
         monkeypatch.setattr(AGENTS, "say_unanswered", lambda: ranks.events.put(told))
         ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
 
