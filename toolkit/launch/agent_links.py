@@ -18,7 +18,7 @@ from toolkit.cluster.network import plain_address
 
 #: A connection that has not shown by then that it knows the secret is closed.
 STRANGER_S = 10.0
-#: Connections that have not shown it yet; more are closed at once.
+#: Connections that have not shown it yet, beside one of each agent that may come; more are closed at once.
 MAX_STRANGERS = 256
 LOOK_EVERY_S = 1.0
 
@@ -58,7 +58,9 @@ class _Peer:
 class AgentLinks:
     """One connection to the agent of each host. All but ``call`` belongs to the thread."""
 
-    def __init__(self, listening: socket.socket, secret: bytes, listener: Listener) -> None:
+    def __init__(self, listening: socket.socket, secret: bytes, listener: Listener, hosts: int) -> None:
+        """``hosts``: how many agents may come, all of them at once."""
+        self._max_strangers = MAX_STRANGERS + hosts
         self._listening, self._secret, self._listener = listening, secret, listener
         self._peers: dict[str, _Peer] = {}
         self.addresses: dict[str, str] = {}  #: the host that each address is of, from which an agent has connected
@@ -136,7 +138,7 @@ class AgentLinks:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listening.accept()
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self._strangers) >= self._max_strangers:
                 connection.close()
                 return
             connection.setblocking(False)

@@ -158,7 +158,7 @@ class Agents:
         self._port = int(listening.getsockname()[1])
         self.environ, self._events, self._user = dict(environ), events, user
         self.reports_token = reports.token_of(secret)
-        self._links = AgentLinks(listening, secret, self)
+        self._links = AgentLinks(listening, secret, self, len(hosts))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
         """Send each host its order, as soon as its agent is there, and return a number to withdraw it by.

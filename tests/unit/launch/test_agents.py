@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,25 @@ def test_strangers_get_nothing_and_change_nothing(tmp_path: Path, monkeypatch: p
     step.kill()
     assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
     site.agents.close()
+
+
+def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp_path: Path) -> None:
+    """They start at the same moment. Before, all but 256 were closed at once, and their nodes had no agents."""
+    listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
+    came: SimpleQueue[str] = SimpleQueue()
+    listener: Any = SimpleNamespace(agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None)
+    links = agent_links.AgentLinks(listening, secret, listener, hosts)
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S)) for _ in range(hosts)
+        ]
+        greetings = [agent.recv(32, socket.MSG_WAITALL) for agent in agents]
+        for number, (agent, greeting) in enumerate(zip(agents, greetings, strict=True)):
+            link = Link(secret, "agent")
+            link.receive(greeting)
+            agent.sendall(link.greeting + link.send({"is": "here", "host": f"node{number}"}))
+        assert {came.get(timeout=TIMEOUT_S) for _ in agents} == {f"node{number}" for number in range(hosts)}
+        links.call(links.close)
 
 
 def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None:
