@@ -1,0 +1,175 @@
+"""The connections of all agents to one supervisor: its real side, and nodes that speak as real agents do.
+
+One process plays the nodes: each has a connection of its own, sends a digest of eight ranks a second, and answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+from unittest.mock import patch
+
+from tests.scale import Curve
+from toolkit import open_files, rundir
+from toolkit.agent import progress
+from toolkit.agent.link import HEARTBEAT_S, Link
+from toolkit.agent.progress import Digest
+from toolkit.launch import agents as launched
+from toolkit.launch.agents import Agents
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.steps import Progress
+
+RANKS_A_NODE = 8
+WATCHED_S, LIMIT_S = 10.0, 300.0
+
+
+def play(secret_file: str, port: str, *hosts: str) -> None:
+    """Be the agents of ``hosts`` until the supervisor closes their connections. In ``moves`` is the time, in ms."""
+    open_files.claim_all()
+    secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
+    links: dict[socket.socket, Link] = {}
+    for host in hosts:
+        connection, link = socket.create_connection(("127.0.0.1", int(port))), Link(secret, "agent")
+        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "pid": 1}))
+        selector.register(connection, selectors.EVENT_READ)
+        links[connection] = link
+    due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
+    while links:
+        for key, _ in selector.select(0.01):
+            connection: socket.socket = key.fileobj  # type: ignore[assignment]
+            data = connection.recv(1 << 16)
+            if not data:
+                selector.unregister(connection)
+                del links[connection]
+                continue
+            messages, answer = links[connection].receive(data)
+            for message in messages:
+                if "request" in message:
+                    answer += links[connection].send({"is": "answer", "request": message["request"]})
+                if message["do"] == "leave":
+                    connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it has gone
+                connection.sendall(answer)
+        while due[0][0] <= time.monotonic():
+            at, connection = due.popleft()
+            due.append((at + HEARTBEAT_S, connection))
+            if connection in links:
+                digest = Digest(1, RANKS_A_NODE, 0, int(time.time() * 1000), 7, 7)
+                with contextlib.suppress(OSError):
+                    connection.sendall(links[connection].send({"is": "alive", "progress": asdict(digest)}))
+
+
+class Starter:
+    """Starts the process that plays them."""
+
+    process: subprocess.Popen[bytes]
+
+    def start(self, hosts: Sequence[str], secret_file: Path, _address: str, port: int, *_: object) -> None:
+        argv = [sys.executable, "-c", "import sys; from tests.scale.links import play; play(*sys.argv[1:])"]
+        self.process = subprocess.Popen([*argv, str(secret_file), str(port), *hosts])
+
+    def note_connected(self, host: str) -> None: ...
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+class User:
+    """Counts the agents, and notes when one is lost."""
+
+    def __init__(self) -> None:
+        self.there = 0
+        self.lost: SimpleQueue[float] = SimpleQueue()
+
+    def agent_connected(self, host: str) -> None:
+        self.there += 1
+
+    def agent_ended(self, host: str, why: str) -> None:
+        self.lost.put(time.monotonic())
+
+
+def serve(nodes: int) -> Mapping[str, object]:
+    hosts = [f"node{number}" for number in range(nodes)]
+    allocation = Allocation(tuple(hosts), (RANKS_A_NODE,) * nodes, 1)
+    events: SimpleQueue[Any] = SimpleQueue()
+    user: Any = User()
+    starter: Any = Starter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(launched, "job_address", lambda *_: "127.0.0.1"),
+        open_files.all_claimed(),
+    ):
+        before_kb = _resident_kb()
+        agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)
+        agents.open({}, events, user)
+        began = time.monotonic()
+        agents.links.call(lambda: agents.ensure(hosts))
+        while user.there < nodes:
+            assert time.monotonic() - began < LIMIT_S
+            time.sleep(0.01)
+        there_s = time.monotonic() - began
+        oldest_s, cpu_s = _watch(events, nodes)
+        began = time.monotonic()
+        answers = agents.ask({host: {"do": "hear_ranks"} for host in hosts}, LIMIT_S)
+        asked_s = time.monotonic() - began
+        began = time.monotonic()
+        agents.links.call(lambda: agents.links._peers["node1"].connection.shutdown(socket.SHUT_RD))
+        lost_s = user.lost.get(timeout=LIMIT_S) - began
+        used_kb = _resident_kb() - before_kb
+        agents.close()
+    return {
+        "all there s": f"{there_s:.1f}",
+        "CPU s a second": f"{cpu_s:.2f}",
+        "oldest progress s": f"{oldest_s:.2f}",
+        "all answered s": f"{asked_s:.2f}",
+        "answers": len(answers),
+        "lost node s": f"{lost_s:.2f}",
+        "MB": used_kb // 1000,
+    }
+
+
+def _watch(events: SimpleQueue[Any], nodes: int) -> tuple[float, float]:
+    """Do once a second what the watchdog does; return the age of the oldest progress, and the CPU time of a second."""
+    digests: dict[str, Digest] = {}
+    oldest_s, began_s, ends = 0.0, _cpu_s(), time.monotonic() + WATCHED_S
+    while (left_s := ends - time.monotonic()) > 0:
+        time.sleep(min(1.0, left_s))
+        try:
+            while True:
+                match events.get_nowait():
+                    case Progress(host, digest):
+                        digests[host] = digest
+                    case Exception() as error:
+                        raise error
+        except Empty:
+            pass
+        assert progress.merge(digests.values()) is not None
+        if len(digests) == nodes:
+            oldest_s = max(oldest_s, time.time() - min(digest.moves for digest in digests.values()) / 1000)
+    return oldest_s, (_cpu_s() - began_s) / WATCHED_S
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _resident_kb() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1])
+
+
+CURVES = [Curve("connections of agents", "nodes", (64, 1000, 4096, 10_000), serve)]
