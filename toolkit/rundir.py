@@ -71,6 +71,7 @@ def _hosts(text: str) -> tuple[str, ...] | None:
 
 
 #: The files of a run, see `toolkit.launch.journal`.
+_START = Record({"since": MOMENT, "submitted": OrNull(MOMENT), "queue_s": NUMBER, "ready": MOMENT, "best_step": COUNT})
 _STATUS_KEYS = Record(
     {
         **dict.fromkeys(("state", "run", "host", "why"), Maybe(TEXT)),
@@ -78,6 +79,7 @@ _STATUS_KEYS = Record(
         **dict.fromkeys(("pid", "attempt", "world_size", "restart_count"), Maybe(COUNT)),
         **dict.fromkeys(("started", "updated", "ended"), Maybe(MOMENT)),
         "submitted": Maybe(OrNull(MOMENT)),
+        "start": Maybe(OrNull(_START)),
         "nodes": Maybe(ListOf(WORD)),
         "tasks": Maybe(ListOf(COUNT)),
         "lost_ranks": Maybe(MapOf(TEXT)),

@@ -42,7 +42,7 @@ def play(secret_file: str, port: str, *hosts: str) -> None:
     links: dict[socket.socket, Link] = {}
     for host in hosts:
         connection, link = socket.create_connection(("127.0.0.1", int(port))), Link(secret, "agent")
-        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "pid": 1}))
+        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "pid": 1, "lives": False}))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
     due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
@@ -115,6 +115,7 @@ def serve(nodes: int) -> Mapping[str, object]:
         before_kb = _resident_kb()
         agents = Agents(rundir.create("scale", Path(folder)), allocation, starter)
         agents.open({}, events, user)
+        agents.links.start()
         began = time.monotonic()
         agents.links.call(lambda: agents.ensure(hosts))
         while user.there < nodes:

@@ -315,18 +315,31 @@ def hosts_of(site: Site, job: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------- a dead supervisor
 
 
-def test_a_killed_supervisor_is_replaced_and_the_requeued_job_goes_on(site: Site) -> None:
-    run = start(site)
+def test_a_killed_supervisor_is_replaced_while_its_ranks_go_on_and_the_requeued_job_does(site: Site) -> None:
+    run = start(site, *SPARE)
     ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
-    since = time.time()
-    os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 10, "the end of the ranks")
-    (line,) = attempts_of(run, 1, 10)
-    print(f"ranks gone and known after {time.time() - since:.1f} s; first new step {first_new_step(run, since):.1f} s")
-    assert (line["cause"], line["decision"]) == ("crashed", "restart")
-    assert "supervisor" in line["line"]
-    assert "SIGKILL" in line["line"]
-    assert "SIGKILL" in site.run("toolkit", "why", run.id)
+    for _ in range(2):
+        before = run.status()
+        os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
+        since = time.time()
+        wait_for(lambda pid=before["pid"]: run.status()["pid"] != pid, 30, "another supervisor")
+        reached(run, before["progress"]["step"] + 25)
+        print(f"25 more steps {time.time() - since:.1f} s after the supervisor's death")
+    assert all(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert run.attempts() == []
     site.run("scontrol", "requeue", site.job_of(run))
-    last = ended_as_undisturbed(site, run)[-1]
-    assert last["restart_count"] == 1
+    first, last = ended_as_undisturbed(site, run)
+    assert (first["cause"], last["restart_count"]) == ("preempted", 1)
+
+
+def test_how_a_rank_ended_while_no_supervisor_was_there_is_known_to_the_next_one(site: Site) -> None:
+    run = start(site)
+    supervisor = pid_of_supervisor(site, run)
+    rank = next(pid for pid, command in site.processes() if "toolkit run" in command)
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{rank}").exists(), 10, "the end of the rank")
+    os.kill(supervisor, signal.SIGKILL)
+    first, _ = ended_as_undisturbed(site, run)
+    assert (first["cause"], first["decision"]) == ("crashed", "restart")
+    assert first["first_failure"]["how"] == "killed by SIGKILL"

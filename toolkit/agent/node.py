@@ -1,9 +1,11 @@
 """The agent of one node: ``python -m toolkit.agent.node SECRET_FILE LOGS HOST PORT [NAME]``.
 
 It lives as long as the job. It starts the ranks of each attempt and the attempt's store when the supervisor says so, by
-forks of a zygote or as fresh programs, sends them signals, and says at once how each has ended. When it has lost the
-supervisor it ends them, and when it dies they die with it. All ranks of the node report to it, also those that srun has
-started; see :mod:`toolkit.agent.progress`. It has one thread and needs no torch.
+forks of a zygote or as fresh programs, sends them signals, and says at once how each has ended. All ranks of the node
+report to it, also those that srun has started; see :mod:`toolkit.agent.progress`. It has one thread and needs no torch.
+
+When the supervisor has died it connects again, to the one that is started in its place, and tells it once more what it
+has told of the attempt: the ranks go on. It ends them where no supervisor comes. When it dies they die with it.
 
 What it is told (``do``) and what it tells (``is``):
 
@@ -38,6 +40,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
@@ -49,8 +52,11 @@ from toolkit.agent.tether import SIGNALS, die_with
 from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order, opened
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+CONNECT_S = 30.0
 #: A supervisor that has not confirmed what it was sent for so long is gone; a network may be away for half a minute.
 GONE_S = 120
+#: A supervisor that is started in the place of one that has died speaks within this time.
+TAKE_OVER_S = 10.0
 #: An agent of this job that the supervisor has given up needs a moment to notice it, and leaves its name free then.
 INBOX_PATIENCE_S = 10.0
 #: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
@@ -76,11 +82,18 @@ class _Child:
 
 
 class Agent:
-    """Serves one connection to the supervisor."""
+    """Serves one supervisor, and each that takes over from it."""
 
-    def __init__(self, connection: socket.socket, link: Link, name: str, inbox: Inbox, imports: Path | None) -> None:
-        """``imports``: see :mod:`toolkit.agent.learnt`."""
-        self._connection, self._link, self._name = connection, link, name
+    def __init__(
+        self, connect: Callable[[], socket.socket], secret: bytes, name: str, inbox: Inbox, imports: Path | None
+    ) -> None:
+        """``connect`` connects to the supervisor. ``imports``: see :mod:`toolkit.agent.learnt`."""
+        self._connect, self._secret, self._name = connect, secret, name
+        self._attempt: int | None = None  #: the last one of which something was started here
+        self._ranks = 0  #: of that attempt that were to start here
+        self._told: list[Message] = []  #: of that attempt, and of the node
+        self._told_by_main: dict[str, Message] = {}  #: the last that rank 0 said of the run, and of its result
+        self._give_up_at = math.inf  #: when the supervisor must have spoken
         self._inbox, self._progress = inbox, NodeProgress()
         self._children: dict[int, _Child] = {}  #: by pid, of those that live
         self._waiting: list[Message] = []  #: orders that wait for the zygote
@@ -103,17 +116,17 @@ class Agent:
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._hear_ranks)
-        self._connection.sendall(self._link.greeting)
-        self._say({"is": "here", "host": self._name, "pid": os.getpid()})
+        self._open_connection(again=False)
         next_heartbeat, health_at = 0.0, time.monotonic() + HEALTH_AFTER_S
         try:
             while not self._is_over:
                 for key, _ in self._selector.select(HEARTBEAT_S):
                     key.data()
                 self._reap()
+                if time.monotonic() >= self._give_up_at:
+                    self._be_alone()
                 self._watch_the_batch_host()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
@@ -132,6 +145,16 @@ class Agent:
         if self._zygote is not None:
             self._zygote.end()
 
+    def _open_connection(self, *, again: bool) -> None:
+        """Connect, and tell what a supervisor must know that was not there before. Raises OSError."""
+        self._connection, self._link = self._connect(), Link(self._secret, "agent")
+        self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
+        self._connection.sendall(self._link.greeting)
+        of_attempt = {"attempt": self._attempt, "ranks": self._ranks, "lives": bool(self._children)}
+        self._say({"is": "here", "host": self._name, "again": again, **of_attempt})
+        for message in [*self._told, *self._told_by_main.values()]:
+            self._say(message)
+
     def _say(self, message: Message) -> None:
         if not self._is_alone:
             try:
@@ -139,18 +162,24 @@ class Agent:
             except OSError:
                 self._lose_supervisor()
 
+    def _tell(self, message: Message) -> None:
+        """Say ``message``, and say it again to a supervisor that takes over."""
+        self._told.append(message)
+        self._say(message)
+
     def _hear(self) -> None:
         try:
             data = self._connection.recv(1 << 16)
+            orders, answer = self._link.receive(data)
+            if answer:
+                self._connection.sendall(answer)
         except OSError:
             data = b""
         if not data:
             self._lose_supervisor()
             return
-        self._heard = time.monotonic()
-        orders, answer = self._link.receive(data)
-        if answer:
-            self._connection.sendall(answer)
+        if self._link.is_genuine:
+            self._heard, self._give_up_at = time.monotonic(), math.inf
         for order in orders:
             self._obey(order)
 
@@ -169,7 +198,7 @@ class Agent:
             case "signal":
                 self._signal(order["attempt"], signal.Signals(order["number"]))
             case "tell":
-                self._tell(order["attempt"], order["text"])
+                self._write_to_store(order["attempt"], order["text"])
             case "end_store":
                 self._end_store(order["attempt"])
             case "stacks":
@@ -185,11 +214,31 @@ class Agent:
     # ----------------------------------------------------------------------------------------------- the supervisor
 
     def _lose_supervisor(self) -> None:
+        """Connect again. Where its guard is gone, too, nobody listens any more."""
+        if self._is_alone:
+            return
+        self._selector.unregister(self._connection)
+        self._connection.close()
+        if not self._link.is_genuine:  # it was the one that was to take over
+            self._be_alone()
+            return
+        log.warning("the supervisor is gone: looking for another one")
+        try:
+            self._open_connection(again=True)
+            self._heard = time.monotonic()
+            self._give_up_at = self._heard + TAKE_OVER_S
+        except OSError as error:
+            log.warning("there is none: %s", error)
+            self._be_alone()
+
+    def _be_alone(self) -> None:
         """End the ranks. Without an order to watch there is nothing else to do here."""
         if not self._is_alone:
-            log.warning("the supervisor is gone: ending the ranks")
-            self._is_alone, self._heard = True, time.monotonic()
-            self._selector.unregister(self._connection)
+            log.warning("no supervisor is left: ending the ranks")
+            self._is_alone, self._give_up_at = True, math.inf
+            if self._connection.fileno() >= 0:
+                self._selector.unregister(self._connection)
+                self._connection.close()
             self._end_children()
             self._selector.unregister(self._inbox)
             self._inbox.close()  # ranks that srun has started end by themselves
@@ -245,7 +294,7 @@ class Agent:
 
     def _hear_of_health(self, data: bytes) -> bool:
         for line in data.decode(errors="replace").splitlines():
-            self._say({"is": "sick", "what": line})
+            self._tell({"is": "sick", "what": line})
         return True
 
     def _answer(self, order: Message, **words: object) -> None:
@@ -304,6 +353,11 @@ class Agent:
 
     def _start(self, order: Message) -> None:
         ranks = sum(process["rank"] is not None for process in order["processes"])
+        if order["attempt"] != self._attempt:
+            self._attempt, self._ranks = order["attempt"], 0
+            self._told = [message for message in self._told if "attempt" not in message]
+            self._told_by_main.clear()
+        self._ranks += ranks
         memory = self._memory.hold(ranks) if ranks else ""
         if ranks:
             self._ranks_since = time.monotonic()
@@ -333,7 +387,7 @@ class Agent:
                     )
                 )
             except OSError as error:
-                self._say({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
+                self._tell({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
                 continue
             finally:
                 for file in theirs:
@@ -375,7 +429,7 @@ class Agent:
             assert child.stdout is not None
             data = os.read(child.stdout, 1 << 16)
             if data:
-                self._say({"is": "said", "attempt": child.attempt, "text": data.decode(errors="replace")})
+                self._tell({"is": "said", "attempt": child.attempt, "text": data.decode(errors="replace")})
             else:
                 self._selector.unregister(child.stdout)
                 os.close(child.stdout)
@@ -383,7 +437,7 @@ class Agent:
 
         return read
 
-    def _tell(self, attempt: int, text: str) -> None:
+    def _write_to_store(self, attempt: int, text: str) -> None:
         for child in self._stores(attempt).values():
             if child.stdin is None:
                 continue
@@ -414,9 +468,13 @@ class Agent:
             if self._progress.hear(report):
                 first.setdefault(report.attempt, []).append(report.rank)
             if report.rank == 0:
-                self._say({"is": "report", "text": text.decode()})
+                message: Message = {"is": "report", "text": text.decode()}
+                self._told_by_main |= {
+                    kind: message for kind in ("fields", "result") if getattr(report, kind) is not None
+                }
+                self._say(message)
         for attempt, ranks in first.items():
-            self._say({"is": "reporting", "attempt": attempt, "ranks": ranks})
+            self._tell({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
     def _digest_stacks(self, order: Message) -> None:
         """Have the stacks of ranks read by a process of its own: a file server may not answer."""
@@ -484,7 +542,7 @@ class Agent:
 
     def _say_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
-        self._say({"is": "ended", **how, "time": time.time()})
+        self._tell({"is": "ended", **how, "time": time.time()})
 
     def _signal(self, attempt: int, number: signal.Signals) -> None:
         if number is signal.SIGKILL:
@@ -596,7 +654,7 @@ def _oom_kills() -> int:
 
 
 def _connect(host: str, port: int) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=30)
+    connection = socket.create_connection((host, port), timeout=CONNECT_S)
     connection.settimeout(None)
     connections.notice_death(connection, GONE_S)
     return connection
@@ -632,10 +690,9 @@ def main(arguments: Sequence[str]) -> None:
     logs.setup(f"agent {name}")
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks come from two forks below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the supervisor
-    connection = _connect(host, int(port))
     try:
         inbox, imports = Inbox(address(token_of(secret)), INBOX_PATIENCE_S), Path(secret_file).parent / learnt.NAME
-        Agent(connection, Link(secret, "agent"), name, inbox, imports).serve()
+        Agent(partial(_connect, host, int(port)), secret, name, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")
 

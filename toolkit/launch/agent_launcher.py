@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
+from toolkit import logs
 from toolkit.agent import reports
 from toolkit.agent.link import Message
 from toolkit.cluster import hostlist
@@ -17,7 +18,7 @@ from toolkit.cluster.placement import Placement, rank_environment
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch import foreign
 from toolkit.launch.agent_links import AgentLinks
-from toolkit.launch.agents import Agents
+from toolkit.launch.agents import Agents, Awaited
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events, LaunchFailed, RankEnded, Step, StepEnded, Store, signal_name
 from toolkit.launch.store import StoreHostEnded, port_in
@@ -25,8 +26,12 @@ from toolkit.rundir import RunDir
 
 #: How our own modules are started.
 MODULE = (sys.executable, "-P", "-m")
+#: The agents of a supervisor that has died connect to the next one within this time.
+COME_BACK_S = 5.0
 #: A module that becomes a command of the user's.
 FOREIGN_MODULE = "toolkit.launch.foreign"
+
+log = logs.get(__name__)
 
 
 class AgentLauncher:
@@ -48,7 +53,7 @@ class AgentLauncher:
         self._step: _AgentStep | None = None
         self._store: _AgentStore | None = None
         self._store_order: Message | None = None  #: that has not been sent
-        self._is_warm = False
+        self._is_open = self._is_warm = False
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
@@ -56,9 +61,36 @@ class AgentLauncher:
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
         """See :class:`~toolkit.launch.steps.Launcher`."""
-        self._is_warm = self._is_forked(command)
-        self._agents.open(environ, events, self)
+        if not self._is_open:
+            self._open(command, environ, events)
+            self._agents.links.start()
         self._agents.links.call(lambda: self._start_agents(hosts))
+
+    def _open(
+        self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
+    ) -> None:
+        self._is_open, self._is_warm = True, self._is_forked(command)
+        self._agents.open(environ, events, self, awaited)
+
+    def take_over(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> tuple[Step, Store] | None:
+        """See :class:`~toolkit.launch.steps.Launcher`."""
+        spares = dict.fromkeys(self._allocation.hosts, 0)
+        awaited = Awaited(attempt, {**spares, **dict(zip(allocation.hosts, allocation.tasks, strict=True))})
+        self._open(command, environ, events, awaited)
+        links = self._agents.links
+        store = _AgentStore(attempt, self._allocation.hosts[0], events, links)
+        step = _AgentStep(attempt, allocation, events, links)
+        self._step, self._store = step, store
+        links.start()
+        if awaited.wait(COME_BACK_S):
+            links.call(lambda: self._start_agents(allocation.hosts))
+            return step, store
+        log.warning("not all ranks of attempt %d are there: starting anew", attempt)
+        self._step = self._store = None
+        self._agents.dismiss_all()
+        return None
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

@@ -28,6 +28,9 @@ log = logs.get(__name__)
 class Listener(Protocol):
     """Whom the thread tells what happens."""
 
+    def admits(self, host: str, message: Message) -> bool:
+        """Whether the agent of ``host``, which says so of itself, is wanted; else it is told to leave."""
+
     def agent_came(self, host: str) -> None:
         """The agent of ``host`` can be told something from now on."""
 
@@ -73,6 +76,9 @@ class AgentLinks:
             self._selector.register(end, selectors.EVENT_READ, what)
         self._waker.setblocking(False)
         self._is_closed = False
+
+    def start(self) -> None:
+        """Begin to serve those who connect."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def call(self, what: Callable[[], None]) -> None:
@@ -101,6 +107,14 @@ class AgentLinks:
         """Close the connection to the agent of ``host``, if there is one."""
         if host in self._peers:
             self._drop(self._peers[host], why)
+
+    def dismiss(self) -> None:
+        """Tell all agents to leave, and hear nothing more of them."""
+        for peer in self._peers.values():
+            self._say_leave(peer)
+            peer.host = None
+            self._strangers.add(peer.connection)
+        self._peers.clear()
 
     def silent(self, bound_s: float) -> list[str]:
         """Return the hosts whose agents have said nothing for ``bound_s``."""
@@ -181,12 +195,19 @@ class AgentLinks:
         if peer.host is not None:
             self._listener.agent_said(peer.host, message)
         elif message["is"] == "here":
+            if not self._listener.admits(str(message["host"]), message):
+                self._say_leave(peer)
+                return
             self._strangers.discard(peer.connection)
             peer.host = str(message["host"])
             self._peers[peer.host] = peer
             with contextlib.suppress(OSError):  # it has gone again
                 self.addresses[plain_address(peer.connection.getpeername()[0])] = peer.host
             self._listener.agent_came(peer.host)
+
+    def _say_leave(self, peer: _Peer) -> None:
+        with contextlib.suppress(OSError):  # it has gone already
+            self._send(peer, peer.link.send({"do": "leave"}))
 
     def _drop(self, peer: _Peer, why: str) -> None:
         self._strangers.discard(peer.connection)

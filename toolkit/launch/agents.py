@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +37,27 @@ STANDS_WITHIN_S = 120.0
 LEAVE_S = 2.0
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the agents connect, and the secret by which they do.
+
+    The guard holds it as well: nobody else gets the port after a supervisor has died, and the agents find the next one.
+    """
+
+    listening: socket.socket
+    address: str  #: that they connect to; empty: where they are started from
+    secret: bytes
+    secret_file: Path
+
+    @staticmethod
+    def open(run: RunDir, hosts: Sequence[str], environ: Mapping[str, str]) -> Endpoint:
+        """Listen on the first of ``hosts``, this node, for agents on all of them. Raises OSError."""
+        address = job_address(hosts[0], hosts, environ)
+        file = run.path / f".agents-{secrets.token_hex(8)}.key"
+        told = "" if address == wildcard() else address
+        return Endpoint(listen(address), told, secrets.token_bytes(SECRET_BYTES), file)
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,37 @@ class AgentUser(Protocol):
         """None could be started there."""
 
 
+class Awaited:
+    """The ranks of an attempt whose supervisor has died. The agents that have started them connect to us."""
+
+    def __init__(self, attempt: int, ranks: Mapping[str, int]) -> None:
+        """``ranks``: how many each host has; none on a spare, whose agent comes as well."""
+        self.ranks, self._attempt = ranks, attempt
+        self._missing = {*ranks}
+        self._has_come = threading.Event()
+        self._fits = True
+
+    def take(self, host: str, message: Message) -> bool:
+        """Take what the agent of ``host`` says of itself. False where that is not what was awaited."""
+        ranks = self.ranks[host]
+        if host not in self._missing:
+            return False
+        if ranks == 0:
+            fits = not message["lives"]
+        else:
+            fits = message["attempt"] == self._attempt and message["ranks"] == ranks
+            self._fits = self._fits and fits
+        self._missing.discard(host)
+        if not self._fits or not self._missing:
+            self._has_come.set()
+        return fits
+
+    def wait(self, patience_s: float) -> bool:
+        """True if all ranks are there, as soon as that is known."""
+        self._has_come.wait(patience_s)
+        return self._fits and not any(self.ranks[host] for host in self._missing)
+
+
 @dataclass
 class _Request:
     """What some agents are asked; who hears of it gets a NodeAnswered or a NodeSilent of each, or nothing."""
@@ -125,10 +178,17 @@ class Agents:
     """
 
     def __init__(
-        self, run: RunDir, allocation: Allocation, starter: AgentStarter, *, watch_batch_host: bool = False
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        starter: AgentStarter,
+        endpoint: Endpoint | None = None,
+        *,
+        watch_batch_host: bool = False,
     ) -> None:
         self._run, self._allocation, self._starter = run, allocation, starter
-        self._watch_batch_host = watch_batch_host
+        self._endpoint, self._watch_batch_host = endpoint, watch_batch_host
+        self._awaited: Awaited | None = None
         self._links: AgentLinks | None = None
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count()
@@ -143,22 +203,17 @@ class Agents:
         self.sick_hosts: Mapping[str, str] = {}
         self.environ: Mapping[str, str] = {}  #: the agents' own
 
-    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser) -> None:
+    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
         """Listen for them, with ``environ`` for those that are started; ``user`` says which are to be.
 
-        What the ranks report goes into ``events``, and so do our own mistakes.
+        What the ranks report goes into ``events``, and so do our own mistakes. ``awaited``: the ranks that are there.
         """
-        here, hosts = self._allocation.hosts[0], self._allocation.hosts
-        address = job_address(here, hosts, environ)
-        self._secret_file = self._run.path / f".agents-{secrets.token_hex(8)}.key"
-        secret = secrets.token_bytes(SECRET_BYTES)
-        patience.persist(lambda: fsio.write_atomic(self._secret_file, secret), self._run.path)
-        listening = listen(address)
-        self._address = "" if address == wildcard() else address
-        self._port = int(listening.getsockname()[1])
+        at = self._endpoint or Endpoint.open(self._run, self._allocation.hosts, environ)
+        self._at, self._awaited = at, awaited
+        patience.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
         self.environ, self._events, self._user = dict(environ), events, user
-        self.reports_token = reports.token_of(secret)
-        self._links = AgentLinks(listening, secret, self, len(hosts))
+        self.reports_token = reports.token_of(at.secret)
+        self._links = AgentLinks(at.listening.dup(), at.secret, self, len(self._allocation.hosts))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
         """Send each host its order, as soon as its agent is there, and return a number to withdraw it by.
@@ -218,7 +273,19 @@ class Agents:
             self._starter.close()
             self._links.call(self._links.close)
             with contextlib.suppress(OSError):
-                self._secret_file.unlink()
+                self._at.secret_file.unlink()
+
+    def dismiss_all(self) -> None:
+        """Have all leave that are there, with what they have started. Others can be started at once."""
+        left = threading.Event()
+
+        def dismiss() -> None:
+            self._awaited = None
+            self.links.dismiss()
+            left.set()
+
+        self.links.call(dismiss)
+        left.wait()
 
     def dismiss(self, host: str) -> None:
         """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
@@ -250,7 +317,8 @@ class Agents:
             self._start_of |= dict.fromkeys(missing, number)
             on_failure = partial(self._note_failure, number)
             try:
-                self._starter.start(missing, self._secret_file, self._address, self._port, self.environ, on_failure)
+                port = self._at.listening.getsockname()[1]
+                self._starter.start(missing, self._at.secret_file, self._at.address, port, self.environ, on_failure)
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
@@ -304,10 +372,15 @@ class Agents:
     def _order_watch(self, host: str) -> Message:
         """Have ``host`` look after the batch host; spares before the others, for they have nothing else to do."""
         job = self._allocation
-        command = batch_host_watch.command(self._run, job, self._address or job.hosts[0], self._port, os.getpid())
+        port = self._at.listening.getsockname()[1]
+        command = batch_host_watch.command(self._run, job, self._at.address or job.hosts[0], port, os.getpid())
         return {"do": "watch", "command": command, "turn": len(job.hosts) - 1 - job.hosts.index(host)}
 
     # what the links tell
+
+    def admits(self, host: str, message: Message) -> bool:
+        """See :class:`~toolkit.launch.agent_links.Listener`. Ranks that nobody goes on with end with their agent."""
+        return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""

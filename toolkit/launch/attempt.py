@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,14 @@ class Attempt:
     ended: float = 0.0
     step_saved: int | None = None  #: the newest checkpoint when it had ended
     gained_s: float = 0.0  #: see `goodput.gained_s`
+
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any], allocation: Allocation) -> Attempt:
+        """Return the attempt of which a supervisor that has died wrote ``status``."""
+        hosts, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
+        plan = replace(allocation, hosts=hosts, tasks=tasks)
+        started, progress = status.get("started", time.time()), status.get("progress") or {}
+        return cls(status["attempt"], started, plan, progress=progress)
 
     @cached_property
     def rank_hosts(self) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -152,6 +153,10 @@ class Journal:
             more["goodput"] = goodput.as_json(goodput.of_run(lines, goodput.submission(lines[0]), now))
         self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
 
+    def take_over(self, attempt: Attempt) -> None:
+        """Go on writing about an attempt that another supervisor of this job has begun."""
+        self._number, self._is_first = attempt.number, False
+
     def announce(self) -> None:
         """Note in the status that this supervisor has the run now: what an earlier one has left on other nodes ends."""
         status = self._run.status()
@@ -175,6 +180,7 @@ class Journal:
             "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
             "ailing_nodes": {host: ailing.why for host, ailing in self._nodes.ailing.items()},
             "started": attempt.started,
+            "start": attempt.start and asdict(attempt.start),
             "updated": time.time(),
             "stop": attempt.stop,
             "progress": dict(attempt.progress),

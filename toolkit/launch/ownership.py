@@ -208,6 +208,16 @@ class Claim:
                 continue
             return claim
 
+    @staticmethod
+    def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
+        """Take the place of a supervisor of our job that has died, whose ranks go on; None where we may not."""
+        owner = read(run)
+        if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
+            return None
+        claim = Claim(run, replace(owner, host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+        claim._write(claim._owner)
+        return claim
+
     @property
     def number(self) -> int:
         """Of the present attempt; its ranks ask with it whether they still may write."""

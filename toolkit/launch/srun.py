@@ -71,7 +71,11 @@ class SrunLauncher:
     ) -> None:
         """See :class:`~toolkit.launch.steps.Launcher`. The ranks are not the agents': all are started alike."""
         self._agents.open(environ, events, self)
+        self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure(hosts))
+
+    def take_over(self, *attempt: object) -> None:
+        """See :class:`~toolkit.launch.steps.Launcher`. The ranks' srun has died with the supervisor."""
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events

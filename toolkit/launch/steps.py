@@ -119,6 +119,14 @@ class Launcher(Protocol):
         Called once, before all else. Returns at once.
         """
 
+    def take_over(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> tuple[Step, Store] | None:
+        """Go on with the ranks of an attempt whose supervisor has died. None where not all of them are there.
+
+        Called before all else, and then ``prepare`` is called in the case of None only.
+        """
+
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:

@@ -44,7 +44,7 @@ from toolkit.errors import (
 from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
 from toolkit.launch.agent_launcher import AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent, SrunAgents
-from toolkit.launch.agents import Agents, NodeAnswered
+from toolkit.launch.agents import Agents, Endpoint, NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
@@ -52,6 +52,7 @@ from toolkit.launch.drains import DrainWatch
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.foreign import without_snapshot
+from toolkit.launch.goodput import Start
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
@@ -165,7 +166,9 @@ class Supervisor:
         belongs to another job.
         """
         self._install_handlers()
-        self._claim = Claim.of_job(self._run, self._allocation, self._token)
+        left = None if last_words is None else self._left_running()
+        claim = None if left is None else Claim.of_dead(self._run, self._allocation)
+        self._claim = claim or Claim.of_job(self._run, self._allocation, self._token)
         self._journal.read()
         if self._has_ended(last_words):
             return EXIT_DONE
@@ -176,22 +179,72 @@ class Supervisor:
             _remember_job(self._run, self._allocation)
         patience.persist(self._run.clear_result, self._run.path)
         self._look_at_the_job()
-        self._close_left_over_attempt(last_words)
-        self._journal.announce()
-        if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
-            return self._finish_unstarted()
         try:
-            self._prepare_nodes()
-            if self._comeback is not None:
-                self._comeback.prepare(self._row, self._settings, self._claim)
-            verdict = self._check_nodes() or self._run_attempts()
+            verdict = None if left is None or claim is None else self._take_over(left)
+            verdict = verdict or self._start(last_words)
         finally:
             if self._agents is not None:
                 self._agents.close()
+        if verdict is None:
+            return self._finish_unstarted()
         if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
             self._comeback.dismiss()
         notify(self._run)
         return _exit_code(verdict)
+
+    def _start(self, last_words: str | None) -> Ending | None:
+        """Start anew; None for a run that somebody has ended."""
+        self._close_left_over_attempt(last_words)
+        self._journal.announce()
+        if intent.asked(self._run):  # while it waited in the queue, or before Slurm requeued it
+            return None
+        self._prepare_nodes()
+        self._prepare_comeback()
+        return self._check_nodes() or self._run_attempts()
+
+    def _prepare_comeback(self) -> None:
+        if self._comeback is not None:
+            assert self._claim is not None
+            self._comeback.prepare(self._row, self._settings, self._claim)
+
+    def _left_running(self) -> Attempt | None:
+        """Return the attempt whose ranks may be there still: a supervisor of this start of our job has died."""
+        status, job = self._run.left_over(), self._allocation
+        if status is None or status.get("state") not in ("starting", "running", "stopping"):
+            return None
+        attempt = Attempt.of_status(status, job)
+        is_of_this_start = (status.get("job_id"), status.get("restart_count")) == (job.job_id, job.restart_count)
+        can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # why it left which nodes nobody knows
+        if not is_of_this_start or not can_go_on or not {*attempt.plan.hosts} <= {*job.hosts}:
+            return None
+        attempt.start = Start(**status["start"]) if status.get("start") else None
+        attempt.stop = Stop(status["stop"]) if status.get("stop") else None
+        return attempt
+
+    def _take_over(self, attempt: Attempt) -> Ending | None:
+        """Go on with the ranks of a supervisor that has died, and after them; None where not all are there."""
+        environ = self._rank_environ(attempt=0)
+        ranks = self._launcher.take_over(attempt.number, attempt.plan, self._rank_command(), environ, self._events)
+        if ranks is None:
+            assert self._claim is not None
+            self._claim.renew()  # what is left of them may write no more
+            return None
+        log.warning(
+            "attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.get("step")
+        )
+        self._journal.take_over(attempt)
+        self._nodes.note_used(attempt.plan)
+        self._prepare_comeback()
+        if not self._foreign:
+            attempt.watchdog = Watchdog(self._config.dist.timeout_s)
+        stop, attempt.stop = attempt.stop, None
+        if intent.asked(self._run):
+            stop = self._why_stop(signal.SIGTERM)
+        if stop is not None:  # the ranks may not have been told
+            self._ask_to_stop(attempt, *ranks, stop)
+        self._follow(attempt, *ranks)
+        verdict = self._conclude(attempt)
+        return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
 
     def _run_attempts(self) -> Ending:
         while True:
@@ -297,6 +350,10 @@ class Supervisor:
             attempt.exit_code = EXIT_STOPPED
         else:
             self._run_ranks(attempt)
+        return self._conclude(attempt)
+
+    def _conclude(self, attempt: Attempt) -> Ending:
+        """Judge an attempt whose ranks have ended, and write the verdict down."""
         attempt.ended = time.time()
         self._journal.note_gain(attempt)
         self._read_error_files(attempt)
@@ -340,10 +397,14 @@ class Supervisor:
         environ = self._rank_environ(attempt.number)
         host = job_address(self._allocation.hosts[0], plan.hosts, environ)
         store = self._launcher.start_store(attempt.number, plan.world_size, host, environ, self._events)
+        if host != wildcard():  # else each rank takes the address from which srun has started it
+            environ["MASTER_ADDR"] = host
+        step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events, store)
+        self._follow(attempt, step, store)
+
+    def _follow(self, attempt: Attempt, step: Step, store: Store) -> None:
+        """Watch the ranks until all have ended."""
         try:
-            if host != wildcard():  # else each rank takes the address from which srun has started it
-                environ["MASTER_ADDR"] = host
-            step = self._launcher.start(attempt.number, plan, self._rank_command(), environ, self._events, store)
             self._watch(attempt, step, store)
         finally:
             if attempt.silence is not None:
@@ -842,11 +903,9 @@ class Supervisor:
         status = self._run.left_over()
         if status is None:
             return
-        number, now = status["attempt"], time.time()
-        nodes, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
-        started, ended = status.get("started", now), status.get("updated", now)
-        gone = self._unreachable(nodes) if self._slurm else set()
-        lost = gone | self._nodes.given_up(started)  # which may be back
+        left = Attempt.of_status(status, self._allocation)
+        gone = self._unreachable(left.plan.hosts) if self._slurm else set()
+        left.lost_nodes = lost = gone | self._nodes.given_up(left.started)  # which may be back
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
@@ -856,13 +915,10 @@ class Supervisor:
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
-        log.warning("attempt %d: %s", number, why)
-        reached = status.get("progress") or {}
-        plan = replace(self._allocation, hosts=nodes, tasks=tasks)
+        log.warning("attempt %d: %s", left.number, why)
         for host in gone:
             self._nodes.condemn(host, why)
-        left = Attempt(number, started, plan, lost_nodes=lost, progress=reached, ended=ended)
-        left.left_over = status
+        left.left_over, left.ended = status, status.get("updated", time.time())
         self._journal.note_gain(left)
         patience.persist(lambda: self._journal.add(left, Ending(cause, decision, why)), self._run.path)
         in_vain, limit = ending.requeues_in_vain(self._journal.history()), self._config.retry.max_requeues
@@ -913,8 +969,13 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        here = partial(_supervise, run, where)
-        code = here(None) if where == "local" else guarded(here, partial(_step, run))
+        if where == "local":
+            code = _supervise(run, where, None, None)
+        else:
+            # Held until there is a child to hand them to.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            endpoint = _endpoint(run)
+            code = guarded(partial(_supervise, run, where, endpoint), partial(_step, run))
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
@@ -922,6 +983,15 @@ def supervise(run_dir: str, where: str) -> None:
         if where == "slurm" and run.result() is not None:
             forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
         raise SystemExit(code)
+
+
+def _endpoint(run: RunDir) -> Endpoint | None:
+    """Return what outlives a supervisor; None where each opens its own, which says what is wrong."""
+    try:
+        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
+    except (OSError, ToolkitError) as error:
+        log.warning("a supervisor that is killed would lose its ranks: %s", error)
+        return None
 
 
 def _step(run: RunDir) -> int:
@@ -932,12 +1002,12 @@ def _step(run: RunDir) -> int:
         return 0
 
 
-def _supervise(run: RunDir, where: str, last_words: str | None) -> int:
+def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: str | None) -> int:
     # Held until there are handlers: a `toolkit cancel` of this moment would end us, and the run would have no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         patience.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
-        return _build(run, where).run(last_words)
+        return _build(run, where, endpoint).run(last_words)
     except Overtaken as error:
         log.error("%s", error)
         return EXIT_DONE
@@ -970,7 +1040,7 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
     return take_back(look, slurm, allocation.job_id) is ending.Slurm.REQUEUED
 
 
-def _build(run: RunDir, where: str) -> Supervisor:
+def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     token = os.environ.get(ownership.TOKEN_VARIABLE)
     patience.persist(lambda: ownership.adopt_config(run, token), run.path)
     config = configs.load_config(run.config, site=False)
@@ -985,7 +1055,8 @@ def _build(run: RunDir, where: str) -> Supervisor:
     container = _container(run, config, allocation)
     # where nodes may die without Slurm requeueing the job, somebody else must look after the batch host
     may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
-    agents = Agents(run, allocation, SrunAgents(run), watch_batch_host=may_lose_nodes and len(allocation.hosts) > 1)
+    watch_batch_host = may_lose_nodes and len(allocation.hosts) > 1
+    agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
         launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
     else:

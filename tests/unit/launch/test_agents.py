@@ -28,7 +28,7 @@ from toolkit.agent.reports import AgentGoneError, Outbox, address
 from toolkit.launch import agent_links, agent_starters, hang
 from toolkit.launch.agent_launcher import AgentLauncher
 from toolkit.launch.agent_starters import LocalAgent
-from toolkit.launch.agents import Agents, NodeAnswered, NodeSilent
+from toolkit.launch.agents import Agents, Endpoint, NodeAnswered, NodeSilent
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
 from toolkit.launch.store import StoreHostEnded
@@ -53,12 +53,24 @@ class Site:
 
     def __init__(self, folder: Path, ranks: int = 1, store: str = STORE) -> None:
         self.run = rundir.create("agents", folder)
-        self.events: SimpleQueue[Any] = SimpleQueue()
         self.allocation = Allocation(("here",), (ranks,), 1)
         self.starter = LocalAgent(self.run)
-        self.agents = Agents(self.run, self.allocation, self.starter)
-        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, Shell(store))  # type: ignore[arg-type]
-        self.attempt = 0
+        self.endpoint = Endpoint.open(self.run, self.allocation.hosts, os.environ)
+        self.attempt, self._shell = 0, Shell(store)
+        self.begin()
+
+    def begin(self) -> None:
+        """Be the supervisor, or another one in its place."""
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.agents = Agents(self.run, self.allocation, self.starter, self.endpoint)
+        shell: Any = self._shell
+        self.launcher = AgentLauncher(self.run, self.allocation, self.agents, shell)
+
+    def die(self) -> None:
+        """Without a word to anybody, as by SIGKILL."""
+        links = self.agents.links
+        links.call(links.close)
+        await_true(lambda: links._waker.fileno() < 0)
 
     def start(self, script: str, **environ: str) -> Step:
         self.attempt += 1
@@ -246,7 +258,7 @@ def test_everything_ends_with_the_launcher(tmp_path: Path) -> None:
 
 
 def call(site: Site) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", site.agents._port), timeout=TIMEOUT_S)
+    return socket.create_connection(site.agents._at.listening.getsockname(), timeout=TIMEOUT_S)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -290,7 +302,9 @@ def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp
     listening, secret, hosts = socket.create_server(("127.0.0.1", 0), backlog=4096), secrets.token_bytes(32), 400
     came: SimpleQueue[str] = SimpleQueue()
     listener: Any = SimpleNamespace(agent_came=came.put, time_passed=lambda: None, agent_left=lambda *_: None)
+    listener.admits = lambda *_: True
     links = agent_links.AgentLinks(listening, secret, listener, hosts)
+    links.start()
     with contextlib.ExitStack() as stack:
         agents = [
             stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S)) for _ in range(hosts)
@@ -312,7 +326,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     (peer,) = site.agents.links._peers.values()
     overheard = Link(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
-    words = overheard.greeting + overheard.send({"is": "here", "host": "here"})
+    words = overheard.greeting + overheard.send({"is": "here", "host": "here", "again": False})
     with call(site) as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)
@@ -551,3 +565,92 @@ def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
     assert [event.report.step for event in happened if isinstance(event, MainReport)] == [7]
     assert "a report that is none was ignored" in (site.run.logs / "agent-here.log").read_text()
     site.agents.close()
+
+
+@pytest.fixture
+def untethered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents do not die with the thread that has started them, which here is the supervisor's."""
+    monkeypatch.setattr(agent_starters, "tethered", lambda command, *_: command)
+
+
+@pytest.mark.usefixtures("untethered")
+def test_ranks_go_on_under_the_supervisor_that_takes_over_which_hears_what_was_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = Site(tmp_path, ranks=3)
+    script = f"case $RANK in 0) exit 0;; 1) until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 5;; esac; sleep 600"
+    step: Any = site.start(script)
+    await_true(lambda: step._left == {1, 2})
+    site.die()
+    site.begin()
+    ranks = site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events)
+    assert ranks is not None
+    step, store = ranks
+    (tmp_path / "go").touch()
+    ended = site.next()
+    assert (ended.ranks, ended.exit_code) == ((1,), 5)
+    store.propose("stop", by="me")
+    await_true(lambda: (tmp_path / "told").exists() and "stop" in (tmp_path / "told").read_text())
+    step.kill()
+    assert [type(site.next()), site.next()] == [RankEnded, StepEnded(5)]
+    site.agents.close()
+
+
+@pytest.mark.usefixtures("untethered")
+def test_what_a_rank_reported_and_how_one_ended_while_nobody_listened_is_not_lost(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    lines = f"""
+import os, time
+report("in a step", 7, fields={{"step": 7}})
+while not os.path.exists("{tmp_path}/go"):
+    time.sleep(0.01)
+report("in a step", 8, fields={{"step": 8}})
+"""
+    site.start(reporting(tmp_path, lines))
+    until(site, FirstReports)
+    site.die()
+    (tmp_path / "go").touch()
+    site.begin()
+    assert site.launcher.take_over(1, site.allocation, ["sh"], os.environ, site.events) is not None
+    happened = until(site, StepEnded)
+    assert happened[-1] == StepEnded(0)
+    assert {event.ranks for event in happened if isinstance(event, FirstReports)} == {(0,)}
+    assert [event.report.step for event in happened if isinstance(event, MainReport)][-1] == 8
+    site.agents.close()
+
+
+@pytest.mark.usefixtures("untethered")
+def test_ranks_of_another_attempt_are_ended_and_the_next_one_starts_with_another_agent(tmp_path: Path) -> None:
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    site.die()
+    site.begin()
+    assert site.launcher.take_over(2, site.allocation, ["sh"], os.environ, site.events) is None
+    await_true(lambda: gone(int(note.read_text())))
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    site.launcher.prepare(site.allocation.hosts, ["sh"], environ, site.events)
+    site.store = site.launcher.start_store(2, 1, "127.0.0.1", environ, site.events)
+    site.launcher.start(2, site.allocation, ["true"], environ, site.events, site.store)
+    assert site.next() == StepEnded(0)
+    site.agents.close()
+
+
+@pytest.mark.usefixtures("untethered")
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_ranks_end_when_no_supervisor_takes_over(
+    tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = "import sys; from toolkit.agent import node; node.TAKE_OVER_S = 0.5; node.main(sys.argv[1:])"
+    usual = agent_starters._command
+    command = [sys.executable, "-P", "-c", hasty]
+    monkeypatch.setattr(agent_starters, "_command", lambda *arguments: [*command, *usual(*arguments)[4:]])
+    site, note = Site(tmp_path), tmp_path / "pid"
+    site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
+    await_true(note.exists)
+    if not is_guarded:
+        site.endpoint.listening.close()
+    site.die()
+    await_true(lambda: gone(int(note.read_text())))
+    await_true(lambda: gone(site.agent))

@@ -65,6 +65,9 @@ class Ranks:
     def prepare(self, *args: Any) -> None:
         self.events = args[-1]
 
+    def take_over(self, *args: Any) -> Any:
+        """No rank is left of a supervisor before."""
+
     def start_store(self, *args: Any) -> Store:
         return Store()
 

@@ -320,6 +320,83 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     assert second["cause"] == "completed"
 
 
+class LeftRanks(Ranks):
+    """Ranks that a supervisor has left behind, who was killed."""
+
+    def take_over(self, attempt: int, plan: Allocation, command: Any, environ: Any, events: Any) -> Any:
+        self.attempt, self.events, self.hosts = attempt, events, plan.hosts
+        store = Store()
+        self._acts.pop(0)(self)
+        return self, store
+
+
+ALLOCATION = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
+
+
+def leave(run: RunDir, **more: Any) -> int:
+    """Write what a supervisor leaves whose attempt runs; return the number by which its ranks may write."""
+    claim = Claim.of_job(run, ALLOCATION, None)
+    started = {"started": time.time() - 20, "updated": time.time(), "progress": {"step": 5, "step_start": 0}}
+    start = {"since": time.time() - 30, "submitted": None, "queue_s": 2.0, "ready": time.time() - 25, "best_step": 0}
+    place = {"nodes": ["node1", "node2"], "tasks": [1, 1], "job_id": "1", "restart_count": 0}
+    run.write_status({"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more})
+    return claim.number
+
+
+def test_a_supervisor_that_was_killed_costs_nothing_where_its_ranks_are_there(run: RunDir, slurm: FakeSlurm) -> None:
+    number = leave(run)
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(completes), slurm).run("killed") == 0
+    (line,) = run.attempts()
+    assert (line["attempt"], line["cause"], line["world_size"]) == (3, "completed", 2)
+    assert line["goodput"]["queue"] == pytest.approx(2.0, abs=0.1)
+    assert run.owner_number() == number
+
+
+def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, slurm: FakeSlurm) -> None:
+    number = leave(run)
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
+        ranks.events.put(StepEnded(1))
+
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
+    assert [(line["attempt"], line["cause"]) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
+    assert run.owner_number() == number + 1
+
+
+def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir, slurm: FakeSlurm) -> None:
+    def stops(ranks: Ranks) -> None:
+        def stopped() -> None:
+            ranks.events.put(RankEnded((0, 1), "node1", "exit code 75", None, time.time(), EXIT_STOPPED))
+            ranks.events.put(StepEnded(EXIT_STOPPED))
+
+        Store.on_propose = stopped
+
+    leave(run, state="stopping", stop="user")
+    assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(stops), slurm).run("killed") == EXIT_STOPPED
+    assert Store.proposed == ["stop"]
+    assert run.result()["state"] == "stopped"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        pytest.param({"state": "restarting"}, id="between two attempts"),
+        pytest.param({"restart_count": 1}, id="of another start of the job"),
+        pytest.param({"job_id": "2"}, id="of another job"),
+        pytest.param({"nodes": ["node1", "elsewhere"]}, id="on a node that is not ours"),
+        pytest.param({"stop": "move"}, id="leaving nodes that nobody knows"),
+        pytest.param({"stop": "odd"}, id="stopping for a reason that nobody knows"),
+    ],
+)
+def test_ranks_that_may_not_be_ours_are_not_taken_over(run: RunDir, slurm: FakeSlurm, status: dict[str, Any]) -> None:
+    number = leave(run, **status)
+    ranks = LeftRanks(completes)
+    assert Supervisor(run, JobConfig(), ALLOCATION, ranks, slurm).run("killed") == 0
+    assert [line["attempt"] for line in run.attempts()] == [3, 4]
+    assert (run.owner_number() or 0) > number + 1
+
+
 def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir, slurm: FakeSlurm) -> None:
     """Nobody judges such attempts, and follow-up jobs would follow each other for ever."""
     config = JobConfig()
@@ -684,7 +761,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     monkeypatch.setattr(supervisor, "_build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    assert supervisor._supervise(run, "slurm", None) == EXIT_STOPPED
+    assert supervisor._supervise(run, "slurm", None, None) == EXIT_STOPPED
     signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor.SIGNALS)
     assert slurm.show_job("1").restarts == (0 if follow_up else 1)  # type: ignore[union-attr]
     assert run.result() is None
