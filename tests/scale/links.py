@@ -42,7 +42,7 @@ def play(secret_file: str, port: str, *hosts: str) -> None:
     links: dict[socket.socket, Link] = {}
     for host in hosts:
         connection, link = socket.create_connection(("127.0.0.1", int(port))), Link(secret, "agent")
-        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "pid": 1, "lives": False}))
+        connection.sendall(link.greeting + link.send({"is": "here", "host": host, "again": False}))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link
     due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
