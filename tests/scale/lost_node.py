@@ -15,7 +15,7 @@ from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
-from toolkit.launch import supervisor
+from toolkit.launch import slurm_job, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import NodeFailed, RankEnded
 
@@ -41,7 +41,7 @@ def end(nodes: int) -> Mapping[str, object]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(supervisor, "refuse_too_many_ranks"),
         patch.object(supervisor, "LAST_WORDS_S", 0.01),
-        patch.object(supervisor, "unreachable", lambda hosts, port, here: set()),
+        patch.object(slurm_job, "unreachable", lambda hosts, port, here: set()),
         patch.object(supervisor.log, "error"),
     ):
         run = rundir.create("scale", Path(folder))

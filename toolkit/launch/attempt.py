@@ -108,6 +108,11 @@ class Attempt:
             return None
         return (time.time() - self.first_step) / int(step - start)
 
+    @property
+    def save_s(self) -> float:
+        """Seconds that a save takes, as far as rank 0 has told."""
+        return float(self.progress.get("save_s") or 0.0)
+
     def can_do_without(self, ranks: Collection[int]) -> bool:
         """Whether the strategy goes on when ``ranks`` have died, as rank 0 told us: while another one of their kind
         lives."""

@@ -26,7 +26,7 @@ def supervise(config_path: str, overrides: Sequence[str]) -> None:
 
 def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     """Supervise the run that this job served before, or the one that ``make_run`` makes."""
-    from toolkit.launch.supervisor import supervise as supervise_run
+    from toolkit.launch.entry import supervise as supervise_run
 
     run_dir = os.environ.pop(RUN_VARIABLE, None)
     if run_dir is None:

@@ -420,7 +420,7 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
 def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
-    from toolkit.launch.supervisor import supervise
+    from toolkit.launch.entry import supervise
 
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
@@ -481,7 +481,7 @@ def _follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) -
 def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
-    from toolkit.launch.supervisor import supervise
+    from toolkit.launch.entry import supervise
 
     environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
     environ[ownership.TOKEN_VARIABLE] = token

@@ -18,8 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,11 +27,9 @@ from toolkit import fsio, logs, records, rundir, stacks
 from toolkit.agent import progress
 from toolkit.agent.progress import Digest, Report, Standing
 from toolkit.cluster import hostlist
-from toolkit.cluster.commands import JobRow, Settings, Slurm, SlurmCommands
-from toolkit.cluster.container import Container, outermost
-from toolkit.cluster.container import parse as parse_image
+from toolkit.cluster.commands import SlurmCommands
+from toolkit.cluster.container import Container
 from toolkit.cluster.network import job_address, wildcard
-from toolkit.cluster.reachable import unreachable
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import (
     EXIT_DONE,
@@ -41,19 +38,16 @@ from toolkit.errors import (
     EXIT_STOPPED,
     ToolkitError,
 )
-from toolkit.launch import ending, hang, intent, ownership, patience, pmi, silence
-from toolkit.launch.agent_launcher import AgentLauncher
-from toolkit.launch.agent_starters import LocalAgent, SrunAgents
-from toolkit.launch.agents import Agents, Endpoint, NodeAnswered
+from toolkit.launch import ending, hang, intent, ownership, patience, silence
+from toolkit.launch.agents import Agents, NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
+from toolkit.launch.comeback import Comeback
 from toolkit.launch.drains import DrainWatch
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.foreign import without_snapshot
 from toolkit.launch.goodput import Start
-from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
 from toolkit.launch.lookout import Lookout
@@ -62,7 +56,7 @@ from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.srun import SrunLauncher
+from toolkit.launch.slurm_job import SlurmJob
 from toolkit.launch.steps import (
     Events,
     FirstReports,
@@ -83,8 +77,6 @@ from toolkit.rundir import RunDir
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
 STATUS_EVERY_S = 0.5
-#: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
-MAX_RESTARTS_ON_A_FULL_DISK = 100
 #: Before a restart after an attempt that made no step; twice as long after each further one, up to the second. A file
 #: system that is away for some seconds must not use up all restarts, which take but a second.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -101,12 +93,6 @@ LONGEST_STEP_TO_MOVE_S = 30.0
 LEAST_TIME_TO_MOVE_S = 300.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
-#: Beyond the second to which Slurm tells its time, and the time that it takes to ask.
-CLOCKS_AGREE_S = 3.0
-#: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
-SIGNAL_EARLY_S = 75.0
-#: Kept free before the time limit beside two saves and a step: this share of the limit, within these bounds.
-CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logs.get(__name__)
@@ -142,12 +128,9 @@ class Supervisor:
         self._claim: Claim | None = None
         self._foreign = config.job == FOREIGN_JOB
         self._events: Events = SimpleQueue()
-        self._row: JobRow | None = None
-        self._ahead_s = 0.0  #: of the controller's clock, by which a job's times are
+        self._job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
         self._in_vain = 0  #: attempts in a row that made no step
-        self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
-        self._settings = Settings()
-        self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._unreachable)
+        self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._job.unreachable)
         self._drains: DrainWatch | None = None
         if slurm is not None and len(allocation.hosts) > 1:  # a job on one node cannot leave it
             self._drains = DrainWatch(slurm.drained)
@@ -178,7 +161,7 @@ class Supervisor:
             _record_size(self._run, self._config, self._allocation)
             _remember_job(self._run, self._allocation)
         patience.persist(self._run.clear_result, self._run.path)
-        self._look_at_the_job()
+        self._job.look()
         try:
             verdict = None if left is None or claim is None else self._take_over(left)
             verdict = verdict or self._start(last_words)
@@ -205,7 +188,7 @@ class Supervisor:
     def _prepare_comeback(self) -> None:
         if self._comeback is not None:
             assert self._claim is not None
-            self._comeback.prepare(self._row, self._settings, self._claim)
+            self._comeback.prepare(self._job.row, self._job.settings, self._claim)
 
     def _left_running(self) -> Attempt | None:
         """Return the attempt whose ranks may be there still: a supervisor of this start of our job has died."""
@@ -275,17 +258,6 @@ class Supervisor:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    def _look_at_the_job(self) -> None:
-        """Once at the start: the time limit, whether Slurm lets us requeue, how it is set up, and what time it is."""
-        self._row = self._show_job(patience_s=0.0)
-        if self._slurm is not None:
-            clock = patience.ask(self._slurm.clock, "Slurm does not say what time it is", patience_s=0.0)
-            self._ahead_s = 0.0 if clock is None else time.time() - clock
-            if abs(self._ahead_s) > CLOCKS_AGREE_S:
-                log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
-            settings = patience.ask(self._slurm.settings, "Slurm does not say how it is set up", patience_s=0.0)
-            self._settings = settings or self._settings
-
     def _prepare_nodes(self) -> None:
         """Start the agents, which import torch while we look at the rest."""
         plan = self._nodes.plan()
@@ -317,7 +289,7 @@ class Supervisor:
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
         if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
             return None
-        dead = self._unreachable(report.unknown) if report.unknown else set()
+        dead = self._job.unreachable(report.unknown) if report.unknown else set()
         bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
         for host, why in bad.items():
             self._nodes.condemn(host, why)
@@ -327,9 +299,8 @@ class Supervisor:
         waiting = [self._events.get() for _ in range(self._events.qsize())]
         for event in waiting:  # answers of late nodes may be among them
             self._events.put(event)
-        now = ending.how_slurm_sees_it(self._show_job(patience_s=0.0), self._allocation.restart_count)
         has_signal = any(isinstance(event, _Signalled) for event in waiting)
-        return has_signal or now not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
+        return has_signal or self._job.state() not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
         attempt = self._new_attempt(self._allocation)
@@ -369,7 +340,7 @@ class Supervisor:
         return verdict
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
-        start = None if self._foreign else self._journal.begin(self._row)
+        start = None if self._foreign else self._journal.begin(self._job.row)
         return Attempt(self._journal.next_number(), time.time(), plan, start)
 
     def _was_told_to_end(self, attempt: Attempt) -> bool:
@@ -381,7 +352,7 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 break
-            if isinstance(event, _Signalled) and not self._is_slurms_signal(attempt, event.number):
+            if isinstance(event, _Signalled) and not self._is_slurms_signal(event.number):
                 attempt.stop, attempt.stop_asked = self._why_stop(event.number), time.time()
                 log.warning("%s: the ranks are not started", event.number.name)
         return attempt.stop is not None
@@ -418,17 +389,14 @@ class Supervisor:
         if self._foreign or not ending.has_completed(self._facts(attempt)):
             attempt.slurm = self._ask_slurm()
         if self._slurm is not None and attempt.silent_nodes:
-            attempt.lost_nodes |= self._unreachable(sorted(attempt.silent_nodes))
+            attempt.lost_nodes |= self._job.unreachable(sorted(attempt.silent_nodes))
         if attempt.slurm is ending.Slurm.REQUEUED:
-            attempt.lost_nodes |= self._unreachable(attempt.plan.hosts) | self._nodes.given_up(attempt.started)
+            attempt.lost_nodes |= self._job.unreachable(attempt.plan.hosts) | self._nodes.given_up(attempt.started)
         for host in attempt.lost_nodes:
             self._nodes.condemn(host, f"lost in attempt {attempt.number}")
         for host in ending.unfit_nodes(self._facts(attempt), attempt.rank_hosts):
             self._nodes.condemn(host, f"ranks of attempt {attempt.number} could not be started there")
             attempt.lost_nodes.add(host)
-
-    def _unreachable(self, hosts: Sequence[str]) -> set[str]:
-        return unreachable(hosts, self._settings.slurmd_port, here=self._allocation.hosts[0])
 
     def _judge(self, attempt: Attempt) -> Ending:
         """A rank that a signal from nowhere killed, or that hung: once is chance, twice is the node.
@@ -639,12 +607,12 @@ class Supervisor:
         step_s = attempt.mean_step_s
         if is_ending or self._foreign or step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
             return False
-        return not self._is_nearly_over(attempt, LEAST_TIME_TO_MOVE_S)
+        return not self._job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S)
 
     def _give_back(self, attempt: Attempt) -> None:
         """Give the drained nodes that were left back to Slurm: whoever drained them waits until no job is there."""
         drained = {host for host, bad in attempt.left_nodes.items() if bad.is_drained}
-        slurm, row = self._slurm, self._show_job(patience_s=0.0) if drained else None
+        slurm, row = self._slurm, self._job.show() if drained else None
         if slurm is None or row is None or self._agents is None:
             return
         for host in drained:
@@ -708,11 +676,11 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------- the stop path
 
     def _take_signal(self, attempt: Attempt, number: signal.Signals, step: Step, store: Store) -> None:
-        if self._is_slurms_signal(attempt, number):
+        if self._is_slurms_signal(number):
             return
         log.warning("%s: asking the ranks to stop", number.name)
         if number is signal.SIGTERM and self._slurm is not None:
-            wait_s = self._settings.kill_wait_s
+            wait_s = self._job.settings.kill_wait_s
             attempt.leave_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
         self._ask_to_stop(attempt, step, store, self._why_stop(number))
 
@@ -722,10 +690,7 @@ class Supervisor:
         if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
             return
         attempt.leave_at = None
-        row = self._show_job(patience_s=0.0)
-        if row is not None and (
-            row.state not in ending.RUNNING_STATES or row.restarts > self._allocation.restart_count
-        ):
+        if self._job.is_being_ended():
             log.warning("Slurm ends the job: not waiting for its ranks any longer")
             attempt.stopped.clear()  # whether the others have committed, too, nobody will say
             step.abandon()
@@ -738,25 +703,9 @@ class Supervisor:
             return Stop.USER
         return Stop.SIGNAL
 
-    def _is_slurms_signal(self, attempt: Attempt, number: signal.Signals) -> bool:
-        """Whether this is the one signal that ``cluster.signal_delay_s`` asks Slurm for. We watch the clock ourselves.
-
-        Slurm may send it a minute early, and at once where the delay is as long as the limit.
-        """
-        row, delay_s = self._row, self._config.cluster.signal_delay_s
-        is_expected = number is signal.SIGUSR2 and delay_s > 0 and not self._has_slurms_signal
-        if not is_expected or row is None or row.end_time is None or row.time_limit_s is None:
-            return False
-        is_its_time = self._slurms_time() > row.end_time - delay_s - SIGNAL_EARLY_S
-        if intent.asked(self._run) or not is_its_time:
-            return False
-        self._has_slurms_signal = True
-        log.info("%s: Slurm's word that the limit is %d s away, or up to a minute more", number.name, delay_s)
-        return True
-
-    def _slurms_time(self) -> float:
-        """Now, by the controller's clock."""
-        return time.time() - self._ahead_s
+    def _is_slurms_signal(self, number: signal.Signals) -> bool:
+        """Whether this is no wish of anybody's: we watch the clock ourselves."""
+        return not intent.asked(self._run) and self._job.is_its_signal(number)
 
     def _ask_to_stop(self, attempt: Attempt, step: Step, store: Store, stop: Stop) -> None:
         """Asking twice changes nothing, but a person's wish overrides what was asked before, and everything a move."""
@@ -779,22 +728,10 @@ class Supervisor:
             attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
     def _watch_the_clock(self, attempt: Attempt, step: Step, store: Store) -> None:
-        """Stop in time before the limit, without any signal configured. The limit may have been raised meanwhile."""
-        if attempt.stop is not None or not self._is_nearly_over(attempt):
-            return
-        self._row = self._show_job(patience_s=0.0) or self._row
-        if self._is_nearly_over(attempt):
+        """Stop in time before the limit, without any signal configured."""
+        if attempt.stop is None and self._job.is_nearly_over_still(attempt.save_s):
             log.warning("the time limit is near: asking the ranks to stop")
             self._ask_to_stop(attempt, step, store, Stop.CLOCK)
-
-    def _is_nearly_over(self, attempt: Attempt, early_s: float = 0.0) -> bool:
-        """Whether it is time to stop for the time limit, or will be in ``early_s``."""
-        row = self._row
-        if row is None or row.end_time is None or row.time_limit_s is None:
-            return False
-        slack_s = min(max(CLOCK_SLACK_SHARE * row.time_limit_s, CLOCK_SLACK_MIN_S), CLOCK_SLACK_MAX_S)
-        margin_s = max(slack_s + 2 * float(attempt.progress.get("save_s") or 0.0), self._config.cluster.signal_delay_s)
-        return self._slurms_time() + early_s > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     # ------------------------------------------------------------------------------------------------------ judging
 
@@ -852,16 +789,7 @@ class Supervisor:
         """How Slurm sees our job at this moment. A cancelled run is cancelled whatever Slurm says."""
         if intent.asked(self._run) is Intent.CANCEL:
             return ending.Slurm.CANCELLED
-        if self._slurm is None:
-            return ending.Slurm.ABSENT
-        return ending.how_slurm_sees_it(self._show_job(patience.PATIENCE_S), self._allocation.restart_count)
-
-    def _show_job(self, patience_s: float) -> JobRow | None:
-        """Our job's row; None without Slurm, or when the controller has not answered for ``patience_s``."""
-        slurm, job_id = self._slurm, self._allocation.job_id
-        if slurm is None or job_id is None:
-            return None
-        return patience.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", patience_s)
+        return self._job.state(patience.PATIENCE_S)
 
     # ---------------------------------------------------------------------------------------------------- recording
 
@@ -904,14 +832,14 @@ class Supervisor:
         if status is None:
             return
         left = Attempt.of_status(status, self._allocation)
-        gone = self._unreachable(left.plan.hosts) if self._slurm else set()
+        gone = self._job.unreachable(left.plan.hosts) if self._slurm else set()
         left.lost_nodes = lost = gone | self._nodes.given_up(left.started)  # which may be back
         decision = Decision.REQUEUE
         if last_words is not None:
             cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
         elif lost:
             cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
-        elif status.get("stop") not in (None, Stop.MOVE) or self._was_preempted(status.get("job_id")):
+        elif status.get("stop") not in (None, Stop.MOVE) or self._job.was_preempted(status.get("job_id")):
             cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
         else:
             cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
@@ -924,13 +852,6 @@ class Supervisor:
         in_vain, limit = ending.requeues_in_vain(self._journal.history()), self._config.retry.max_requeues
         if in_vain > limit:
             raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")
-
-    def _was_preempted(self, job_id: str | None) -> bool:
-        """True if that is another job than ours, which a preemption has ended."""
-        if self._slurm is None or job_id in (None, self._allocation.job_id):
-            return False
-        row = patience.ask(partial(self._slurm.show_job, job_id), "Slurm does not say how it ended", patience_s=0.0)
-        return ending.how_slurm_sees_it(row, 0) is ending.Slurm.PREEMPTED
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -956,132 +877,6 @@ def _exit_code(verdict: Ending) -> int:
     return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
 
 
-# ------------------------------------------------------------------------------------------------------------- entry
-
-
-def supervise(run_dir: str, where: str) -> None:
-    """Supervise the run in ``run_dir`` to its end; what both doors come down to. Exits with the job's code.
-
-    ``where`` is ``slurm`` (inside an allocation, whose size wins over the config's and is recorded in
-    ``config.yaml``) or ``local``.
-    """
-    run = RunDir(Path(run_dir))
-    os.umask(0o077)
-    logs.setup("supervisor")
-    try:
-        if where == "local":
-            code = _supervise(run, where, None, None)
-        else:
-            # Held until there is a child to hand them to.
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            endpoint = _endpoint(run)
-            code = guarded(partial(_supervise, run, where, endpoint), partial(_step, run))
-    except ToolkitError as error:
-        _write_own_failure(run, error)
-        code = EXIT_FAILED
-    if code != EXIT_DONE:
-        if where == "slurm" and run.result() is not None:
-            forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
-        raise SystemExit(code)
-
-
-def _endpoint(run: RunDir) -> Endpoint | None:
-    """Return what outlives a supervisor; None where each opens its own, which says what is wrong."""
-    try:
-        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
-    except (OSError, ToolkitError) as error:
-        log.warning("a supervisor that is killed would lose its ranks: %s", error)
-        return None
-
-
-def _step(run: RunDir) -> int:
-    """For the guard, whom a disk that hiccups must not end."""
-    try:
-        return run.step()
-    except OSError:
-        return 0
-
-
-def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: str | None) -> int:
-    # Held until there are handlers: a `toolkit cancel` of this moment would end us, and the run would have no result.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        patience.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
-        return _build(run, where, endpoint).run(last_words)
-    except Overtaken as error:
-        log.error("%s", error)
-        return EXIT_DONE
-    except OSError as error:
-        log.error("%s: %s", run.path, error, exc_info=True)
-        if where == "slurm" and _is_given_back(run, error):
-            return EXIT_STOPPED
-        _write_own_failure(run, error)
-        return EXIT_FAILED
-    except Exception as error:
-        _write_own_failure(run, error)
-        return EXIT_FAILED
-
-
-def _is_given_back(run: RunDir, error: OSError) -> bool:
-    """Put our job back into the queue when the disk is full: the run has not failed, and goes on when there is room.
-
-    Nothing can be written that would say so. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
-    """
-    if error.errno not in patience.FULL:
-        return False
-    owner = ownership.read(run)
-    if owner is not None and owner.follow_ups:
-        return True
-    allocation = Allocation.slurm(os.environ)
-    if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
-        return False
-    slurm = Slurm()
-    look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-    return take_back(look, slurm, allocation.job_id) is ending.Slurm.REQUEUED
-
-
-def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
-    token = os.environ.get(ownership.TOKEN_VARIABLE)
-    patience.persist(lambda: ownership.adopt_config(run, token), run.path)
-    config = configs.load_config(run.config, site=False)
-    if where == "local":
-        allocation = Allocation.local(config.cluster)
-        container = _container(run, config, allocation)
-        agents = Agents(run, allocation, LocalAgent(run))
-        launcher: Launcher = AgentLauncher(run, allocation, agents, container)
-        return Supervisor(run, config, allocation, launcher, None, agents, container, token)
-    allocation = Allocation.slurm(os.environ)
-    slurm = Slurm()
-    container = _container(run, config, allocation)
-    # where nodes may die without Slurm requeueing the job, somebody else must look after the batch host
-    may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
-    watch_batch_host = may_lose_nodes and len(allocation.hosts) > 1
-    agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
-    if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
-        launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
-    else:
-        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(_is_bound, slurm)))
-    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
-
-
-def _is_bound(slurm: SlurmCommands) -> bool:
-    """Whether the site binds each task of an srun step to CPUs."""
-    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
-    return "affinity" in settings.task_plugins
-
-
-def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
-    """Inside are found: all runs, the folder we were started in, the data, and what the config names."""
-    if config.cluster.container is None:
-        return None
-    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
-    named = [config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts]
-    folders: list[str | Path] = [run.path.parent.parent, Path.cwd(), data, *filter(None, named)]
-    gpus = allocation.gpus_per_node > 0
-    image = parse_image(config.cluster.container)
-    return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
-
-
 def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
     """Write the allocation's size into the run's config."""
     cluster = config.cluster
@@ -1100,14 +895,3 @@ def _remember_job(run: RunDir, allocation: Allocation) -> None:
     key = allocation.job_key
     if key is not None:
         patience.persist(lambda: rundir.remember_job(run, key), run.path)
-
-
-def _write_own_failure(run: RunDir, error: Exception) -> None:
-    """Whoever waits for the run must learn that nobody looks after it any more."""
-    log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
-    why = f"the supervisor failed: {type(error).__name__}: {error}"
-    try:
-        patience.persist(lambda: write_ended(run, "failed", why), run.path)
-    except OSError as also:
-        log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
-    notify(run)

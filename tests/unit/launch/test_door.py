@@ -15,7 +15,7 @@ from toolkit import fsio, rundir
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError, RequestError
-from toolkit.launch import door, ownership, prepare, supervisor
+from toolkit.launch import door, entry, ownership, prepare
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
 from toolkit.launch.ownership import Claim
@@ -56,7 +56,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         raise Became(path, argv)
 
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(supervisor, "supervise", lambda *args: pytest.fail("nothing is to be supervised yet"))
+    monkeypatch.setattr(entry, "supervise", lambda *args: pytest.fail("nothing is to be supervised yet"))
     yield project
     os.environ.clear()
     os.environ.update(before)
@@ -181,7 +181,7 @@ def test_sources_that_cannot_be_copied_leave_no_run_behind(tmp_path: Path, monke
 def supervised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The runs that a supervisor was started for."""
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(supervisor, "supervise", lambda *args: seen.append(args))
+    monkeypatch.setattr(entry, "supervise", lambda *args: seen.append(args))
     return seen
 
 

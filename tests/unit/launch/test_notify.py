@@ -15,7 +15,7 @@ from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.launch import intent, notify, supervisor
+from toolkit.launch import entry, intent, notify, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.intent import Intent
 from toolkit.launch.supervisor import Supervisor
@@ -173,7 +173,7 @@ def test_it_is_called_when_the_supervisor_itself_fails(
     monkeypatch.setattr(os, "umask", lambda mask: mask)
     handlers = list(LOGGER.handlers)
     with pytest.raises(SystemExit):
-        supervisor.supervise(str(run.path), "local")
+        entry.supervise(str(run.path), "local")
     LOGGER.handlers[:] = handlers
     assert [told["why"] for told in said(tmp_path)] == ["the supervisor failed: RuntimeError: a bug"]
 

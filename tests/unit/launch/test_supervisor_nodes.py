@@ -21,7 +21,7 @@ from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
-from toolkit.launch import nodes, patience, supervisor
+from toolkit.launch import entry, nodes, patience, slurm_job, supervisor
 from toolkit.launch.agents import NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
@@ -52,7 +52,7 @@ def slurm() -> FakeSlurm:
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes but ``dead`` answer."""
-    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) & {"dead"})
 
 
 class Preflight:
@@ -657,7 +657,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
     run: RunDir, slurm: FakeSlurm, preflight: Preflight, monkeypatch: pytest.MonkeyPatch, is_dead: bool
 ) -> None:
     preflight.unknown = ("node2",)
-    monkeypatch.setattr(supervisor, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
+    monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
     assert run.attempts()[0]["nodes"] == ["node1", "node3" if is_dead else "node2"]
     assert list(run.status()["bad_nodes"]) == (["node2"] if is_dead else [])
@@ -757,11 +757,11 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     if follow_up:
         claim.note_follow_ups(["2"])
     monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
-    monkeypatch.setattr(supervisor, "_build", full)
+    monkeypatch.setattr(entry, "Slurm", lambda: slurm)
+    monkeypatch.setattr(entry, "_build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    assert supervisor._supervise(run, "slurm", None, None) == EXIT_STOPPED
+    assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
     signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor.SIGNALS)
     assert slurm.show_job("1").restarts == (0 if follow_up else 1)  # type: ignore[union-attr]
     assert run.result() is None
@@ -775,7 +775,7 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
 
     monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
     monkeypatch.setattr(RunDir, "write_result", full)
-    supervisor._write_own_failure(run, ValueError("x"))
+    entry._write_own_failure(run, ValueError("x"))
     assert run.result() is None
 
 
@@ -789,10 +789,10 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
     slurm.start(job)
     if has_ended:
         run.write_result({"state": "failed"})
-    monkeypatch.setattr(supervisor, "Slurm", lambda: slurm)
-    monkeypatch.setattr(supervisor, "guarded", lambda *_: EXIT_STOPPED)
+    monkeypatch.setattr(entry, "Slurm", lambda: slurm)
+    monkeypatch.setattr(entry, "guarded", lambda *_: EXIT_STOPPED)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     with pytest.raises(SystemExit):
-        supervisor.supervise(str(run.path), "slurm")
+        entry.supervise(str(run.path), "slurm")
     slurm.finish(job, exit_code=EXIT_STOPPED)
     assert slurm.show_job(job).state == state  # type: ignore[union-attr]

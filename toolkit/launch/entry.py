@@ -1,0 +1,169 @@
+"""How a supervisor begins: in a batch job under a guard, or on this machine; and what is done when it fails itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache, partial
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import logs
+from toolkit.cluster.commands import Settings, Slurm, SlurmCommands
+from toolkit.cluster.container import Container, outermost
+from toolkit.cluster.container import parse as parse_image
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
+from toolkit.launch import ending, ownership, patience, pmi
+from toolkit.launch.agent_launcher import AgentLauncher
+from toolkit.launch.agent_starters import LocalAgent, SrunAgents
+from toolkit.launch.agents import Agents, Endpoint
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.comeback import forbid_expedited_requeue, how_it_stands, take_back
+from toolkit.launch.guard import guarded
+from toolkit.launch.journal import write_ended
+from toolkit.launch.notify import notify
+from toolkit.launch.ownership import Overtaken
+from toolkit.launch.srun import SrunLauncher
+from toolkit.launch.steps import Launcher
+from toolkit.launch.supervisor import SIGNALS, Supervisor
+from toolkit.rundir import RunDir
+
+#: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
+MAX_RESTARTS_ON_A_FULL_DISK = 100
+
+log = logs.get(__name__)
+
+
+def supervise(run_dir: str, where: str) -> None:
+    """Supervise the run in ``run_dir`` to its end; what both doors come down to. Exits with the job's code.
+
+    ``where`` is ``slurm`` (inside an allocation, whose size wins over the config's and is recorded in
+    ``config.yaml``) or ``local``.
+    """
+    run = RunDir(Path(run_dir))
+    os.umask(0o077)
+    logs.setup("supervisor")
+    try:
+        if where == "local":
+            code = _supervise(run, where, None, None)
+        else:
+            # Held until there is a child to hand them to.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            endpoint = _endpoint(run)
+            code = guarded(partial(_supervise, run, where, endpoint), partial(_step, run))
+    except ToolkitError as error:
+        _write_own_failure(run, error)
+        code = EXIT_FAILED
+    if code != EXIT_DONE:
+        if where == "slurm" and run.result() is not None:
+            forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
+        raise SystemExit(code)
+
+
+def _endpoint(run: RunDir) -> Endpoint | None:
+    """Return what outlives a supervisor; None where each opens its own, which says what is wrong."""
+    try:
+        return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
+    except (OSError, ToolkitError) as error:
+        log.warning("a supervisor that is killed would lose its ranks: %s", error)
+        return None
+
+
+def _step(run: RunDir) -> int:
+    """For the guard, whom a disk that hiccups must not end."""
+    try:
+        return run.step()
+    except OSError:
+        return 0
+
+
+def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: str | None) -> int:
+    # Held until there are handlers: a `toolkit cancel` of this moment would end us, and the run would have no result.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        patience.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
+        return _build(run, where, endpoint).run(last_words)
+    except Overtaken as error:
+        log.error("%s", error)
+        return EXIT_DONE
+    except OSError as error:
+        log.error("%s: %s", run.path, error, exc_info=True)
+        if where == "slurm" and _is_given_back(run, error):
+            return EXIT_STOPPED
+        _write_own_failure(run, error)
+        return EXIT_FAILED
+    except Exception as error:
+        _write_own_failure(run, error)
+        return EXIT_FAILED
+
+
+def _is_given_back(run: RunDir, error: OSError) -> bool:
+    """Put our job back into the queue when the disk is full: the run has not failed, and goes on when there is room.
+
+    Nothing can be written that would say so. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
+    """
+    if error.errno not in patience.FULL:
+        return False
+    owner = ownership.read(run)
+    if owner is not None and owner.follow_ups:
+        return True
+    allocation = Allocation.slurm(os.environ)
+    if allocation.job_id is None or allocation.restart_count >= MAX_RESTARTS_ON_A_FULL_DISK:
+        return False
+    slurm = Slurm()
+    look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+    return take_back(look, slurm, allocation.job_id) is ending.Slurm.REQUEUED
+
+
+def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
+    token = os.environ.get(ownership.TOKEN_VARIABLE)
+    patience.persist(lambda: ownership.adopt_config(run, token), run.path)
+    config = configs.load_config(run.config, site=False)
+    if where == "local":
+        allocation = Allocation.local(config.cluster)
+        container = _container(run, config, allocation)
+        agents = Agents(run, allocation, LocalAgent(run))
+        launcher: Launcher = AgentLauncher(run, allocation, agents, container)
+        return Supervisor(run, config, allocation, launcher, None, agents, container, token)
+    allocation = Allocation.slurm(os.environ)
+    slurm = Slurm()
+    container = _container(run, config, allocation)
+    # where nodes may die without Slurm requeueing the job, somebody else must look after the batch host
+    may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
+    watch_batch_host = may_lose_nodes and len(allocation.hosts) > 1
+    agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
+    if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
+        launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
+    else:
+        launcher = AgentLauncher(run, allocation, agents, container, cache(partial(_is_bound, slurm)))
+    return Supervisor(run, config, allocation, launcher, slurm, agents, container, token)
+
+
+def _is_bound(slurm: SlurmCommands) -> bool:
+    """Whether the site binds each task of an srun step to CPUs."""
+    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+    return "affinity" in settings.task_plugins
+
+
+def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
+    """Inside are found: all runs, the folder we were started in, the data, and what the config names."""
+    if config.cluster.container is None:
+        return None
+    data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
+    named = [config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts]
+    folders: list[str | Path] = [run.path.parent.parent, Path.cwd(), data, *filter(None, named)]
+    gpus = allocation.gpus_per_node > 0
+    image = parse_image(config.cluster.container)
+    return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
+
+
+def _write_own_failure(run: RunDir, error: Exception) -> None:
+    """Whoever waits for the run must learn that nobody looks after it any more."""
+    log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
+    why = f"the supervisor failed: {type(error).__name__}: {error}"
+    try:
+        patience.persist(lambda: write_ended(run, "failed", why), run.path)
+    except OSError as also:
+        log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
+    notify(run)
