@@ -34,7 +34,7 @@ def write(error: BaseException, rank: int) -> None:
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
     path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)
     with contextlib.suppress(OSError):  # a full disk; the log has the same words
-        fsio.make_dir(path.parent)
+        fsio.make_dir(path.parent, parents=1)
         fsio.write_json(path, said)
         setattr(error, _WRITTEN, True)
 

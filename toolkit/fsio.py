@@ -26,11 +26,16 @@ DIR_MODE = 0o700
 FILE_MODE = 0o600
 
 
-def make_dir(path: Path) -> Path:
-    """Create ``path`` and its missing parents, each 0700; an existing folder is left as it is."""
+def make_dir(path: Path, parents: int | None = None) -> Path:
+    """Create ``path`` and its missing parents, each 0700; an existing folder is left as it is.
+
+    With ``parents``, so many at most: FileNotFoundError where more are missing. In a run folder whose file system is
+    away, all would be created on the disk below, and what is written there would be lost when it is back.
+    """
     if path.is_dir():
         return path
-    make_dir(path.parent)
+    if parents != 0:
+        make_dir(path.parent, None if parents is None else parents - 1)
     with contextlib.suppress(FileExistsError):  # another rank was faster
         make_new_dir(path)
     return path

@@ -321,7 +321,7 @@ class RunDir:
 
     def take_number(self, number: int) -> bool:
         """Give the number of an owner away; False where somebody has it. Of two at the same moment one gets it."""
-        path = fsio.make_dir(self.path / "owners") / str(number)
+        path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
         try:
             os.close(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -429,7 +429,7 @@ def _job_file(root: Path, job: str) -> Path:
 def remember_job(run: RunDir, job: str) -> None:
     """Note which run a Slurm job serves. ``job`` is cluster, job id and array task in one word."""
     root = run.path.parent.parent
-    fsio.make_dir(root / ".jobs")
+    fsio.make_dir(root / ".jobs", parents=0)
     fsio.write_atomic(_job_file(root, job), str(run.path))
 
 

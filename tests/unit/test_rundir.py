@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import errno
 import itertools
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from toolkit import fsio, rundir
-from toolkit.errors import DamagedFileError, RunNotFoundError
+from toolkit import error_file, fsio, rundir
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
+from toolkit.launch.steps import open_log
+from toolkit.metrics.sinks import JsonlSink
+from toolkit.rundir import RunDir
 
 
 @pytest.fixture
@@ -182,3 +189,30 @@ def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "read_bytes", read)
     assert run.status() == {"state": "running"}
+
+
+def _write_error(run: RunDir) -> None:
+    error_file.write(ValueError("x"), 3)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda run: run.take_number(1), id="an owner"),
+        pytest.param(_write_error, id="a rank's error file"),
+        pytest.param(lambda run: open_log(run.rank_log(1, 0)), id="a rank's log"),
+        pytest.param(lambda run: JsonlSink(run.tensorboard / "metrics.jsonl", None), id="metrics"),
+        pytest.param(lambda run: CheckpointStore(run.checkpoints).begin(5), id="a checkpoint"),
+        pytest.param(lambda run: rundir.remember_job(run, "box-1"), id="which job serves it"),
+    ],
+)
+def test_a_run_folder_that_is_away_is_not_made_anew(
+    tmp_path: Path, write: Callable[[RunDir], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lie on the disk below, and hide from the run's later jobs what is in the true one."""
+    run = rundir.create("test", tmp_path / "mounted")
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(run.path))
+    shutil.rmtree(tmp_path / "mounted")
+    with suppress(OSError, CheckpointError):
+        write(run)
+    assert not (tmp_path / "mounted").exists()

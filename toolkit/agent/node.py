@@ -375,7 +375,7 @@ class Agent:
             if child.rank is None:
                 theirs = _make_pipes(child, files)
             try:
-                fsio.make_dir(Path(process["log"]).parent)
+                fsio.make_dir(Path(process["log"]).parent, parents=1)
                 pid = self._start_one(
                     Order(
                         module=order["module"],

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolkit import logs, trust
+from toolkit import fsio, logs, trust
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, file_errors, step_of
@@ -85,6 +85,8 @@ class SecondPlace:
     def _try_to_copy(self, path: Path) -> None:
         try:
             self._refuse_of_others()
+            with file_errors("creating", self._store.folder):
+                fsio.make_dir(self._store.folder)
             if not self._store.is_committed(step_of(path)):
                 _copy(CheckpointStore(path.parent), path, self._store)
                 self._store.prune()

@@ -144,7 +144,7 @@ class CheckpointStore:
             if self.path(step).exists():  # nothing can be committed over it
                 self.reject(self.path(step), "it is not whole")
             try:
-                fsio.make_dir(temporary)
+                fsio.make_dir(temporary, parents=1)
             except OSError:
                 self.abandon(temporary)
                 raise

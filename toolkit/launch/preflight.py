@@ -132,7 +132,7 @@ class SharedFolder:
         return None
 
     def _write(self) -> None:
-        fsio.make_dir(self.path)
+        fsio.make_dir(self.path, parents=0)
         fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
 
     def read_answers(self, nodes: Sequence[Heard]) -> None:

@@ -107,7 +107,7 @@ class SrunLauncher:
             extra=self._container.srun_options() if self._container else (),
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
-        srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt)) / "hostfile")
+        srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")
         step = _SrunStep(srun, plan.name or "", allocation, self._slurm, events, self._agents)
         self._step = step
         self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))

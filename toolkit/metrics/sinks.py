@@ -114,7 +114,7 @@ class JsonlSink(NullSink):
     """
 
     def __init__(self, path: Path, resumed_step: int | None, clock: Callable[[], float] = time.time) -> None:
-        fsio.make_dir(path.parent)
+        fsio.make_dir(path.parent, parents=1)
         end = _end_of(path, resumed_step)
         self._file = fsio.PatientFile(path)
         self._file.truncate(end)
@@ -235,7 +235,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         from torch.utils.tensorboard import summary
 
-        fsio.make_dir(folder)
+        fsio.make_dir(folder, parents=1)
         latest = _latest_stamp(folder)
         stamp = max(int(clock()), latest + 1)
         self._ahead_s = max(

@@ -39,7 +39,7 @@ class Witness:
         self._attempt = session.attempt
         self._strike = brief.get("strikes", {}).get(str(session.attempt))
         self._rank = session.rank
-        path = fsio.make_dir(RunDir(session.run_dir).witness) / f"rank-{session.rank:05d}.jsonl"
+        path = fsio.make_dir(RunDir(session.run_dir).witness, parents=0) / f"rank-{session.rank:05d}.jsonl"
         self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._began = time.monotonic()
         self._step_s = 0.0

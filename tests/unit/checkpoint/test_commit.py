@@ -20,6 +20,7 @@ pytestmark = pytest.mark.chaos
 
 
 def filled(folder: Path, *steps: int) -> CheckpointStore:
+    folder.mkdir(exist_ok=True)
     store = CheckpointStore(folder / "checkpoints", Keep(2))
     for step in steps:
         alone(store, step, weights(float(step)))

@@ -133,6 +133,7 @@ def test_a_file_of_which_nothing_fits_is_refused_and_all_of_it_listed(tmp_path: 
 
 
 def test_a_run_that_has_a_checkpoint_does_not_even_look_at_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     alone(CheckpointStore(tmp_path / "run/checkpoints"), 10, weights(1.0))
     model = initialised(Net, ModelConfig(init_from=str(tmp_path / "gone.pt")), session_of(tmp_path / "run"))
     assert isinstance(model, Net)
