@@ -1,7 +1,6 @@
 """The run folder: where each file of a run lies, how a run is made and how it is found again.
 
-``runs/<name>/<run id>/`` holds everything about one run. The supervisor (or rank 0 of an unsupervised run) writes
-``status.json``, ``attempts.jsonl`` and ``result.json``; everybody else only reads them.
+``runs/<name>/<run id>/`` holds everything about one run. docs/design.md says who writes which of its files.
 """
 
 from __future__ import annotations
@@ -258,7 +257,7 @@ class RunDir:
         return (self.status().get("progress") or {}).get("step") or 0
 
     def write_status(self, status: dict[str, Any]) -> None:
-        """Replace ``status.json``; rewritten each second, so not flushed to disk."""
+        """Replace ``status.json``; rewritten twice a second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status, durable=False)
 
     def result(self, damage: list[str] | None = None) -> dict[str, Any] | None:

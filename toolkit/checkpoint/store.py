@@ -98,7 +98,7 @@ class CheckpointStore:
         is_ours: Callable[[], bool] = lambda: True,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.claim``.
+        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.belongs_to``.
 
         ``moved`` is called for each piece of a file that is on disk, or read: a sign of life.
         """

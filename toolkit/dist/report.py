@@ -109,7 +109,7 @@ class AgentReporter(_Latest):
         except AgentGoneError:
             if self._closed.is_set():  # the attempt is over on both sides
                 return
-            log.error("the agent of this node is gone, so the supervisor is: this rank ends")
+            log.error("the agent of this node is gone, and nobody looks after this rank any more: it ends")
             os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
 
     def _without_metrics(self, report: Report) -> Report:

@@ -1,11 +1,11 @@
-"""The store host: a small child of the supervisor that serves one attempt's TCPStore.
+"""The store host: a small process that serves one attempt's TCPStore.
 
-The supervisor has bound and listened before the ranks start and passes the listening socket down, so a rank that is
-faster than this process's ``import torch`` waits in the socket's backlog instead of being refused. Every attempt gets
-a fresh store: ranks that found a dead attempt's gloo addresses would be refused by them.
+Every attempt gets a fresh store: ranks that found a dead attempt's gloo addresses would be refused by them. The agent of
+the batch host starts it. For ranks that srun starts the supervisor does, with a socket that listens already: a rank that
+is faster than ``import torch`` here waits in its backlog.
 
 It says its port as a JSON line on standard output, takes requests as JSON lines on standard input (:func:`serve`), and
-ends when that closes, which the supervisor's death does as well.
+ends when that closes, which its starter's death does as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the agents of a job are started: on this machine, or by one srun step."""
+"""How the agents of a job are started: on this machine, or by srun steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agents of a job's nodes, one on each: started once, by one srun step or on this machine, and there to the end.
+"""The agents of a job's nodes, one on each: started once, by srun or on this machine, and there to the end.
 
 Agents and supervisor send each other a heartbeat every second. By it the supervisor sees which nodes are silent, and
 how the ranks of the others get on; the agents see that the batch host is silent.

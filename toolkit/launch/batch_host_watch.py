@@ -95,7 +95,7 @@ class Watch:
         if status.get("state") in OVER:
             raise Over(status["state"])
         if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
-            raise Over("another supervisor has taken over, with agents of its own")
+            raise Over("another supervisor has taken over: it has agents that watch")
         if status.get("updated") != self._updated:
             self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
         return self._silence() or self._slurms_word()

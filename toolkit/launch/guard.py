@@ -2,7 +2,7 @@
 
 For Slurm the job is over when the process that it started ends, whatever still runs. So that process does nothing but
 wait: a supervisor that gets SIGKILL (by the kernel for want of memory, by somebody's mistake) is replaced within the
-allocation, and a new attempt goes on from the last checkpoint.
+allocation. The next one takes the running ranks over, or starts an attempt from the last checkpoint.
 """
 
 from __future__ import annotations
