@@ -1,6 +1,7 @@
 """``python tether.py PARENT SIGNAL DEAF COMMAND ...``: become COMMAND, and get SIGNAL when PARENT, our starter, dies.
 
-What a process has started through this does not outlive it, not even when it gets SIGKILL and can clean nothing up. A file of its own with no imports of ours: it runs under ``python -I -S`` in some 15 ms.
+What a process has started through this does not outlive it, not even when it gets SIGKILL and can clean nothing up. A
+file of its own with no imports of ours: it runs under ``python -I -S`` in some 15 ms.
 (``preexec_fn`` would do the same between fork and exec, where a thread that holds a lock means a deadlock.)
 """
 

@@ -1,8 +1,8 @@
 """The store host: a small process that serves one attempt's TCPStore.
 
-Every attempt gets a fresh store: ranks that found a dead attempt's gloo addresses would be refused by them. The agent of
-the batch host starts it. For ranks that srun starts the supervisor does, with a socket that listens already: a rank that
-is faster than ``import torch`` here waits in its backlog.
+Every attempt gets a fresh store: ranks that found a dead attempt's gloo addresses would be refused by them. The agent
+of the batch host starts it. For ranks that srun starts the supervisor does, with a socket that listens already: a rank
+that is faster than ``import torch`` here waits in its backlog.
 
 It says its port as a JSON line on standard output, takes requests as JSON lines on standard input (:func:`serve`), and
 ends when that closes, which its starter's death does as well.

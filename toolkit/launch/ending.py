@@ -1,9 +1,9 @@
 """What the end of an attempt means: a pure function from what was seen to (cause, decision, one line).
 
 Three sources are read: how the ranks ended (told by the agents, or by srun, and by the ranks' error files; exit code 75
-for a stop that was agreed and committed), what rank 0 reported, and one row of ``scontrol show job``. The rules stand in :func:`judge` in the order of
-their strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11, are in
-``tests/unit/launch/test_ending.py``.
+for a stop that was agreed and committed), what rank 0 reported, and one row of ``scontrol show job``. The rules stand
+in :func:`judge` in the order of their strength. The rows that they were made for, recorded on Slurm 22.05 and 24.11,
+are in ``tests/unit/launch/test_ending.py``.
 """
 
 from __future__ import annotations
