@@ -1,6 +1,6 @@
 """From the SIGKILL of a rank to the next step that all ranks finish, again and again in one run on four nodes.
 
-    python -m tests.bench.kills [--kills 100] [--how job|script]
+    python -m tests.bench.kills [--kills 100] [--how job|script] [--strategy ddp|fsdp]
 
 ``script`` is a training loop of somebody's under `toolkit exec`, ``job`` a job of the Trainer with its state in memory.
 A rank drawn at random is killed at a random moment of its training. The ranks note each step themselves.
@@ -43,6 +43,7 @@ CONFIG = """
 name: kills
 job: jobs.noting
 cluster: {preflight: false}
+strategy: {name: STRATEGY}
 data: {name: digits, global_batch_size: 64}
 model: {name: mlp}
 train: {epochs: 1000000, log_every: 50}
@@ -56,7 +57,7 @@ COMMANDS = {
 }
 
 
-def prepare(folder: Path, how: str) -> str:
+def prepare(folder: Path, how: str, strategy: str) -> str:
     """Write what is run; return the batch script's last line."""
     (folder / "script.py").write_text(restart.SCRIPT)
     (folder / "jobs").mkdir()
@@ -64,7 +65,7 @@ def prepare(folder: Path, how: str) -> str:
         source = Path(__file__).parents[2] / "jobs" / f"{name}.py"
         (folder / "jobs" / source.name).write_text(source.read_text())
     (folder / "jobs/noting.py").write_text(JOB.replace("{folder}", str(folder)))
-    (folder / "kills.yaml").write_text(CONFIG)
+    (folder / "kills.yaml").write_text(CONFIG.replace("STRATEGY", strategy))
     return COMMANDS[how].format(python=sys.executable, folder=folder)
 
 
@@ -105,13 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--how", choices=sorted(COMMANDS), default="job")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="of a job")
     args = parser.parse_args()
     dice = random.Random()
     try:
         with Box(nodes=NODES) as box:
             folder = box.shared / "kills"
             folder.mkdir()
-            command = prepare(folder, args.how)
+            command = prepare(folder, args.how, args.strategy)
             script = f"#!/bin/bash\ncd {folder}\nexport TOOLKIT_RUNS={folder}/runs\n{command}\n"
             (folder / "job.sh").write_text(script)
             size = [f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={folder}/log"]
@@ -121,7 +123,8 @@ def main() -> None:
         print(f"no Slurm to be had: {reason}")
         return
     p99 = took[min(len(took) - 1, round(0.99 * len(took)))]
-    print(f"{args.how}: {len(took)} kills, seconds to the next step of all {NODES} ranks: ", end="")
+    what = args.how if args.how == "script" else f"{args.how} with {args.strategy}"
+    print(f"{what}: {len(took)} kills, seconds to the next step of all {NODES} ranks: ", end="")
     print(f"median {statistics.median(took):.2f}, p99 {p99:.2f}, longest {took[-1]:.2f}")
 
 
