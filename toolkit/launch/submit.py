@@ -407,9 +407,8 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
     try:
         fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id]))
     except OSError:
-        if executor == "slurm":  # nobody would know that this job is the run's
-            with suppress(SlurmError):
-                Slurm().cancel(job_id)
+        if executor == "slurm":
+            _cancel([job_id])
             raise
         log.warning("%s could not be written", run.submitit / "submission.json", exc_info=True)
     if executor == "slurm":
@@ -417,14 +416,31 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
     return sent
 
 
+def _cancel(jobs: Sequence[str]) -> None:
+    """Take jobs back of which nobody would know that they are the run's: the disk is full."""
+    for job_id in jobs:
+        with suppress(SlurmError):
+            Slurm().cancel(job_id)
+
+
 def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     import submitit
 
     from toolkit.launch.entry import supervise
 
+    submitted: list[str] = []
+
+    class KnownJob(submitit.SlurmJob[Any]):
+        """Known here as soon as sbatch has taken it: submitit writes files then, and may fail to."""
+
+        def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+            submitted.append(job_id)
+            super().__init__(folder, job_id, tasks)
+
     with _only_these(submit_environment(os.environ)), _fewer_words():
         try:
             executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
+            executor.job_class = KnownJob
             parameters = slurm_parameters(config, run, token)
             if _may_expedite(config):
                 parameters["additional_parameters"]["requeue"] = "expedite"
@@ -432,6 +448,9 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
         except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
             raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
+        except OSError:
+            _cancel(submitted)
+            raise
 
 
 def _may_expedite(config: JobConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import JobPaths
 
 from toolkit import rundir
 from toolkit.cluster.fake import FakeSlurm
@@ -255,6 +257,27 @@ def test_where_slurm_expedites_requeues_it_is_asked_to(
     submit.submit("own.yaml", [f"cluster.extra={extra}"], executor="slurm")
     options = [line.partition(" ")[2] for line in sent.read_text().splitlines() if "requeue" in line]
     assert options == asked
+
+
+@pytest.mark.parametrize("kind", ["submission_file", "submitted_pickle"])
+def test_a_job_that_submitit_cannot_note_is_taken_back(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The disk is full, and sbatch has taken it: it would wait in the queue, and nobody would know whose it is."""
+    usual = JobPaths.move_temporary_file
+
+    def full(self: JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
+        if name == kind:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        usual(self, tmp_path, name, keep_as_symlink)
+
+    monkeypatch.setattr(JobPaths, "move_temporary_file", full)
+    sbatch, cancelled = "echo Submitted batch job 7", tmp_path / "cancelled"
+    put_on_path(tmp_path / "bin", monkeypatch, sbatch=sbatch, scancel=f'echo "$*" >>{cancelled}', srun="")
+    with pytest.raises(OSError, match="No space left on device"):
+        submit.submit("own.yaml", executor="slurm")
+    assert cancelled.read_text().split()[-1] == "7"
+    assert not list((tmp_path / "runs").glob("own/*"))
 
 
 def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
