@@ -3,14 +3,24 @@
 Two nodes of the box with one rank each. Seconds from the batch script's command to the script's first line, on the
 slower rank, and to the end of its first all-reduce over gloo, of which most is the import of torch, the same for all.
 
+Then CPU seconds of the whole start and end of eight such ranks on this machine, beside those of one interpreter that
+imports torch.
+
     python -m tests.bench.startup [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import os
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.box import Box, BoxUnavailable
@@ -19,7 +29,7 @@ SCRIPT = """
 import time; started = time.time()
 import os, sys
 for ours, slurms in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
-    os.environ.setdefault(ours, os.environ[slurms])
+    os.environ.setdefault(ours, os.environ.get(slurms, ""))
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
@@ -59,11 +69,48 @@ def seconds(notes: Path) -> tuple[float, float]:
     return first_line - began, end - began
 
 
+ONE = "import torch, torch.distributed as dist, torch.distributed.distributed_c10d"
+LOCAL_RANKS = 8
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def cpu_s(command: Sequence[str], environ: Mapping[str, str]) -> float:
+    """Return the user and system time of a command and all that it has started."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it leaves behind is ours to wait for
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, env={**os.environ, **environ}, check=True, capture_output=True)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_cpu(rounds: int) -> dict[str, list[float]]:
+    """For each way and round, CPU seconds of ``LOCAL_RANKS`` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(SCRIPT)
+        python, notes, binaries = sys.executable, f"{folder}/notes", Path(sys.executable).parent
+        ours = ["exec", "--executor=local", "--wait", f"cluster.tasks_per_node={LOCAL_RANKS}", "--"]
+        ways = {
+            "one import of torch": [python, "-c", ONE],
+            "torchrun": [f"{binaries}/torchrun", f"--nproc-per-node={LOCAL_RANKS}", str(script), notes],
+            "ours": [f"{binaries}/toolkit", *ours, python, str(script), notes],
+        }
+        environ = {"TOOLKIT_RUNS": f"{folder}/runs", "OMP_NUM_THREADS": "1"}
+        cpu_s(ways["one import of torch"], environ)  # its files are in memory from now on
+        return {way: [cpu_s(command, environ) for _ in range(rounds)] for way, command in ways.items()}
+
+
 def main() -> None:
     """Run each way some times, in turn, and print the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    print(f"CPU seconds of {LOCAL_RANKS} ranks on this machine")
+    for way, seconds_of in measure_cpu(args.rounds).items():
+        print(f"{way:24}{statistics.median(seconds_of):12.2f}")
     try:
         with Box() as box:
             found = measure(box, args.rounds)
