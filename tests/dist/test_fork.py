@@ -174,7 +174,8 @@ def unused():
         "import pickle\nclass Own: pass\nprint(pickle.dumps(Own()))",
         "class Own:\n    def __del__(self): print('freed', os.getcwd() != '/')\nkept = Own()\nkept.itself = kept",
         "import ctypes; ctypes.CDLL(None).printf(b'written by C, and buffered there')",
-        "import atexit\nclass Bad:\n    __repr__ = lambda _: 'Bad'\n    def __call__(self): 1 / 0\natexit.register(Bad())",
+        "import atexit\nclass Bad:\n    __repr__ = lambda _: 'Bad'\n"
+        "    def __call__(self): 1 / 0\natexit.register(Bad())",
         "sys.exit(-1)",
         "sys.stdout.close()",
         "import subprocess; kept = subprocess.Popen(['sleep', '600']); print(kept.poll())",
