@@ -87,11 +87,11 @@ class SrunAgents:
         threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
 
     def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
-        code = srun.wait(partial(self._take, srun, hosts, on_failure))
+        code = srun.wait(partial(self._take, hosts, on_failure))
         on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
 
     @staticmethod
-    def _take(srun: Srun, hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
+    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
         match event:
             case LaunchFailed(_, None, why):
                 on_failure(hosts, why, is_certain=False)  # of which node's fault it is nothing is known
