@@ -48,7 +48,6 @@ from toolkit.launch.agents import Agents, Endpoint, NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback, forbid_expedited_requeue, how_it_stands, take_back
-from toolkit.launch.drains import DrainWatch
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.foreign import without_snapshot
@@ -56,7 +55,7 @@ from toolkit.launch.goodput import Start
 from toolkit.launch.guard import guarded
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
-from toolkit.launch.lookout import Lookout
+from toolkit.launch.lookout import Lookout, for_dead_nodes, for_drained_nodes
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Claim, Overtaken
@@ -147,10 +146,10 @@ class Supervisor:
         self._in_vain = 0  #: attempts in a row that made no step
         self._has_slurms_signal = False  #: the one of ``cluster.signal_delay_s``, which comes once
         self._settings = Settings()
-        self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._unreachable)
-        self._drains: DrainWatch | None = None
+        self._lookout = None if slurm is None else for_dead_nodes(self._events, slurm.available, self._unreachable)
+        self._drains: Lookout | None = None
         if slurm is not None and len(allocation.hosts) > 1:  # a job on one node cannot leave it
-            self._drains = DrainWatch(slurm.drained)
+            self._drains = for_drained_nodes(slurm.drained)
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
@@ -622,7 +621,7 @@ class Supervisor:
         drained: Mapping[str, str] = {}
         if self._drains is not None:
             self._drains.look(self._allocation.hosts)
-            drained = self._drains.drained
+            drained = self._drains.found
         self._nodes.note(sick=self._agents.sick_hosts, drained=drained)
         leaving = self._nodes.to_leave(attempt.plan.hosts, self._agents.heard_hosts)
         if not leaving or not self._may_move(attempt):
