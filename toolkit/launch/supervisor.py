@@ -300,16 +300,8 @@ class Supervisor:
         if not self._config.cluster.preflight or self._slurm is None or self._agents is None:
             return None
         job, spare = self._allocation, self._config.cluster.spare_nodes
-        tasks = (*job.without(spare).tasks, *[0] * spare)
-        report = check_nodes(
-            self._run.path,
-            job.hosts,
-            tasks,
-            job.cpus_per_task,
-            job.gpus_per_node,
-            agents=self._agents,
-            events=self._events,
-        )
+        checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
+        report = check_nodes(self._run.path, checked, self._agents, self._events)
         if not report.is_fine and self._is_being_ended():
             return None  # what ends us ended the checks, too: they say nothing of the nodes
         for line in report.summary():
