@@ -27,7 +27,7 @@ from toolkit.agent import progress
 from toolkit.agent.link import HEARTBEAT_S, Link
 from toolkit.agent.progress import Digest
 from toolkit.launch import agents as launched
-from toolkit.launch.agents import Agents
+from toolkit.launch.agents import Agents, Endpoint
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Progress
 
@@ -76,9 +76,9 @@ class Starter:
 
     process: subprocess.Popen[bytes]
 
-    def start(self, hosts: Sequence[str], secret_file: Path, _address: str, port: int, *_: object) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, *_: object) -> None:
         argv = [sys.executable, "-c", "import sys; from tests.scale.links import play; play(*sys.argv[1:])"]
-        self.process = subprocess.Popen([*argv, str(secret_file), str(port), *hosts])
+        self.process = subprocess.Popen([*argv, str(at.secret_file), str(at.port), *hosts])
 
     def note_connected(self, host: str) -> None: ...
 

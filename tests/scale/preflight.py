@@ -21,6 +21,7 @@ from toolkit.agent.link import Message
 from toolkit.cluster.checks import Answer, Request, ok
 from toolkit.launch import preflight
 from toolkit.launch.agents import NodeAnswered
+from toolkit.launch.allocation import Allocation
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 
@@ -51,9 +52,8 @@ def check(nodes: int) -> Mapping[str, object]:
     agents: Any = Agents(events)
     hosts = [f"node{number}" for number in range(nodes)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, patch.object(preflight, "FOLDER_LIMIT_S", 60.0):
-        report = preflight.check_nodes(
-            Path(folder), hosts, [8] * nodes, 12, agents=agents, events=events, limit_s=600.0
-        )
+        job = Allocation(tuple(hosts), (8,) * nodes, 12)
+        report = preflight.check_nodes(Path(folder), job, agents, events, limit_s=600.0)
     return {"bytes to nodes": agents.told_bytes, "bad": len(report.bad), "warnings": len(report.warnings)}
 
 

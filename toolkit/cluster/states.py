@@ -53,9 +53,6 @@ _STATES: dict[str, tuple[str, Phase]] = {
 }
 _CODES = {code: state for state, (code, _) in _STATES.items() if code}
 
-#: Every state known here, in its long form.
-STATES = frozenset(_STATES)
-
 
 def canonical(state: str) -> str:
     """The long form of ``state``: ``CANCELLED by 1000``, ``CANCELLED+`` and ``CA`` are all ``CANCELLED``."""
@@ -73,8 +70,3 @@ def phase(state: str | None) -> Phase:
 def is_over(state: str | None) -> bool:
     """Whether a job in ``state`` has ended for good. An unknown state is never over."""
     return phase(state) in (Phase.ENDED_WELL, Phase.ENDED_BADLY)
-
-
-def has_succeeded(state: str | None) -> bool:
-    """Whether Slurm calls the job completed: its batch script ended with 0."""
-    return phase(state) is Phase.ENDED_WELL

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit import fsio, logs
+from toolkit import fsio
 from toolkit.data import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
@@ -32,7 +32,6 @@ from toolkit.errors import ConfigError, DataMissingError, RequestError
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
 
-log = logs.get(__name__)
 
 Dataset = Samples | BatchedSamples
 

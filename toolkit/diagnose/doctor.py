@@ -19,7 +19,7 @@ from toolkit.errors import RequestError, SlurmError
 from toolkit.launch import submit
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import SharedFolder, command
-from toolkit.launch.talk import SubprocessTalk, Talk, talk_with_nodes
+from toolkit.launch.talk import Talk, talk_with_nodes
 
 #: Columns of the table, by check. A column of which no node has a figure is left out.
 COLUMNS = {
@@ -66,7 +66,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
 
     def start(request: Request, hosts: Sequence[str]) -> Talk:
         if not in_job:
-            return SubprocessTalk(command(request), environ)
+            return Talk(command(request), environ)
         return talk_with_nodes(command(request), hosts, environ)
 
     return _ask(shared, request, allocation.hosts[:count], start)
@@ -81,7 +81,7 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 
     def start(request: Request, hosts: Sequence[str]) -> Talk:
-        return SubprocessTalk(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
+        return Talk(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
 
     names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
     return _ask(shared, request, names, start, is_queued=True)

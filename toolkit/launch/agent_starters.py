@@ -8,10 +8,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from toolkit.cluster.commands import Step as SrunPlan
-from toolkit.launch.agents import OnFailure
+from toolkit.launch.agents import Endpoint, OnFailure
 from toolkit.launch.srun import Srun, SrunEvent
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, open_log, tethered
 from toolkit.rundir import RunDir
@@ -27,21 +26,13 @@ class LocalAgent:
         self._run = run
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(
-        self,
-        hosts: Sequence[str],
-        secret_file: Path,
-        address: str,
-        port: int,
-        environ: Mapping[str, str],
-        on_failure: OnFailure,
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         """See :class:`AgentStarter`."""
         (host,) = hosts
         log_path = self._run.logs / f"agent-{host}.log"
         with open_log(log_path) as output:
             process = subprocess.Popen(
-                tethered(_command(self._run, secret_file, address, port, host), signal.SIGKILL),
+                tethered(_command(self._run, at, host), signal.SIGKILL),
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -77,18 +68,10 @@ class SrunAgents:
         self._run = run
         self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
 
-    def start(
-        self,
-        hosts: Sequence[str],
-        secret_file: Path,
-        address: str,
-        port: int,
-        environ: Mapping[str, str],
-        on_failure: OnFailure,
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         """See :class:`AgentStarter`."""
         plan = SrunPlan(
-            command=_command(self._run, secret_file, address, port),
+            command=_command(self._run, at),
             hosts=hosts,
             cpus_per_task=None,
             output=None,
@@ -104,11 +87,11 @@ class SrunAgents:
         threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
 
     def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
-        code = srun.wait(partial(self._take, srun, hosts, on_failure))
+        code = srun.wait(partial(self._take, hosts, on_failure))
         on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
 
     @staticmethod
-    def _take(srun: Srun, hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
+    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
         match event:
             case LaunchFailed(_, None, why):
                 on_failure(hosts, why, is_certain=False)  # of which node's fault it is nothing is known
@@ -136,6 +119,6 @@ class SrunAgents:
             srun.silence()
 
 
-def _command(run: RunDir, secret_file: Path, address: str, port: int, *host: str) -> list[str]:
+def _command(run: RunDir, at: Endpoint, *host: str) -> list[str]:
     module = [sys.executable, "-P", "-m", "toolkit.agent.node"]
-    return [*module, str(secret_file), str(run.logs), address, str(port), *host]
+    return [*module, str(at.secret_file), str(run.logs), at.address, str(at.port), *host]

@@ -51,6 +51,11 @@ class Endpoint:
     secret: bytes
     secret_file: Path
 
+    @property
+    def port(self) -> int:
+        """The port at which they connect."""
+        return int(self.listening.getsockname()[1])
+
     @staticmethod
     def open(run: RunDir, hosts: Sequence[str], environ: Mapping[str, str]) -> Endpoint:
         """Listen on the first of ``hosts``, this node, for agents on all of them. Raises OSError."""
@@ -87,17 +92,9 @@ class OnFailure(Protocol):
 
 
 class AgentStarter(Protocol):
-    """Starts agents that connect to ``address`` and ``port``; an empty address is where they are started from."""
+    """Starts agents that connect to ``at``."""
 
-    def start(
-        self,
-        hosts: Sequence[str],
-        secret_file: Path,
-        address: str,
-        port: int,
-        environ: Mapping[str, str],
-        on_failure: OnFailure,
-    ) -> None:
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         """Start one on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
 
     def note_connected(self, host: str) -> None:
@@ -317,8 +314,7 @@ class Agents:
             self._start_of |= dict.fromkeys(missing, number)
             on_failure = partial(self._note_failure, number)
             try:
-                port = self._at.listening.getsockname()[1]
-                self._starter.start(missing, self._at.secret_file, self._at.address, port, self.environ, on_failure)
+                self._starter.start(missing, self._at, self.environ, on_failure)
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
@@ -372,8 +368,8 @@ class Agents:
     def _order_watch(self, host: str) -> Message:
         """Have ``host`` look after the batch host; spares before the others, for they have nothing else to do."""
         job = self._allocation
-        port = self._at.listening.getsockname()[1]
-        command = batch_host_watch.command(self._run, job, self._at.address or job.hosts[0], port, os.getpid())
+        address = self._at.address or job.hosts[0]
+        command = batch_host_watch.command(self._run, job, address, self._at.port, os.getpid())
         return {"do": "watch", "command": command, "turn": len(job.hosts) - 1 - job.hosts.index(host)}
 
     # what the links tell

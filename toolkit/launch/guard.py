@@ -32,12 +32,12 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     last_words: str | None = None
     deaths, best = 0, step()
     while deaths < MAX_DEATHS:
-        ending = _run_child(supervise, last_words)
-        if ending.code >= 0:
-            return ending.code
-        name = signal.Signals(-ending.code).name
-        if ending.was_told_to_end:
-            return 128 - ending.code
+        code, was_told_to_end = _run_child(supervise, last_words)
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        if was_told_to_end:
+            return 128 - code
         last_words = f"the supervisor on {os.uname().nodename} was killed by {name}"
         reached = step()
         deaths, best = (1, reached) if reached > best else (deaths + 1, best)
@@ -45,13 +45,8 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     raise ToolkitError(f"{last_words}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
 
 
-class _Ending:
-    def __init__(self, code: int, was_told_to_end: bool) -> None:
-        self.code = code
-        self.was_told_to_end = was_told_to_end
-
-
-def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -> _Ending:
+def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -> tuple[int, bool]:
+    """Return the exit code, negative after a signal, and whether SIGTERM was handed on."""
     told: list[int] = []
     guard = os.getpid()
     # Blocked while there is no child to hand them to: one that comes now is delivered a moment later.
@@ -70,8 +65,7 @@ def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in tether.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return _Ending(status, signal.SIGTERM in told)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in told
 
 
 def _be_child(supervise: Callable[[str | None], int], last_words: str | None, guard: int) -> None:

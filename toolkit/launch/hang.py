@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from traceback import StackSummary
-from typing import Protocol
 
 from toolkit import activity, fsio, logs, stacks
 from toolkit.agent import stack_digest
-from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Standing
 from toolkit.agent.stack_digest import Group, Seen
 from toolkit.cluster import hostlist
+from toolkit.launch.agents import Agents
 from toolkit.launch.ending import RankFailure
 from toolkit.rundir import RunDir
 from toolkit.stacks import Stack, main_stack
@@ -45,19 +44,8 @@ def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in ours.items() if name not in environ}
 
 
-class Nodes(Protocol):
-    """The agents of the job's nodes, see :class:`toolkit.launch.agents.Agents`."""
-
-    @property
-    def silent_hosts(self) -> Collection[str]:
-        """Those of which nothing is heard."""
-
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> Mapping[str, Message]:
-        """Return the answers of those that answer in time."""
-
-
 def look(
-    nodes: Nodes, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], known: Mapping[str, Digest]
+    agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], known: Mapping[str, Digest]
 ) -> list[Group]:
     """Return what the ranks do, by the stacks that they have been asked for.
 
@@ -69,13 +57,13 @@ def look(
         host: {"do": "stacks", "attempt": attempt, "folder": folder, "standings": [astuple(rank) for rank in ranks]}
         for host, ranks in standings.items()
     }
-    answers = nodes.ask(orders, stack_digest.ANSWER_S + LATE_S)
+    answers = agents.ask(orders, stack_digest.ANSWER_S + LATE_S)
     groups: list[Group] = []
     for host, ranks in standings.items():
         if host in answers:
             groups += stack_digest.from_json(answers[host]["groups"])
         else:
-            groups += stack_digest.group(_unheard(ranks, known.get(host), is_silent=host in nodes.silent_hosts))
+            groups += stack_digest.group(_unheard(ranks, known.get(host), is_silent=host in agents.silent_hosts))
     return stack_digest.merge(groups)
 
 

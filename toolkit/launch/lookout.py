@@ -1,53 +1,75 @@
-"""Finding dead nodes in seconds: one whose agent is silent is asked whether it is still there.
-
-Slurm itself gives a node up after SlurmdTimeout, 300 s by default. Only silent nodes are asked, since each question is
-a line in the log of their slurmd, and only where another node could take over: a network that is away for half a minute
-does not end a run that would be requeued for it.
-"""
+"""Looking out, in the background, for nodes that are dead or that an administrator has drained."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from toolkit import logs
+from toolkit.cluster import hostlist
+from toolkit.errors import SlurmError
 from toolkit.launch.steps import Events, NodeFailed
 
-ASK_EVERY_S = 3.0
+#: Each question is a line in the log of a node's slurmd.
+ASK_DEAD_EVERY_S = 3.0
+#: The controller answers with every node of the cluster, so one question is asked for the whole job, and not often.
+ASK_DRAINED_EVERY_S = 60.0
+
+log = logs.get(__name__)
 
 
 class Lookout:
-    """Puts dead nodes into the queue as NodeFailed.
-
-    ``is_connected`` says whether Slurm's controller answers: if not, it may be us who are cut off. ``ask`` gives those
-    of its hosts that do not answer, and may take seconds to find out.
-    """
+    """Calls ``ask`` with hosts in a thread: once in ``every_s`` at most, and not while an earlier call lasts."""
 
     def __init__(
-        self,
-        events: Events,
-        is_connected: Callable[[], bool],
-        ask: Callable[[Sequence[str]], set[str]],
-        clock: Callable[[], float] = time.monotonic,
+        self, ask: Callable[[list[str]], Mapping[str, str]], every_s: float, clock: Callable[[], float], first: float
     ) -> None:
-        self._events = events
-        self._is_connected = is_connected
-        self._ask_nodes = ask
-        self._clock = clock
-        self._next = 0.0
+        self._ask, self._every_s, self._clock, self._next = ask, every_s, clock, first
         self._thread: threading.Thread | None = None
+        self.found: Mapping[str, str] = {}  #: by the last answer, what is wrong with which host
 
-    def look(self, silent: Collection[str]) -> None:
-        """Have ``silent`` nodes asked, in the background, unless they are being asked or have just been."""
+    def look(self, hosts: Collection[str]) -> None:
+        """Have ``hosts`` asked about, if there are any and it is time."""
         is_asking = self._thread is not None and self._thread.is_alive()
-        if not silent or is_asking or self._clock() < self._next:
-            return
-        self._next = self._clock() + ASK_EVERY_S
-        self._thread = threading.Thread(target=self._ask, args=[sorted(silent)], daemon=True)
-        self._thread.start()
+        if hosts and not is_asking and self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            self._thread = threading.Thread(target=self._find, args=[sorted(hosts)], daemon=True)
+            self._thread.start()
 
-    def _ask(self, silent: Sequence[str]) -> None:
-        missing = self._ask_nodes(silent)
-        if missing and self._is_connected():
-            for host in sorted(missing):
-                self._events.put(NodeFailed(host))
+    def _find(self, hosts: list[str]) -> None:
+        try:
+            self.found = self._ask(hosts)
+        except SlurmError as error:  # a controller that does not answer changes nothing
+            log.debug("Slurm does not say how the nodes are: %s", error)
+
+
+def for_dead_nodes(
+    events: Events,
+    is_connected: Callable[[], bool],
+    unreachable: Callable[[Sequence[str]], set[str]],
+    clock: Callable[[], float] = time.monotonic,
+) -> Lookout:
+    """Return what puts dead nodes into the queue as NodeFailed; Slurm itself needs SlurmdTimeout, 300 s by default.
+
+    Only nodes that are silent are to be asked, and only where another node could take over: a network that is away for
+    half a minute does not end a run that would be requeued for it. ``is_connected`` says whether Slurm's controller
+    answers: if not, it may be us who are cut off. ``unreachable`` gives those that do not answer; it may take seconds.
+    """
+
+    def ask(hosts: list[str]) -> Mapping[str, str]:
+        missing = unreachable(hosts)
+        dead = sorted(missing) if missing and is_connected() else []
+        for host in dead:
+            events.put(NodeFailed(host))
+        return dict.fromkeys(dead, "does not answer")
+
+    return Lookout(ask, ASK_DEAD_EVERY_S, clock, first=0.0)
+
+
+def for_drained_nodes(
+    drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
+) -> Lookout:
+    """Return what finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
+    first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
+    return Lookout(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)

@@ -284,11 +284,6 @@ def _describe(run: RunDir, owner: Owner) -> str:
     return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
 
 
-def environment(owner: Owner) -> dict[str, str]:
-    """Return what a job of this submission needs in its environment."""
-    return {TOKEN_VARIABLE: owner.token}
-
-
 def as_note(owner: Owner, jobs: Sequence[str]) -> dict[str, Any]:
     """Return what the submission writes down when the ids of the job and of its follow-up jobs are known."""
     return {

@@ -22,6 +22,7 @@ from toolkit import fsio
 from toolkit.cluster.checks import Answer, Finding, Request, storage
 from toolkit.cluster.checks.verdict import Heard, Report, judge, prevented
 from toolkit.launch.agents import Agents, NodeAnswered, NodeSilent
+from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events
 from toolkit.launch.talk import bare_python
 
@@ -34,32 +35,23 @@ FOLDER_LIMIT_S = 4.0
 T = TypeVar("T")
 
 
-def check_nodes(
-    folder: Path,
-    hosts: Sequence[str],
-    tasks: Sequence[int],
-    cpus_per_task: int,
-    gpus_per_node: int = 0,
-    *,
-    agents: Agents,
-    events: Events,
-    limit_s: float = LIMIT_S,
-) -> Report:
-    """Have every node of ``hosts`` checked by its agent, within ``limit_s``. Raises nothing for a node that is sick.
+def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S) -> Report:
+    """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a node that is sick.
 
-    ``folder`` is the run's, on the file system that all share. ``tasks`` is the number of ranks on each host, 0 for a
-    spare, which has to do for any of the others. ``events`` is the queue of the agents' events. Any other event, such
-    as a signal, ends the wait, and is in the queue again when this returns.
+    ``folder`` is the run's, on the file system that all share. A node without tasks is a spare, which has to do for any
+    of the others. ``events`` is the queue of the agents' events. Any other event, such as a signal, ends the wait, and
+    is in the queue again when this returns.
     """
+    hosts, tasks = job.hosts, job.tasks
     began = time.monotonic()
     shared = SharedFolder(folder)
     try:
         in_the_way = shared.prepare()
         if in_the_way is not None:
             return prevented(hosts, in_the_way, time.monotonic() - began)
-        needs = [(count or max(tasks)) * cpus_per_task for count in tasks]
+        needs = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
         command_of = {
-            cpus: command(Request(str(shared.path), shared.token, [cpus], gpus_per_node)) for cpus in set(needs)
+            cpus: command(Request(str(shared.path), shared.token, [cpus], job.gpus_per_node)) for cpus in set(needs)
         }
         orders = {host: {"do": "check", "command": command_of[cpus]} for host, cpus in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)

@@ -17,7 +17,7 @@ from toolkit import logs
 from toolkit.agent.progress import Standing
 from toolkit.launch import node_watch
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.talk import Complaint, Ended, Said, SubprocessTalk, Talk, bare_python, talk_with_nodes
+from toolkit.launch.talk import Complaint, Ended, Said, Talk, bare_python, talk_with_nodes
 from toolkit.rundir import RunDir
 
 #: The watch is started after this share of the bound. Many scripts have ended by then, or called `toolkit.start()` and
@@ -36,7 +36,7 @@ def start_watch(
     asked = {"run": str(run.path), "attempt": attempt, "bound_s": bound_s}
     command = bare_python("toolkit.launch.node_watch", json.dumps(asked))
     here = plan.job_id is None
-    talk = SubprocessTalk(command, environ) if here else talk_with_nodes(command, plan.hosts, environ)
+    talk = Talk(command, environ) if here else talk_with_nodes(command, plan.hosts, environ)
     return SilenceWatch(talk, plan, bound_s)
 
 

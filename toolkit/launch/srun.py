@@ -36,7 +36,6 @@ from toolkit.launch.steps import (
     tethered,
 )
 from toolkit.launch.store import StoreHost
-from toolkit.launch.talk import without_label
 from toolkit.rundir import RunDir
 
 #: When its step has ended, agents that are not silent say at once that they have passed on what its ranks have told.
@@ -140,8 +139,7 @@ class Srun:
         self._hosts = plan.hosts
         self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
         self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
-        self._is_given_up = threading.Event()
-        self.last_words: dict[int, str] = {}  #: by task, the last line of its standard error, where that is labelled
+        self.given_up = threading.Event()  #: it is started no more: its ranks are killed, or nobody waits for them
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -163,7 +161,7 @@ class Srun:
         """
         deadline = time.monotonic() + patience.PATIENCE_S
         while (refused := self._listen(put)) is not None:
-            if time.monotonic() >= deadline or self._is_given_up.wait(patience.RETRY_EVERY_S):
+            if time.monotonic() >= deadline or self.given_up.wait(patience.RETRY_EVERY_S):
                 put(refused)
                 break
             self._process.wait()
@@ -176,9 +174,6 @@ class Srun:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             log.info("%s", line.rstrip())
-            task, words = without_label(line)
-            if task is not None:
-                self.last_words[task] = words.strip()
             event = parse_srun_line(line, self._hosts)
             if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
                 refused = event
@@ -186,23 +181,19 @@ class Srun:
                 put(event)
         return refused
 
-    def give_up(self) -> None:
-        """Do not start it again."""
-        self._is_given_up.set()
-
-    @property
-    def is_given_up(self) -> bool:
-        """True once it is to be started no more: its ranks are being killed, or nobody waits for them."""
-        return self._is_given_up.is_set()
-
     def terminate(self) -> None:
         """Have it end its step, by SIGTERM and, KillWait later, by SIGKILL."""
         self._process.terminate()
 
     def silence(self) -> None:
-        """End it, and not its step. It would wait until Slurm gives a dead node up: 300 s by default, and longer."""
-        self.give_up()
-        silence(self._process)
+        """End it, and not its step. It would wait until Slurm gives a dead node up: 300 s by default, and longer.
+
+        It leads a session. With it ends its shepherd, a child that outlives a killed srun to end its step. It does so
+        by number, and by the time that it reaches the controller that may be a step of the job's next start.
+        """
+        self.given_up.set()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class _SrunStep:
@@ -220,7 +211,7 @@ class _SrunStep:
 
     def wait(self) -> None:
         code = self._srun.wait(self._events.put)
-        if not self._srun.is_given_up:
+        if not self._srun.given_up.is_set():
             self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_PATIENCE_S)
         self._events.put(StepEnded(code))
 
@@ -231,7 +222,7 @@ class _SrunStep:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""
         if number is signal.SIGKILL:
-            self._srun.give_up()
+            self._srun.given_up.set()
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
 
     def abandon(self) -> None:
@@ -250,13 +241,6 @@ class _SrunStep:
             log.warning("%s for the step: %s%s", number.name, error, instead)
         if number is signal.SIGKILL:
             self._srun.terminate()
-
-
-def silence(srun: subprocess.Popen[str]) -> None:
-    """End srun, the leader of a session, with its shepherd: a child that outlives a killed srun to end its step. It
-    does so by number, and by the time that it reaches the controller that may be a step of the job's next start."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(srun.pid, signal.SIGKILL)
 
 
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")

@@ -43,14 +43,13 @@ from toolkit.launch.agents import Agents, NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.comeback import Comeback
-from toolkit.launch.drains import DrainWatch
 from toolkit.launch.ending import Budgets, Cause, Decision, Ending, Facts, RankFailure, Stop, judge
 from toolkit.launch.error_files import read_error_files
 from toolkit.launch.foreign import without_snapshot
 from toolkit.launch.goodput import Start
 from toolkit.launch.intent import Intent
 from toolkit.launch.journal import Journal, write_ended
-from toolkit.launch.lookout import Lookout
+from toolkit.launch.lookout import Lookout, for_dead_nodes, for_drained_nodes
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Claim, Overtaken
@@ -130,10 +129,10 @@ class Supervisor:
         self._events: Events = SimpleQueue()
         self._job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
         self._in_vain = 0  #: attempts in a row that made no step
-        self._lookout = None if slurm is None else Lookout(self._events, slurm.available, self._job.unreachable)
-        self._drains: DrainWatch | None = None
+        self._lookout = None if slurm is None else for_dead_nodes(self._events, slurm.available, self._job.unreachable)
+        self._drains: Lookout | None = None
         if slurm is not None and len(allocation.hosts) > 1:  # a job on one node cannot leave it
-            self._drains = DrainWatch(slurm.drained)
+            self._drains = for_drained_nodes(slurm.drained)
         retry = config.retry
         spare = config.cluster.spare_nodes
         self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=retry.allow_fewer_nodes)
@@ -273,16 +272,8 @@ class Supervisor:
         if not self._config.cluster.preflight or self._slurm is None or self._agents is None:
             return None
         job, spare = self._allocation, self._config.cluster.spare_nodes
-        tasks = (*job.without(spare).tasks, *[0] * spare)
-        report = check_nodes(
-            self._run.path,
-            job.hosts,
-            tasks,
-            job.cpus_per_task,
-            job.gpus_per_node,
-            agents=self._agents,
-            events=self._events,
-        )
+        checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
+        report = check_nodes(self._run.path, checked, self._agents, self._events)
         if not report.is_fine and self._is_being_ended():
             return None  # what ends us ended the checks, too: they say nothing of the nodes
         for line in report.summary():
@@ -590,7 +581,7 @@ class Supervisor:
         drained: Mapping[str, str] = {}
         if self._drains is not None:
             self._drains.look(self._allocation.hosts)
-            drained = self._drains.drained
+            drained = self._drains.found
         self._nodes.note(sick=self._agents.sick_hosts, drained=drained)
         leaving = self._nodes.to_leave(attempt.plan.hosts, self._agents.heard_hosts)
         if not leaving or not self._may_move(attempt):

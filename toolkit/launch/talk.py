@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 from toolkit.cluster.commands import Step, srun_argv, step_environment
 from toolkit.launch.steps import tethered
@@ -50,25 +49,12 @@ class Ended:
 Events = SimpleQueue[Said | Complaint | Ended]
 
 
-class Talk(Protocol):
-    """What runs on the nodes."""
-
-    events: Events
-    began: float  #: on our clock
-
-    def send(self, line: str) -> None:
-        """To every node."""
-
-    def end(self) -> None:
-        """Dismiss the nodes, and do not wait for any."""
-
-
-class SubprocessTalk:
-    """A talk with one process: srun, or the checks themselves."""
+class Talk:
+    """A talk with one process: srun, which hands on what its tasks say, or a check itself."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
-        self.began = time.time()
+        self.began = time.time()  #: on our clock
         self._process = subprocess.Popen(
             tethered(argv, signal.SIGTERM),
             env=environ,
@@ -99,12 +85,14 @@ class SubprocessTalk:
             self.events.put(Complaint(line.strip()))
 
     def send(self, line: str) -> None:
+        """Tell every node."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, which the queue tells
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
+        """Dismiss the nodes, and do not wait for any."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -125,14 +113,14 @@ def without_label(line: str) -> tuple[int | None, str]:
     return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
 
 
-def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> SubprocessTalk:
+def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> Talk:
     """Start ``command`` once on each of these hosts of our allocation, beside whatever runs there."""
     host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what preflight wants to know
     try:
         os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
         variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
         step = Step(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
-        return SubprocessTalk(srun_argv(step), variables, [host_file])
+        return Talk(srun_argv(step), variables, [host_file])
     finally:
         os.close(host_file)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
-from toolkit import activity, logs
+from toolkit import activity
 from toolkit.agent import learnt
 from toolkit.checkpoint.reader import Loaded
 from toolkit.dist.session import Session
@@ -23,8 +23,6 @@ from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.train.state import SAVE, Checkpoints
-
-log = logs.get(__name__)
 
 
 class Loop(Protocol):

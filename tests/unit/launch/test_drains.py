@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from toolkit.cluster.fake import FakeSlurm
-from toolkit.launch.drains import ASK_EVERY_S, DrainWatch
+from toolkit.launch.lookout import ASK_DRAINED_EVERY_S, for_drained_nodes
 
 HOSTS = [f"node{number}" for number in range(1, 5)]
 
@@ -18,7 +18,7 @@ class Asking:
     def __init__(self) -> None:
         self.slurm = FakeSlurm()
         self.now = 0.0
-        self.watch = DrainWatch(self.slurm.drained, lambda: self.now)
+        self.watch = for_drained_nodes(self.slurm.drained, lambda: self.now)
 
     def look(self) -> None:
         self.watch.look(HOSTS)
@@ -36,28 +36,28 @@ def test_slurm_is_asked_once_a_minute_for_all_nodes_however_often_somebody_looks
         asking.now += 0.5
         asking.look()
     assert asking.slurm.asked_for_nodes == ["node[1-4]"] * 5
-    assert ASK_EVERY_S >= 60
+    assert ASK_DRAINED_EVERY_S >= 60
 
 
 def test_drained_nodes_are_known_with_their_reasons_until_they_are_well_again(asking: Asking) -> None:
     asking.slurm.drains = {"node2": "new fan by root", "node9": "not ours"}
-    asking.now += ASK_EVERY_S
+    asking.now += ASK_DRAINED_EVERY_S
     asking.look()
-    assert asking.watch.drained == {"node2": "new fan by root"}
+    assert asking.watch.found == {"node2": "new fan by root"}
     asking.slurm.drains = {}
-    asking.now += ASK_EVERY_S
+    asking.now += ASK_DRAINED_EVERY_S
     asking.look()
-    assert asking.watch.drained == {}
+    assert asking.watch.found == {}
 
 
 def test_a_controller_that_is_away_changes_nothing(asking: Asking) -> None:
     asking.slurm.drains = {"node2": "new fan by root"}
-    asking.now += ASK_EVERY_S
+    asking.now += ASK_DRAINED_EVERY_S
     asking.look()
-    asking.slurm.is_up, asking.now = False, asking.now + ASK_EVERY_S
+    asking.slurm.is_up, asking.now = False, asking.now + ASK_DRAINED_EVERY_S
     asking.look()
     assert len(asking.slurm.asked_for_nodes) == 2
-    assert asking.watch.drained == {"node2": "new fan by root"}
+    assert asking.watch.found == {"node2": "new fan by root"}
 
 
 def test_a_controller_that_is_slow_is_not_asked_again_meanwhile() -> None:
@@ -69,9 +69,9 @@ def test_a_controller_that_is_slow_is_not_asked_again_meanwhile() -> None:
         return {}
 
     now = 0.0
-    watch = DrainWatch(ask, lambda: now)
+    watch = for_drained_nodes(ask, lambda: now)
     for _ in range(3):
-        now += ASK_EVERY_S
+        now += ASK_DRAINED_EVERY_S
         watch.look(HOSTS)
     answer.set()
     assert watch._thread is not None

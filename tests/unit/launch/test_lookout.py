@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.launch.lookout import ASK_EVERY_S, Lookout
+from toolkit.launch.lookout import ASK_DEAD_EVERY_S, for_dead_nodes
 
 
 class Network:
@@ -20,14 +20,14 @@ class Network:
         self.now = 100.0
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.is_connected = True
-        self.lookout = Lookout(self.events, lambda: self.is_connected, self.ask, lambda: self.now)
+        self.lookout = for_dead_nodes(self.events, lambda: self.is_connected, self.ask, lambda: self.now)
 
     def ask(self, hosts: Sequence[str]) -> set[str]:
         self.asked.append(set(hosts))
         return set(hosts) & self.dead
 
     def look(self, *silent: str) -> None:
-        self.now += ASK_EVERY_S
+        self.now += ASK_DEAD_EVERY_S
         self.lookout.look(silent)
         if self.lookout._thread is not None:
             self.lookout._thread.join()

@@ -20,6 +20,7 @@ from toolkit.cluster.checks import Answer, Finding, Request, ok
 from toolkit.cluster.checks.verdict import Heard, judge
 from toolkit.launch import preflight
 from toolkit.launch.agents import NodeAnswered, NodeSilent
+from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import Report, check_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]
@@ -84,7 +85,8 @@ def examined(
 ) -> Report:
     events = SimpleQueue() if events is None else events
     agents: Any = Agents(plays, events)
-    return check_nodes(tmp_path, hosts, tasks or [2] * len(hosts), 1, agents=agents, events=events, limit_s=limit_s)
+    job = Allocation(tuple(hosts), tuple(tasks or [2] * len(hosts)), 1)
+    return check_nodes(tmp_path, job, agents, events, limit_s=limit_s)
 
 
 def sick(*findings: Finding) -> Play:
@@ -208,7 +210,7 @@ def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkey
 def test_a_spare_node_needs_what_any_rank_may_need(tmp_path: Path) -> None:
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Agents({}, events)
-    check_nodes(tmp_path, HOSTS, [2, 1, 2, 0], 3, agents=agents, events=events)
+    check_nodes(tmp_path, Allocation(tuple(HOSTS), (2, 1, 2, 0), 3), agents, events)
     assert [agents.requests[host].cpus_of(0) for host in HOSTS] == [6, 3, 6, 6]
 
 
@@ -270,7 +272,8 @@ def test_ten_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(mo
     events: SimpleQueue[Any] = SimpleQueue()
     agents: Any = Many({}, events)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        report = check_nodes(Path(folder), hosts, [8] * nodes, 12, agents=agents, events=events, limit_s=0.1)
+        job = Allocation(tuple(hosts), (8,) * nodes, 12)
+        report = check_nodes(Path(folder), job, agents, events, limit_s=0.1)
         assert removed(Path(folder))
     assert (report.bad, report.common) == ({}, ())
     assert list(report.warnings) == hosts[:100]

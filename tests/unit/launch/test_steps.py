@@ -136,7 +136,7 @@ def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monk
     monkeypatch.setattr(patience, "RETRY_EVERY_S", 3600.0)
     srun, said = started(tmp_path)
     await_true(lambda: srun._process.poll() is not None)
-    srun.give_up()
+    srun.given_up.set()
     assert isinstance(said.get(timeout=TIMEOUT_S), LaunchFailed)
     assert said.get(timeout=TIMEOUT_S) == 1
     assert starts.read_text().count("x") == 1

@@ -17,7 +17,7 @@ from toolkit.cli import show, why
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
-from toolkit.launch import drains, supervisor
+from toolkit.launch import lookout, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.steps import Step, StepEnded
@@ -43,7 +43,7 @@ class Agents(NodeAgents):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.01)
-    monkeypatch.setattr(drains, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(lookout, "ASK_DRAINED_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     looks, look = Looks(), Supervisor._look_for_ailing_nodes
 
     def counted(it: Supervisor, attempt: Attempt, step: Step, store: Any) -> None:
-        has_an_answer = it._drains is None or bool(it._drains.drained)
+        has_an_answer = it._drains is None or bool(it._drains.found)
         look(it, attempt, step, store)
         looks.count += has_an_answer
         if looks.count == 3:

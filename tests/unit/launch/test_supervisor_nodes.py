@@ -64,10 +64,10 @@ class Preflight:
         self.meanwhile: Callable[[], None] = lambda: None
         self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
-    def __call__(self, folder: Path, hosts: tuple[str, ...], tasks: tuple[int, ...], *args: Any, **more: Any) -> Report:
-        self.asked.append((hosts, tasks))
+    def __call__(self, folder: Path, job: Allocation, *_: object) -> Report:
+        self.asked.append((job.hosts, job.tasks))
         self.meanwhile()
-        return Report(hosts, {}, self.bad, {}, (), 0.1, self.unknown)
+        return Report(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
 
 
 class PlayedAgents(NodeAgents):
