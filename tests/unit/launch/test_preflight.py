@@ -201,7 +201,7 @@ def test_a_folder_that_we_cannot_write_to_ourselves_is_the_runs_trouble(tmp_path
 def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(preflight, "FOLDER_LIMIT_S", 0.1)
-    monkeypatch.setattr(preflight.fsio, "make_dir", lambda _: released.wait(20))
+    monkeypatch.setattr(preflight.fsio, "make_dir", lambda _, parents: released.wait(20))
     report = examined(tmp_path, {})
     released.set()
     assert "no answer within 0.1 s" in report.common[0]
