@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit import logs
 from toolkit.activity import Activity
@@ -24,8 +24,8 @@ LAST_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 log = logs.get(__name__)
 
 
-class Reporter(Protocol):
-    """Takes a rank's progress and its result."""
+class Reporter:
+    """Takes a rank's progress and its result. By itself it does nothing with them."""
 
     def progress(self, **fields: Any) -> None:
         """Note where the rank is; never blocks on I/O."""
@@ -37,7 +37,7 @@ class Reporter(Protocol):
         """Send what is still to be sent and stop."""
 
 
-class _Latest:
+class _Latest(Reporter):
     """The newest report and a thread that publishes it: a slow store or disk never delays a step."""
 
     def __init__(self, every_s: float) -> None:
@@ -83,11 +83,8 @@ class AgentReporter(_Latest):
 
     def _publish(self, fields: dict[str, Any]) -> None:
         report = self._report()
-        self._send(replace(report, fields=fields) if self._rank == 0 else report, self._last_patience_s)
-
-    @property
-    def _last_patience_s(self) -> float:
-        return LAST_PATIENCE_S if self._closed.is_set() else 0.0
+        patience_s = LAST_PATIENCE_S if self._closed.is_set() else 0.0
+        self._send(replace(report, fields=fields) if self._rank == 0 else report, patience_s)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         if self._rank == 0:
@@ -148,14 +145,5 @@ class FileReporter(_Latest):
             self._run_dir.write_status({**self._run_dir.status(), "state": state})
 
 
-class NullReporter:
+class NullReporter(Reporter):
     """For the other ranks of an unsupervised run: nobody listens."""
-
-    def progress(self, **fields: Any) -> None:
-        """Nothing."""
-
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""

@@ -18,7 +18,7 @@ from toolkit.cluster.placement import Placement, rank_environment
 from toolkit.errors import EXIT_FAILED
 from toolkit.launch import foreign
 from toolkit.launch.agent_links import AgentLinks
-from toolkit.launch.agents import Agents, Awaited
+from toolkit.launch.agents import Agents, AgentUser, Awaited
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events, LaunchFailed, RankEnded, Step, StepEnded, Store, signal_name
 from toolkit.launch.store import StoreHostEnded, port_in
@@ -34,7 +34,7 @@ FOREIGN_MODULE = "toolkit.launch.foreign"
 log = logs.get(__name__)
 
 
-class AgentLauncher:
+class AgentLauncher(AgentUser):
     """Starts ranks through the agents of the job's nodes.
 
     ``is_bound`` tells whether each rank gets CPUs of its own.

@@ -104,8 +104,8 @@ class AgentStarter(Protocol):
         """End what is left of them."""
 
 
-class AgentUser(Protocol):
-    """Starts ranks on the agents' nodes. All of this is called by the links' thread."""
+class AgentUser:
+    """Starts ranks on the agents' nodes. All of this is called by the links' thread, and does nothing by itself."""
 
     def agent_connected(self, host: str) -> None:
         """Orders can be sent to ``host`` from now on."""

@@ -15,14 +15,13 @@ from typing import TypeAlias
 
 from toolkit import fsio, logs
 from toolkit.agent import reports
-from toolkit.agent.link import Message
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import SlurmCommands, srun_argv, step_environment
 from toolkit.cluster.commands import Step as SrunPlan
 from toolkit.cluster.container import Container
 from toolkit.errors import SlurmError
 from toolkit.launch import patience
-from toolkit.launch.agents import Agents
+from toolkit.launch.agents import Agents, AgentUser
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import (
     Events,
@@ -46,8 +45,11 @@ log = logs.get(__name__)
 SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
 
 
-class SrunLauncher:
-    """Ranks as one srun step of our job, each on the node that the allocation planned it for."""
+class SrunLauncher(AgentUser):
+    """Ranks as one srun step of our job, each on the node that the allocation planned it for.
+
+    They are not the agents', which take their reports. Where an agent ends, the ranks of its node notice it, and end.
+    """
 
     def __init__(
         self,
@@ -112,17 +114,6 @@ class SrunLauncher:
         self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))
         threading.Thread(target=step.wait, daemon=True).start()
         return step
-
-    # what the agents tell: they take the reports of the ranks, which are not theirs
-
-    def agent_connected(self, host: str) -> None:
-        """See :class:`~toolkit.launch.agents.AgentUser`."""
-
-    def agent_said(self, host: str, message: Message) -> None:
-        """See :class:`~toolkit.launch.agents.AgentUser`."""
-
-    def agent_ended(self, host: str, why: str) -> None:
-        """See :class:`~toolkit.launch.agents.AgentUser`. The ranks on ``host`` notice it, and end."""
 
     def agent_missing(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.agents.AgentUser`. Nobody would hear the ranks on ``host``."""

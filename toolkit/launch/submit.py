@@ -130,7 +130,9 @@ class Run:
         if self.executor == "slurm":
             is_over = self._end_jobs(what)
         else:
-            _signal_supervisor(self.dir, signal.SIGTERM)
+            owner = ownership.read(self.dir)
+            if owner is not None and _is_process_of(self.dir, owner.pid):  # else it looks for what is wanted itself
+                os.kill(owner.pid, signal.SIGTERM)
             is_over = self._is_over()
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
@@ -604,7 +606,10 @@ def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str 
     _validate(loaded, chosen, Path.cwd())
     refuse_unfit(rundir.runs_root())
     run = RunDir(rundir.runs_root() / loaded.name / "RUN_ID")
-    script = sbatch_script(loaded, run) if chosen == "slurm" else _local_text(loaded)
+    ranks = loaded.cluster.tasks_per_node
+    script = f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
+    if chosen == "slurm":
+        script = sbatch_script(loaded, run)
     return f"{script.rstrip()}\n\n# --- config.yaml (resolved)\n{configs.dump_config(loaded)}"
 
 
@@ -614,11 +619,6 @@ def sbatch_script(config: JobConfig, run: RunDir) -> str:
 
     command = f"{_exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
     return str(_make_sbatch_string(command=command, folder=run.submitit, **slurm_parameters(config, run, "TOKEN")))
-
-
-def _local_text(config: JobConfig) -> str:
-    ranks = config.cluster.tasks_per_node
-    return f"# executor local: no sbatch script; a supervisor and {ranks} rank(s) on this machine"
 
 
 @contextmanager
@@ -687,13 +687,6 @@ def _fewer_words() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
-    """Before it has said which process it is it looks for what is wanted by itself."""
-    owner = ownership.read(run)
-    if owner is not None and _is_process_of(run, owner.pid):
-        os.kill(owner.pid, number)
 
 
 def _is_process_of(run: RunDir, pid: int | str) -> bool:
