@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def _arm(strike: Mapping[str, Any]) -> None:
             count(run)
             if run.step == strike["step"]:
                 hit()
+            elif run.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
+                time.sleep(0.1)
 
         TrainingRun._finish_step = finish_step  # type: ignore[method-assign]
         return
