@@ -64,7 +64,7 @@ class AgentLauncher(AgentUser):
         if not self._is_open:
             self._open(command, environ, events)
             self._agents.links.start()
-        self._agents.links.call(lambda: self._start_agents(hosts))
+        self._agents.links.call(lambda: self._agents.ensure({self._allocation.hosts[0], *hosts}))
 
     def _open(
         self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
@@ -85,7 +85,7 @@ class AgentLauncher(AgentUser):
         self._step, self._store = step, store
         links.start()
         if awaited.wait(COME_BACK_S):
-            links.call(lambda: self._start_agents(allocation.hosts))
+            links.call(lambda: self._agents.ensure(allocation.hosts))
             return step, store
         log.warning("not all ranks of attempt %d are there: starting anew", attempt)
         self._step = self._store = None
@@ -161,10 +161,6 @@ class AgentLauncher(AgentUser):
         return foreign.gains_by_fork(self._run)
 
     # --------------------------------------------------------------------------------------------------- the thread
-
-    def _start_agents(self, hosts: Collection[str]) -> None:
-        self._agents.ensure({self._allocation.hosts[0], *hosts})
-        self._agents.ensure(self._allocation.hosts)  # the spares, apart: one of them may be why a step is refused
 
     def _begin_store(self, store: _AgentStore, order: Message) -> None:
         self._store, self._store_order = store, order
