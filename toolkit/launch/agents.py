@@ -271,6 +271,8 @@ class Agents:
             self._links.call(self._links.close)
             with contextlib.suppress(OSError):
                 self._at.secret_file.unlink()
+            if self._endpoint is None:
+                self._at.listening.close()
 
     def dismiss_all(self) -> None:
         """Have all leave that are there, with what they have started. Others can be started at once."""
