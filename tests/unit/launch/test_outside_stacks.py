@@ -159,7 +159,7 @@ def test_a_script_that_wants_no_faulthandler_has_at_least_what_the_kernel_says(
     killed.append(process)
     outside_stacks.write(run, 1, {0: oldest_first(process.pid)})
     first, *_, last = stacks.stack_path(run.attempt_logs(1), 0).read_text().splitlines(keepends=True)
-    assert first.startswith(f"# process {process.pid}: python3.")
+    assert first.startswith(f"# process {process.pid}: python")
     assert ", S (sleeping)" in first
     assert last == stacks.ANSWERED
 
