@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,11 +132,11 @@ def test_healthy_nodes_have_no_word_said_of_them(site: Site) -> None:
 @pytest.mark.parametrize(
     ("illness", "words"),
     [
-        (clock_off, "its clock is 90"),
+        (clock_off, r"its clock is (89\.[5-9]|90(\.[0-5])?) s ahead"),  # as exactly as a busy machine lets it be told
         (temp_full, "/var/tmp has 0 B"),
         (folder_read_only, "Read-only file system"),
         (folder_stale, "is another folder here than on the batch host, or a stale one"),
-        (cpus_taken, "CPUs, of which the ranks need 1 (sh, pid "),
+        (cpus_taken, r"CPUs, of which the ranks need 1 \(sh, pid "),
         (without_python, "No such file or directory"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -147,7 +148,7 @@ def test_a_sick_node_is_named_with_the_reason_and_no_other(
         report = doctor(site, "--nodes=4")
     verdicts = {name: node["verdict"] for name, node in report["nodes"].items()}
     assert verdicts == {name: "bad" if name == SICK else "ok" for name in site.box.spec.node_names}, report
-    assert words in report["nodes"][SICK]["bad"]
+    assert re.search(words, report["nodes"][SICK]["bad"])
     assert (report["code"], report["common"]) == (1, [])
 
 
