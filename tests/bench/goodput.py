@@ -55,7 +55,7 @@ def at(self, step):
 
 def main(config):
     Loader.at = at
-    return classify.main(config)
+    classify.Classify.main(config, None)
 """
 
 
@@ -67,7 +67,12 @@ def start(site: Site) -> RunDir:
     (project / "goodput.yaml").write_text(CONFIG)
     site.run("toolkit", "submit", "goodput.yaml", cwd=project)
     run = site.only_run()
-    wait_for(run.step, END_S, "the first step")
+
+    def has_begun() -> bool:
+        assert run.result() is None, run.result()
+        return run.step() > 0
+
+    wait_for(has_begun, END_S, "the first step")
     return run
 
 
