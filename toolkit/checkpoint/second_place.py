@@ -85,9 +85,9 @@ class SecondPlace:
     def _try_to_copy(self, path: Path) -> None:
         try:
             self._refuse_of_others()
-            with file_errors("creating", self._store.folder):
-                fsio.make_dir(self._store.folder)
             if not self._store.is_committed(step_of(path)):
+                with file_errors("creating", self._store.folder):
+                    fsio.make_dir(self._store.folder)
                 _copy(CheckpointStore(path.parent), path, self._store)
                 self._store.prune()
         except CheckpointError as error:

@@ -53,7 +53,7 @@ class AgentLauncher(AgentUser):
         self._step: _AgentStep | None = None
         self._store: _AgentStore | None = None
         self._store_order: Message | None = None  #: that has not been sent
-        self._is_open = self._is_warm = False
+        self._is_warm = False
 
     # ------------------------------------------------------------------------------------------ for the supervisor
 
@@ -61,7 +61,7 @@ class AgentLauncher(AgentUser):
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
         """See :class:`~toolkit.launch.steps.Launcher`."""
-        if not self._is_open:
+        if not self._agents.is_open:
             self._open(command, environ, events)
             self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure({self._allocation.hosts[0], *hosts}))
@@ -69,7 +69,7 @@ class AgentLauncher(AgentUser):
     def _open(
         self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
     ) -> None:
-        self._is_open, self._is_warm = True, self._is_forked(command)
+        self._is_warm = self._is_forked(command)
         self._agents.open(environ, events, self, awaited)
 
     def take_over(

@@ -125,14 +125,14 @@ class Awaited:
 
     def __init__(self, attempt: int, ranks: Mapping[str, int]) -> None:
         """``ranks``: how many each host has; none on a spare, whose agent comes as well."""
-        self.ranks, self._attempt = ranks, attempt
+        self._ranks, self._attempt = ranks, attempt
         self._missing = {*ranks}
         self._has_come = threading.Event()
         self._fits = True
 
     def take(self, host: str, message: Message) -> bool:
         """Take what the agent of ``host`` says of itself. False where that is not what was awaited."""
-        ranks = self.ranks[host]
+        ranks = self._ranks[host]
         if host not in self._missing:
             return False
         if ranks == 0:
@@ -148,7 +148,7 @@ class Awaited:
     def wait(self, patience_s: float) -> bool:
         """True if all ranks are there, as soon as that is known."""
         self._has_come.wait(patience_s)
-        return self._fits and not any(self.ranks[host] for host in self._missing)
+        return self._fits and not any(self._ranks[host] for host in self._missing)
 
 
 @dataclass
@@ -276,20 +276,22 @@ class Agents:
 
     def dismiss_all(self) -> None:
         """Have all leave that are there, with what they have started. Others can be started at once."""
-        left = threading.Event()
 
         def dismiss() -> None:
             self._awaited = None
             self.links.dismiss()
-            left.set()
 
         self.links.call(dismiss)
-        left.wait()
 
     def dismiss(self, host: str) -> None:
         """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
         if self._links is not None:
             self._links.call(lambda: self.links.send(host, {"do": "leave"}))
+
+    @property
+    def is_open(self) -> bool:
+        """True once they can connect."""
+        return self._links is not None
 
     @property
     def links(self) -> AgentLinks:
@@ -321,7 +323,8 @@ class Agents:
                 self._give_up(missing, f"agents cannot be started: {error}")
 
     def _begin_request(self, number: int, request: _Request) -> None:
-        self._requests[number] = request
+        unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
+        self._requests = {**unanswered, number: request}
         for host in list(request.orders):
             if host in self.links.hosts:
                 self._send_order(host, request)
