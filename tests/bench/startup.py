@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.box import Box, BoxUnavailable
+from toolkit.agent.node import PR_SET_CHILD_SUBREAPER
 
 SCRIPT = """
 import time; started = time.time()
@@ -71,7 +72,6 @@ def seconds(notes: Path) -> tuple[float, float]:
 
 ONE = "import torch, torch.distributed as dist, torch.distributed.distributed_c10d"
 LOCAL_RANKS = 8
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def cpu_s(command: Sequence[str], environ: Mapping[str, str]) -> float:

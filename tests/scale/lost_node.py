@@ -13,6 +13,7 @@ from tests.scale import Curve
 from tests.unit.launch.test_supervisor import Ranks
 from toolkit import config as configs
 from toolkit import fsio, rundir
+from toolkit.agent.tether import SIGNALS
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.launch import slurm_job, supervisor
@@ -46,7 +47,7 @@ def end(nodes: int) -> Mapping[str, object]:
     ):
         run = rundir.create("scale", Path(folder))
         fsio.write_atomic(run.config, configs.dump_config(config))
-        before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+        before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
         code = supervisor.Supervisor(run, config, allocation, Ranks(dies), slurm).run()
         for number, handler in before.items():
             signal.signal(number, handler)

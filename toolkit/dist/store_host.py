@@ -22,12 +22,10 @@ from typing import IO
 from torch.distributed import TCPStore
 
 from toolkit import open_files
+from toolkit.agent.tether import SIGNALS
 from toolkit.cluster.network import listen, reachable_at
 from toolkit.dist.stop import propose
 from toolkit.dist.stop_store import StoreTransport
-
-#: What Slurm sends to all processes of a job that is to end: the ranks need us to agree on where to stop.
-SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def serve(store: TCPStore, world_size: int, requests: IO[str]) -> None:
@@ -40,7 +38,7 @@ def serve(store: TCPStore, world_size: int, requests: IO[str]) -> None:
 
 def main() -> None:
     """Serve the store on an inherited listening socket, or else on a free port, which the first line tells."""
-    for number in SIGNALS:  # inside a container the starter's way of being deaf may be lost
+    for number in SIGNALS:  # the ranks need us to agree on where to stop; a container may lose what is ignored
         signal.signal(number, signal.SIG_IGN)
     open_files.claim_all()  # each rank has several connections, and the usual soft limit is 1,024
     parser = argparse.ArgumentParser()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from toolkit import config as configs
 from toolkit import logs
-from toolkit.cluster.commands import Settings, Slurm, SlurmCommands
+from toolkit.agent.tether import SIGNALS
+from toolkit.cluster.commands import Slurm, SlurmCommands
 from toolkit.cluster.container import Container, outermost
 from toolkit.cluster.container import parse as parse_image
 from toolkit.config import JobConfig
@@ -24,9 +25,10 @@ from toolkit.launch.guard import guarded
 from toolkit.launch.journal import write_ended
 from toolkit.launch.notify import notify
 from toolkit.launch.ownership import Overtaken
+from toolkit.launch.slurm_job import settings_of
 from toolkit.launch.srun import SrunLauncher
 from toolkit.launch.steps import Launcher
-from toolkit.launch.supervisor import SIGNALS, Supervisor
+from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
 #: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
@@ -144,8 +146,7 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
 
 def _is_bound(slurm: SlurmCommands) -> bool:
     """Whether the site binds each task of an srun step to CPUs."""
-    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
-    return "affinity" in settings.task_plugins
+    return "affinity" in settings_of(slurm).task_plugins
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:

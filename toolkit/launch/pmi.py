@@ -11,9 +11,9 @@ import subprocess
 import sys
 
 from toolkit import logs
-from toolkit.cluster.commands import Settings, SlurmCommands
+from toolkit.cluster.commands import SlurmCommands
 from toolkit.config import JobConfig
-from toolkit.launch import patience
+from toolkit.launch.slurm_job import settings_of
 
 #: Asked in a process of its own: an MPI library is nothing to have in a supervisor.
 _ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -27,8 +27,7 @@ def plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
     """What to give to ``srun --mpi``. None: nothing, as the site's default or ``SLURM_MPI_TYPE`` will do."""
     if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
         return None
-    settings = patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
-    return of_library() if settings.mpi_default == "none" else None
+    return of_library() if settings_of(slurm).mpi_default == "none" else None
 
 
 def of_library(python: str = sys.executable) -> str:

@@ -23,6 +23,11 @@ CLOCK_SLACK_SHARE, CLOCK_SLACK_MIN_S, CLOCK_SLACK_MAX_S = 0.05, 10.0, 60.0
 log = logs.get(__name__)
 
 
+def settings_of(slurm: SlurmCommands) -> Settings:
+    """Return how the site is set up; Slurm's defaults where it does not answer at once."""
+    return patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+
+
 class SlurmJob:
     """The job of ``allocation``. ``row`` is how it stood when it was looked at last; None where nobody knows.
 
@@ -45,8 +50,7 @@ class SlurmJob:
             self._ahead_s = 0.0 if clock is None else time.time() - clock
             if abs(self._ahead_s) > CLOCKS_AGREE_S:
                 log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
-            settings = patience.ask(self.slurm.settings, "Slurm does not say how it is set up", patience_s=0.0)
-            self.settings = settings or self.settings
+            self.settings = settings_of(self.slurm)
 
     def show(self, patience_s: float = 0.0) -> JobRow | None:
         """Return how it stands; None without Slurm, or when the controller has not answered for ``patience_s``."""

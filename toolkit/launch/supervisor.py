@@ -26,6 +26,7 @@ from toolkit import config as configs
 from toolkit import fsio, logs, records, rundir, stacks
 from toolkit.agent import progress
 from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.agent.tether import SIGNALS
 from toolkit.cluster import hostlist
 from toolkit.cluster.commands import SlurmCommands
 from toolkit.cluster.container import Container
@@ -92,7 +93,6 @@ LONGEST_STEP_TO_MOVE_S = 30.0
 LEAST_TIME_TO_MOVE_S = 300.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logs.get(__name__)
 

@@ -22,6 +22,7 @@ from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, 
 from tests.unit.launch.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
+from toolkit.agent.tether import SIGNALS
 from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecord
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig
@@ -215,7 +216,7 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.0)
-    before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
