@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from toolkit import stacks
+from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import Part, Sampler
@@ -31,9 +32,6 @@ from toolkit.dist import nested
 from toolkit.dist.batch import BadSample, Batch
 from toolkit.errors import JobFailedError
 
-#: Sent to whole process groups by Slurm, by terminals and by users: the rank decides what follows, not its workers.
-_GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NO_SAMPLE = -1
 #: Batches that each worker is ahead; the loader counts on it, see ``Loader.ahead``.
 PREFETCH = 2
@@ -327,7 +325,7 @@ class _WorkerStart:
         reader.current = _Slots(self.current, 2 * worker)
 
     def _end_with_parent(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # it died before the line above
             os._exit(1)
 
@@ -346,9 +344,9 @@ class _Slots:
 def _ignore_group_signals() -> None:
     """The fork inherited the rank's handlers: here they would set flags that nobody reads, or end the worker."""
     signal.set_wakeup_fd(-1)  # shared with the rank, which would take our signals for its own
-    for number in _GROUP_SIGNALS:
+    for number in SIGNALS:  # sent to whole process groups: the rank decides what follows, not its workers
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextmanager
@@ -360,7 +358,7 @@ def _signals_held() -> Iterator[None]:
     """
     in_main = threading.current_thread() is threading.main_thread()
     on_death = signal.getsignal(signal.SIGCHLD)
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of forking beside threads; workers run none of the code that those threads lock
