@@ -35,6 +35,9 @@ class WatchingAgent:
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
         self.say(do="watch", command=["sh", "-c", script], turn=0)
+        self.say(do="hear_ranks", request=0)
+        while "answer" not in self.hear():  # a close with unread heartbeats would take the orders back
+            pass
 
     def say(self, **message: Any) -> None:
         self.connection.sendall(self.link.send(message))
@@ -70,7 +73,6 @@ def test_an_agent_that_hears_its_supervisor_leaves_the_batch_host_alone(
 
 
 def test_a_silent_supervisors_host_is_looked_after_until_it_speaks_again(agent: WatchingAgent) -> None:
-    agent.hear()
     watcher = agent.watcher()
     agent.say(do="alive")
     await_true(lambda: gone(watcher))
@@ -78,7 +80,6 @@ def test_a_silent_supervisors_host_is_looked_after_until_it_speaks_again(agent: 
 
 
 def test_an_agent_without_supervisor_has_the_batch_host_looked_after(agent: WatchingAgent) -> None:
-    agent.hear()
     agent.connection.close()
     watcher = agent.watcher()
     assert agent.process.poll() is None
