@@ -12,7 +12,7 @@ from tests.scale import Curve
 from toolkit import fsio
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.judging import add_error_files
 from toolkit.rundir import RunDir
 
 
@@ -23,7 +23,7 @@ def read(ranks: int) -> Mapping[str, object]:
         for rank in range(ranks):
             (logs / f"error-{rank}.json").write_text('{"host": "node1", "time": 1.0, "type": "E", "message": "m"}')
         attempt = Attempt(1, time.time(), Allocation(("node1",), (ranks,), 1))
-        Supervisor._read_error_files(SimpleNamespace(_run=run), attempt)  # type: ignore[arg-type]
+        add_error_files(SimpleNamespace(run=run), attempt)  # type: ignore[arg-type]
         return {"failures": len(attempt.failures)}
 
 

@@ -16,7 +16,7 @@ from toolkit import fsio, rundir
 from toolkit.agent.tether import SIGNALS
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
-from toolkit.launch import slurm_job, supervisor
+from toolkit.launch import attempt_loop, slurm_job, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import NodeFailed, RankEnded
 
@@ -41,9 +41,9 @@ def end(nodes: int) -> Mapping[str, object]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(supervisor, "refuse_too_many_ranks"),
-        patch.object(supervisor, "LAST_WORDS_S", 0.01),
+        patch.object(attempt_loop, "LAST_WORDS_S", 0.01),
         patch.object(slurm_job, "unreachable", lambda hosts, port, here: set()),
-        patch.object(supervisor.log, "error"),
+        patch.object(attempt_loop.log, "error"),
     ):
         run = rundir.create("scale", Path(folder))
         fsio.write_atomic(run.config, configs.dump_config(config))

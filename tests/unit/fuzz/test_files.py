@@ -27,7 +27,7 @@ from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecor
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig
 from toolkit.errors import ToolkitError
-from toolkit.launch import foreign, intent, nodes, submit, supervisor
+from toolkit.launch import attempt_loop, foreign, intent, nodes, submit
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.ending import Cause, Decision, Ending, RankFailure
@@ -215,7 +215,7 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():

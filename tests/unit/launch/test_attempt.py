@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from toolkit import fsio
-from toolkit.launch import error_files, supervisor
+from toolkit.launch import error_files
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.ending import RankFailure
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.judging import add_error_files
 from toolkit.rundir import RunDir
 
 NODES, RANKS_A_NODE = 250, 8
@@ -77,7 +77,6 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
             reads += name in ("rank", "by_signal", "host")
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(supervisor, "RankFailure", Failure)
     monkeypatch.setattr(error_files, "read_error_file", lambda path, _: Failure(int(path.stem[6:]), "node0", "E", 1.0))
     ranks = 500
     folder = fsio.make_dir(RunDir(tmp_path).attempt_logs(1))
@@ -88,7 +87,7 @@ def test_each_error_file_is_looked_at_once_also_among_thousands(
         RankFailure(2, "node0", "exit code 1", 0),
     ]
     attempt.failures = list(told)
-    Supervisor._read_error_files(SimpleNamespace(_run=RunDir(tmp_path)), attempt)  # type: ignore[arg-type]
+    add_error_files(SimpleNamespace(run=RunDir(tmp_path)), attempt)  # type: ignore[arg-type]
     assert len(attempt.failures) == ranks + 1
     assert attempt.failures[0] is told[0]  # a signal is told by srun, the words by the rank: both count
     assert reads <= 10 * ranks

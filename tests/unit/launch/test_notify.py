@@ -180,7 +180,7 @@ def test_it_is_called_when_the_supervisor_itself_fails(
 
 def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that Slurm takes back has no result; the one that Slurm starts after its end has told it already."""
-    monkeypatch.setattr(Supervisor, "_run_attempt", lambda self: supervisor.Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
+    monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: supervisor.Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1), Ranks(), None).run()
     run.write_result({"state": "completed"})
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1, restart_count=1), Ranks(), None).run()

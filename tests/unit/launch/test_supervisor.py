@@ -19,16 +19,18 @@ from toolkit import fsio, open_files, rundir, stacks
 from toolkit.agent import stack_digest
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.agent.tether import SIGNALS
 from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch import intent, journal, patience, silence, submit, supervisor
+from toolkit.launch import attempt_loop, intent, journal, patience, silence, stop_path, submit, supervisor
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.error_files import read_error_file
 from toolkit.launch.intent import Intent
 from toolkit.launch.silence import SilenceWatch
 from toolkit.launch.steps import Events, FirstReports, MainReport, Progress, RankEnded, StepEnded
-from toolkit.launch.supervisor import Supervisor, _Signalled
+from toolkit.launch.stop_path import Signalled
+from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
 
@@ -139,10 +141,10 @@ def ended(*ranks: int, code: int | None = None) -> RankEnded:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(supervisor, "LAST_WORDS_S", 0.01)
-    monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 0.05)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
-    before = {number: signal.getsignal(number) for number in (*supervisor.SIGNALS, signal.SIGCONT)}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -217,7 +219,7 @@ def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
     def fails(ranks: Ranks) -> None:
         ranks.events.put(ended(2))
         ranks.events.put(StepEnded(137))
-        threading.Timer(0.1, ranks.events.put, [_Signalled(signal.SIGTERM)]).start()
+        threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
 
     assert supervise(run, Ranks(fails)) == 75
     assert [line["cause"] for line in run.attempts()] == ["crashed", "stopped"]
@@ -335,7 +337,7 @@ def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verd
     def ends(ranks: Ranks) -> None:
         ranks.events.put(ended(0))
         ranks.events.put(StepEnded(137))
-        ranks.events.put(_Signalled(signal.SIGTERM))
+        ranks.events.put(Signalled(signal.SIGTERM))
 
     assert supervise(run, Ranks(ends)) == 75
     assert run.attempts()[0]["cause"] == "stopped"
@@ -601,7 +603,7 @@ def supervise_quickly(run: RunDir, ranks: Ranks, job: str = JobConfig().job, rep
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_digest, "ANSWER_S", 0.5)
     monkeypatch.setattr(stack_digest, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -639,7 +641,7 @@ def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
 def test_ranks_that_hang_where_they_should_stop_are_not_taken_for_a_second_hang(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_LIMIT_S", 2.0)
+    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 2.0)
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
@@ -767,7 +769,7 @@ def test_a_foreign_script_that_exits_with_0_when_it_is_told_to_end_is_stopped(ru
 
     def saves(ranks: Ranks) -> None:
         ranks.answers_kill = False
-        ranks.events.put(_Signalled(signal.SIGTERM))
+        ranks.events.put(Signalled(signal.SIGTERM))
         ranks.events.put(StepEnded(0))
 
     ranks = Ranks(saves)

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -17,11 +16,13 @@ from toolkit.cli import show, why
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
-from toolkit.launch import lookout, supervisor
+from toolkit.launch import attempt_loop, lookout, stop_path
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.attempt import Attempt
-from toolkit.launch.steps import Step, StepEnded
-from toolkit.launch.supervisor import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, Supervisor, _Signalled
+from toolkit.launch.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
+from toolkit.launch.steps import StepEnded
+from toolkit.launch.stop_path import Signalled, StopPath
+from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
 NEW_FAN = "drained: new fan by root"
@@ -42,7 +43,7 @@ class Agents(NodeAgents):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.01)
     monkeypatch.setattr(lookout, "ASK_DRAINED_EVERY_S", 0.0)
 
 
@@ -92,16 +93,16 @@ class Looks:
 
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
-    looks, look = Looks(), Supervisor._look_for_ailing_nodes
+    looks, look = Looks(), NodeCare.look_for_ailing
 
-    def counted(it: Supervisor, attempt: Attempt, step: Step, store: Any) -> None:
-        has_an_answer = it._drains is None or bool(it._drains.found)
-        look(it, attempt, step, store)
+    def counted(it: NodeCare, attempt: Attempt, stops: StopPath) -> None:
+        has_an_answer = it._drained is None or bool(it._drained.found)
+        look(it, attempt, stops)
         looks.count += has_an_answer
         if looks.count == 3:
             looks.then()
 
-    monkeypatch.setattr(Supervisor, "_look_for_ailing_nodes", counted)
+    monkeypatch.setattr(NodeCare, "look_for_ailing", counted)
     return looks
 
 
@@ -228,7 +229,7 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
     slurm: FakeSlurm,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "STOP_LIMIT_S", 0.05)
+    monkeypatch.setattr(stop_path, "STOP_LIMIT_S", 0.05)
     slurm.drains = {"node2": "new fan by root"}
 
     def saves_for_long(ranks: Ranks) -> None:
@@ -236,7 +237,7 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
 
         def stop() -> None:
             if Store.proposed == ["stop"]:
-                threading.Timer(0.5, ranks.events.put, [_Signalled(signal.SIGINT)]).start()
+                threading.Timer(0.5, ranks.events.put, [Signalled(signal.SIGINT)]).start()
 
         Store.on_propose = stop
 
@@ -260,7 +261,7 @@ def test_a_preemption_while_the_ranks_stop_wins(
 
         def stop() -> None:
             slurm.preempt("1", grace_s=60)
-            ranks.events.put(_Signalled(signal.SIGTERM))
+            ranks.events.put(Signalled(signal.SIGTERM))
             ranks.events.put(ended(0, 1, code=75))
             ranks.events.put(StepEnded(75))
 

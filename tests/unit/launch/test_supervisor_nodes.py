@@ -17,11 +17,12 @@ import pytest
 from tests.unit.launch.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
+from toolkit.agent.tether import SIGNALS
 from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
-from toolkit.launch import entry, nodes, patience, slurm_job, supervisor
+from toolkit.launch import attempt_loop, entry, left_over, nodes, patience, slurm_job, supervisor
 from toolkit.launch.agents import NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
@@ -29,6 +30,7 @@ from toolkit.launch.nodes import Nodes
 from toolkit.launch.ownership import Claim, Overtaken
 from toolkit.launch.preflight import Report
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
+from toolkit.launch.stop_path import Signalled
 from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
@@ -404,7 +406,7 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
     supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
     for attempt in (1, 2):
         run.write_status({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
-        supervisor_of(Ranks(), slurm)._close_left_over_attempt(None)
+        left_over.close(supervisor_of(Ranks(), slurm)._context, None)
     run.write_status({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
     with pytest.raises(ToolkitError, match="given up after 2 requeues"):
         supervisor_of(Ranks(), slurm).run()
@@ -526,13 +528,13 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     restarts: int,
 ) -> None:
     """Its SIGTERM came between fork and exec; Slurm does not know the step any more, and srun waits for it."""
-    monkeypatch.setattr(supervisor, "DYING_S", 0.0)
-    monkeypatch.setattr(supervisor, "KILL_AGAIN_S", 60.0)
+    monkeypatch.setattr(attempt_loop, "DYING_S", 0.0)
+    monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 60.0)
 
     def told(ranks: Ranks) -> None:
         ranks.answers_kill = False
         what(slurm, "1")
-        ranks.events.put(supervisor._Signalled(signal.SIGTERM))
+        ranks.events.put(Signalled(signal.SIGTERM))
         ranks.events.put(RankEnded((0,), "node1", "killed by SIGTERM", signal.SIGTERM, time.time()))
 
     ranks = Ranks(told)
@@ -551,8 +553,8 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
 
     def told(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
-        ranks.events.put(supervisor._Signalled(signal.SIGTERM))
-        later = threading.Timer(2 * supervisor.STATUS_EVERY_S, lambda: stops(ranks))
+        ranks.events.put(Signalled(signal.SIGTERM))
+        later = threading.Timer(2 * attempt_loop.STATUS_EVERY_S, lambda: stops(ranks))
         later.start()
 
     def stops(ranks: Ranks) -> None:
@@ -581,9 +583,9 @@ def with_limit(
 def gets_slurms_signal(ranks: Ranks) -> None:
     """And completes 2 looks later, if it is let."""
     ranks.report(step=7, step_start=0)
-    ranks.events.put(supervisor._Signalled(signal.SIGUSR2))
+    ranks.events.put(Signalled(signal.SIGUSR2))
     Store.on_propose = lambda: ranks.events.put(StepEnded(75))
-    threading.Timer(3 * supervisor.STATUS_EVERY_S, completes, [ranks]).start()
+    threading.Timer(3 * attempt_loop.STATUS_EVERY_S, completes, [ranks]).start()
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
@@ -592,7 +594,7 @@ def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
 ) -> None:
     """Before, it was out of time in the first second where cluster.signal_delay_s is as long as the limit, or the batch
     host's clock is ahead: again and again, until it was given up."""
-    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
     slurm.now = time.time() - ahead_s
     assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
     assert [line["cause"] for line in run.attempts()] == ["completed"]
@@ -625,13 +627,13 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
 
 
 def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
     slurm.now = time.time()
 
     def gets_two(ranks: Ranks) -> None:
         ranks.report(step=7, step_start=0)
         for _ in range(2):
-            ranks.events.put(supervisor._Signalled(signal.SIGUSR2))
+            ranks.events.put(Signalled(signal.SIGUSR2))
         stopped = RankEnded((0,), "node1", "exit code 75", None, time.time(), 75)
         Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, StepEnded(75))]
 
@@ -762,7 +764,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     assert slurm.show_job("1").restarts == (0 if follow_up else 1)  # type: ignore[union-attr]
     assert run.result() is None
 

@@ -1,0 +1,208 @@
+"""One attempt from the start of its ranks to the end of the last one.
+
+Signal handlers, launchers and agents only put events into the queue; everything is done by the one loop here.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from queue import Empty
+from typing import Any
+
+from toolkit import logs, records, rundir
+from toolkit.agent.progress import Report
+from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit.launch.agents import NodeAnswered
+from toolkit.launch.attempt import Attempt
+from toolkit.launch.context import Context
+from toolkit.launch.ending import RankFailure
+from toolkit.launch.hang_watch import HangWatch
+from toolkit.launch.node_care import NodeCare
+from toolkit.launch.ownership import Overtaken
+from toolkit.launch.steps import (
+    FirstReports,
+    LaunchFailed,
+    MainReport,
+    NodeFailed,
+    Progress,
+    RankEnded,
+    Step,
+    StepEnded,
+    Store,
+)
+from toolkit.launch.stop_path import Signalled, StopPath
+from toolkit.launch.store import StoreHostEnded
+
+#: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
+LAST_WORDS_S = 0.5
+STATUS_EVERY_S = 0.5
+KILL_AGAIN_S = 10.0
+#: Ranks that got SIGKILL are gone after this long.
+DYING_S = 1.0
+
+log = logs.get(__name__)
+
+
+class AttemptLoop:
+    """Handles what happens to the ranks of one attempt."""
+
+    def __init__(self, context: Context, attempt: Attempt, step: Step, store: Store, care: NodeCare) -> None:
+        self._context, self._attempt, self._step, self._store = context, attempt, step, store
+        self._care = care
+        self._hangs = HangWatch(context, attempt, step)
+        self.stops = StopPath(context, attempt, step, store)
+
+    def run(self) -> None:
+        """Return when all ranks have ended. Raises Overtaken when the run belongs to another job."""
+        try:
+            self._watch()
+        finally:
+            self._hangs.close()
+            self._store.close()
+        while not self._context.events.empty():
+            self._handle(self._context.events.get())
+
+    def _watch(self) -> None:
+        attempt, next_status = self._attempt, 0.0
+        while attempt.exit_code is None:
+            now = time.monotonic()
+            if attempt.kill_at is not None and now >= attempt.kill_at:
+                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
+                self._step.kill()
+                if attempt.leave_at is not None:
+                    attempt.leave_at = min(attempt.leave_at, now + DYING_S)
+            if attempt.killed and attempt.all_reachable_have_ended:
+                self._step.abandon()
+            if now >= next_status:
+                self._look_around()
+                next_status = now + STATUS_EVERY_S
+            wake = min(next_status, attempt.kill_at or next_status)
+            try:
+                event = self._context.events.get(timeout=max(0.0, wake - time.monotonic()))
+            except Empty:
+                continue
+            self._handle(event)
+
+    def _look_around(self) -> None:
+        """Do what no event tells."""
+        self._leave_if_overtaken()
+        self._context.journal.set_status(self._attempt.phase, self._attempt)
+        self.stops.watch_the_clock()
+        self._hangs.look()
+        self._care.look_for_dead(self._attempt)
+        self._care.look_for_ailing(self._attempt, self.stops)
+        self.stops.leave_the_rest_to_slurm()
+
+    def _leave_if_overtaken(self) -> None:
+        """Leave where our node was cut off and Slurm has started the job again elsewhere: nothing here is ours now."""
+        if not self._context.claim.holds():
+            self._step.abandon()
+            raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+
+    def _handle(self, event: Any) -> None:
+        attempt = self._attempt
+        match event:
+            case MainReport(report):
+                self._take_report(report)
+            case FirstReports(number, host, ranks) if number == attempt.number:
+                attempt.heard |= dict.fromkeys(ranks, host)
+            case Progress(host, digest) if digest.attempt == attempt.number:
+                self._hangs.hear(host, digest)
+            case RankEnded():
+                self._take_rank_ended(event)
+            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked in the attempt before
+                log.error("node %s does not answer: going on without it", host)
+                attempt.lost_nodes.add(host)
+                self._kill_soon()
+            case LaunchFailed():
+                self._take_launch_failed(event)
+            case StepEnded(exit_code):
+                attempt.exit_code = exit_code
+            case StoreHostEnded(exit_code):
+                how = f"the store host ended with exit code {exit_code}; see store.log"
+                attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
+                self._kill_soon()
+            case NodeAnswered(host, {"addresses": addresses}):
+                for address in addresses:
+                    note_cut_link(self._context, attempt, host, address)
+            case Signalled(number):
+                self.stops.take_signal(number)
+            case Exception():
+                raise event
+
+    def _take_report(self, report: Report) -> None:
+        """Take what rank 0 says. The agent has passed it on as it came: what does not fit is not taken."""
+        attempt = self._attempt
+        if report.attempt != attempt.number:
+            return
+        try:
+            if report.fields is not None:
+                attempt.hear_progress(records.fit(report.fields, rundir.PROGRESS))
+            if report.result is not None:
+                attempt.result = records.fit(report.result, rundir.REACHED)
+        except records.Misfit as misfit:
+            records.note(f"a report of rank 0 is ignored: {misfit}", None)
+
+    def _take_rank_ended(self, ended: RankEnded) -> None:
+        attempt = self._attempt
+        attempt.note_gone(ended.ranks)
+        if ended.with_agent:
+            attempt.silent_nodes.add(ended.host)
+        if ended.exit_code == EXIT_STOPPED:
+            attempt.stopped |= set(ended.ranks)
+            return
+        is_dispensable = not ended.with_agent and attempt.can_do_without(ended.ranks)
+        if not attempt.killed and ended.exit_code != EXIT_REQUEST and is_dispensable:
+            log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
+            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
+            return
+        if not attempt.killed:
+            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
+        # the node may lack the interpreter, a library or a mount
+        are_mute = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
+        failure = RankFailure(
+            None,
+            ended.host,
+            ended.how,
+            ended.time,
+            by_signal=ended.signal is not None and not attempt.killed,
+            out_of_memory=ended.out_of_memory,
+            blames_node=ended.exit_code is not None and not attempt.killed and are_mute,
+        )
+        attempt.failures += [replace(failure, rank=rank) for rank in ended.ranks]
+        self._kill_soon()
+
+    def _take_launch_failed(self, failed: LaunchFailed) -> None:
+        attempt = self._attempt
+        attempt.note_gone(failed.ranks)
+        how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
+        if attempt.killed and not any(failure.how == how for failure in attempt.failures):
+            return  # the kill came between
+        log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        host = failed.host or self._context.allocation.hosts[0]
+        failure = RankFailure(None, host, how, time.time(), at_launch=True)
+        attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
+        self._kill_soon()
+
+    def _kill_soon(self) -> None:
+        """End every rank after one has ended: the others wait in a collective for a peer that will not come."""
+        attempt, agents = self._attempt, self._context.agents
+        if not attempt.killed:
+            if attempt.kill_at is None and agents is not None:
+                agents.ask_for_unanswered()
+            soon = time.monotonic() + LAST_WORDS_S
+            attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+
+def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -> None:
+    """Note that ``host`` could not connect to ``address``, if that is another node of the attempt."""
+    peer = None if context.agents is None else context.agents.host_at(address)
+    if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
+        attempt.cut_links.add((host, peer))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))

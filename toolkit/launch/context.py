@@ -1,0 +1,75 @@
+"""What the parts of a supervisor share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from toolkit import rundir
+from toolkit.cluster.container import Container
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.launch import hang, intent, ownership
+from toolkit.launch.agents import Agents
+from toolkit.launch.allocation import Allocation
+from toolkit.launch.foreign import without_snapshot
+from toolkit.launch.intent import Intent
+from toolkit.launch.journal import Journal
+from toolkit.launch.nodes import Nodes
+from toolkit.launch.ownership import Claim
+from toolkit.launch.slurm_job import SlurmJob
+from toolkit.launch.steps import Events
+from toolkit.rundir import RunDir
+
+
+@dataclass
+class Context:
+    """One run that is supervised, and the job that it has now."""
+
+    run: RunDir
+    config: JobConfig
+    allocation: Allocation
+    agents: Agents | None
+    container: Container | None
+    job: SlurmJob
+    nodes: Nodes
+    journal: Journal
+    events: Events
+    claim: Claim = field(init=False)  #: once the run is ours
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a script under ``toolkit exec``."""
+        return self.config.job == FOREIGN_JOB
+
+    def asked(self) -> Intent | None:
+        """Return what a person has asked of the run."""
+        return intent.asked(self.run)
+
+    def rank_command(self) -> list[str]:
+        """Return the command that every rank runs."""
+        module = ["toolkit.launch.foreign"] if self.is_foreign else ["toolkit", "run"]
+        module.append(str(self.run.config))
+        return self.container.command(module) if self.container else [sys.executable, "-P", "-m", *module]
+
+    def rank_environ(self, attempt: int) -> dict[str, str]:
+        """Return what every rank of ``attempt`` gets. Its own numbers are set where it starts."""
+        environ = dict(os.environ)
+        environ.pop(ownership.TOKEN_VARIABLE, None)  # it is not theirs: a rank may submit runs
+        environ.pop("MASTER_ADDR", None)  # somebody's profile does not know where our store is
+        environ.update(
+            {
+                rundir.RUN_DIR_VARIABLE: str(self.run.path),
+                "TOOLKIT_RUNS": str(self.run.path.parent.parent),
+                "TOOLKIT_ATTEMPT": str(attempt),
+                rundir.OWNER_VARIABLE: str(self.claim.number),
+                "TOOLKIT_SUPERVISED": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
+        environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
+        environ.update(hang.debug_environment(self.run.attempt_logs(attempt), environ))
+        # what is forked for a foreign script must have been started with the script's own import path
+        return without_snapshot(environ, self.run.code) if self.is_foreign else environ

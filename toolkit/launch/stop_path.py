@@ -1,0 +1,110 @@
+"""The one way in which ranks are asked to stop.
+
+Whoever wants it, be it a user, a signal or the clock, has the store's agreement proposed. The ranks commit and exit
+with 75, and what happens next is judged like any other end.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+
+from toolkit import logs
+from toolkit.launch.attempt import Attempt
+from toolkit.launch.context import Context
+from toolkit.launch.ending import Stop
+from toolkit.launch.intent import Intent
+from toolkit.launch.steps import Step, Store
+
+#: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
+VERDICT_S = 5.0
+#: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
+STOP_LIMIT_S = 150.0
+#: A foreign script gets this long after SIGTERM.
+FOREIGN_STOP_LIMIT_S = 30.0
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The event that this process has got a signal."""
+
+    number: signal.Signals
+
+
+def why_stop(context: Context, number: signal.Signals) -> Stop:
+    """Return what a signal to this process means."""
+    wanted = context.asked()
+    if wanted is Intent.CANCEL:
+        return Stop.CANCEL
+    if wanted is Intent.STOP or number is signal.SIGINT or context.allocation.job_id is None:
+        return Stop.USER
+    return Stop.SIGNAL
+
+
+def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
+    """Return whether this is no wish of anybody's: we watch the clock ourselves."""
+    return not context.asked() and context.job.is_its_signal(number)
+
+
+class StopPath:
+    """Asks the ranks of one attempt to stop."""
+
+    def __init__(self, context: Context, attempt: Attempt, step: Step, store: Store) -> None:
+        self._context, self._attempt, self._step, self._store = context, attempt, step, store
+
+    def ask(self, stop: Stop) -> None:
+        """Ask them to. A second time changes nothing, but a person's wish replaces any other, and any a move."""
+        attempt, context = self._attempt, self._context
+        if stop is Stop.CANCEL and context.allocation.job_id is None:
+            attempt.kill_at = time.monotonic()
+        if attempt.stop not in (None, Stop.MOVE):
+            attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
+            return
+        attempt.stop, attempt.stop_asked = stop, time.time()
+        context.journal.set_status("stopping", attempt)  # now: if we are killed before we can say more, this tells why
+        if attempt.exit_code is not None:  # they have ended, and the store with them; the verdict still needs to know
+            return
+        limit_s = STOP_LIMIT_S
+        if context.is_foreign:
+            self._step.kill(signal.SIGTERM)
+            limit_s = FOREIGN_STOP_LIMIT_S
+        else:
+            self._store.propose("stop", by=f"the supervisor ({stop})")
+        if stop is not Stop.MOVE:  # a move has time for the longest save; what hangs is noticed as in training
+            attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
+
+    def take_signal(self, number: signal.Signals) -> None:
+        """Stop for a signal to this process, unless it is Slurm's word of the time limit."""
+        context = self._context
+        if is_slurms_signal(context, number):
+            return
+        log.warning("%s: asking the ranks to stop", number.name)
+        if number is signal.SIGTERM and context.job.slurm is not None:
+            wait_s = context.job.settings.kill_wait_s
+            self._attempt.leave_at = time.monotonic() + max(wait_s / 2, wait_s - VERDICT_S)
+        self.ask(why_stop(context, number))
+
+    def watch_the_clock(self) -> None:
+        """Stop in time before the limit, without any signal configured."""
+        attempt = self._attempt
+        if attempt.stop is None and self._context.job.is_nearly_over_still(attempt.save_s):
+            log.warning("the time limit is near: asking the ranks to stop")
+            self.ask(Stop.CLOCK)
+
+    def leave_the_rest_to_slurm(self) -> None:
+        """Wait no longer for ranks once Slurm is about to kill us.
+
+        KillWait after it has told a job to end Slurm kills all that is left of it: this process, too, whose verdict
+        nobody would ever read. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
+        """
+        attempt = self._attempt
+        if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
+            return
+        attempt.leave_at = None
+        if self._context.job.is_being_ended():
+            log.warning("Slurm ends the job: not waiting for its ranks any longer")
+            attempt.stopped.clear()  # whether the others have committed, too, nobody will say
+            self._step.abandon()
