@@ -20,7 +20,7 @@ from tests.scale import Curve
 from toolkit.agent.link import Message
 from toolkit.cluster.checks import Answer, Request, ok
 from toolkit.launch import preflight
-from toolkit.launch.agents import NodeAnswered
+from toolkit.launch.agent_requests import NodeAnswered
 from toolkit.launch.allocation import Allocation
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")

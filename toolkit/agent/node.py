@@ -35,21 +35,21 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, cpus, learnt, progress, sickness, state_memory
+from toolkit.agent import connections, learnt, progress, sickness
+from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
+from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, address, token_of
-from toolkit.agent.tether import SIGNALS, die_with
-from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order, opened
+from toolkit.agent.tether import SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -61,24 +61,11 @@ TAKE_OVER_S = 10.0
 INBOX_PATIENCE_S = 10.0
 #: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
 TURN_S = 10.0
-#: Ranks have made their first step by then, or the zygote is asked to learn from them later, see toolkit.agent.learnt.
-LEARN_AFTER_S = 20.0
 #: What looks after the node's health, see toolkit.agent.sickness. It comes late enough not to delay the first ranks.
 HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
 HEALTH_AFTER_S = 10.0
-#: Room for what ``ps`` shows of a rank.
-TITLE_BYTES = 1024
 
 log = logs.get(__name__)
-
-
-@dataclass
-class _Child:
-    attempt: int
-    rank: int | None  #: None: the attempt's store
-    ooms: int  #: kills for want of memory that the node's control group had counted when it started
-    stdin: int | None = None
-    stdout: int | None = None
 
 
 class Agent:
@@ -87,26 +74,19 @@ class Agent:
     def __init__(
         self, connect: Callable[[], socket.socket], secret: bytes, name: str, inbox: Inbox, imports: Path | None
     ) -> None:
-        """``connect`` connects to the supervisor. ``imports``: see :mod:`toolkit.agent.learnt`."""
+        """``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`."""
         self._connect, self._secret, self._name = connect, secret, name
-        self._attempt: int | None = None  #: the last one of which something was started here
-        self._ranks = 0  #: of that attempt that were to start here
-        self._told: list[Message] = []  #: of that attempt, and of the node
+        self._told: list[Message] = []  #: of the last attempt, and of the node
         self._told_by_main: dict[str, Message] = {}  #: the last that rank 0 said of the run, and of its result
         self._give_up_at = math.inf  #: when the supervisor must have spoken
         self._inbox, self._progress = inbox, NodeProgress()
-        self._children: dict[int, _Child] = {}  #: by pid, of those that live
-        self._waiting: list[Message] = []  #: orders that wait for the zygote
-        self._zygote: _Zygote | None = None
-        self._imports = imports  #: the file of what is to be learnt; None once that has spoiled a zygote
-        self._ranks_since = self._learn_at = math.inf
         self._heard = time.monotonic()  #: when the supervisor last said something, or was lost
-        self._memory = state_memory.NodeFiles()
         self._is_alone = False  #: the supervisor is lost for good
         self._watch_order: Message | None = None
         self._watcher: int | None = None  #: the pid of what looks after the batch host
-        self._helpers: set[int] = set()  #: the pids of what looks at the node for us
         self._selector = selectors.DefaultSelector()
+        self._helpers = Helpers(self._selector)
+        self._processes = Processes(self._selector, self._tell, imports)
         self._is_over = False
 
     def serve(self) -> None:
@@ -132,26 +112,20 @@ class Agent:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
                     digest = self._progress.digest()
                     self._say({"is": "alive", "progress": None if digest is None else asdict(digest)})
-                    self._learn()
+                    self._processes.learn()
                 if time.monotonic() >= health_at:
                     health_at = math.inf
-                    self._start_helper(HEALTH_COMMAND, self._hear_of_health)
+                    self._helpers.start(HEALTH_COMMAND, self._hear_of_health)
         finally:
-            self._end_children()
-
-    def _end_children(self) -> None:
-        for pid in self._children:
-            _signal_session(pid, signal.SIGKILL)
-        if self._zygote is not None:
-            self._zygote.end()
+            self._processes.end_all()
 
     def _open_connection(self, *, again: bool) -> None:
         """Connect, and tell what a supervisor must know that was not there before. Raises OSError."""
         self._connection, self._link = self._connect(), Link(self._secret, "agent")
         self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
         self._connection.sendall(self._link.greeting)
-        of_attempt = {"attempt": self._attempt, "ranks": self._ranks, "lives": bool(self._children)}
-        self._say({"is": "here", "host": self._name, "again": again, **of_attempt})
+        here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
+        self._say({"is": "here", "host": self._name, "again": again, **here})
         for message in [*self._told, *self._told_by_main.values()]:
             self._say(message)
 
@@ -164,6 +138,8 @@ class Agent:
 
     def _tell(self, message: Message) -> None:
         """Say ``message``, and say it again to a supervisor that takes over."""
+        attempt = message.get("attempt")  # of earlier ones nobody wants to hear
+        self._told = [told for told in self._told if attempt is None or told.get("attempt", attempt) == attempt]
         self._told.append(message)
         self._say(message)
 
@@ -186,21 +162,19 @@ class Agent:
     def _obey(self, order: Message) -> None:
         match order["do"]:
             case "warm":
-                self._warm()
+                self._processes.warm()
             case "check":
                 self._check(order)
             case "connections":
                 self._answer(order, addresses=sorted(connections.unanswered()))
-            case "start" if order["module"] is not None and self._warm().is_importing:
-                self._waiting.append(order)
             case "start":
-                self._start(order)
+                self._processes.start(order)
             case "signal":
-                self._signal(order["attempt"], signal.Signals(order["number"]))
+                self._processes.signal(order["attempt"], signal.Signals(order["number"]))
             case "tell":
-                self._write_to_store(order["attempt"], order["text"])
+                self._processes.write_to_store(order["attempt"], order["text"])
             case "end_store":
-                self._end_store(order["attempt"])
+                self._processes.end_store(order["attempt"])
             case "stacks":
                 self._digest_stacks(order)
             case "hear_ranks":
@@ -239,7 +213,7 @@ class Agent:
             if self._connection.fileno() >= 0:
                 self._selector.unregister(self._connection)
                 self._connection.close()
-            self._end_children()
+            self._processes.end_all()
             self._selector.unregister(self._inbox)
             self._inbox.close()  # ranks that srun has started end by themselves
             self._is_over = self._watch_order is None
@@ -256,41 +230,9 @@ class Agent:
             self._watcher = None
         elif self._watcher is None and is_silent and silent_s > SILENT_S + order["turn"] * TURN_S:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
-            agent = os.getpid()
-            process = subprocess.Popen(order["command"], preexec_fn=lambda: die_with(agent, signal.SIGKILL))
-            process.returncode = 0  # we reap it ourselves
-            self._watcher = process.pid
+            self._watcher = self._helpers.start(order["command"])
 
     # --------------------------------------------------------------------------------------------------- the helpers
-
-    def _start_helper(self, command: Sequence[str], hear: Callable[[bytes], bool], given: bytes = b"") -> None:
-        """Start a process of our own that reads ``given`` and ends with us. What it prints goes to ``hear``.
-
-        ``hear`` gets nothing at its end, and returns whether it wants more. A process of its own may wait for ever for
-        a disk, a file server or a driver; the agent must not. Raises OSError.
-        """
-        agent = os.getpid()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            preexec_fn=lambda: die_with(agent, signal.SIGKILL),
-        )
-        process.returncode = 0  # we reap it ourselves
-        self._helpers.add(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        output = process.stdout
-        with contextlib.suppress(OSError), process.stdin as asked:
-            asked.write(given)
-
-        def read() -> None:
-            data = os.read(output.fileno(), 1 << 16)
-            if not hear(data) or not data:
-                self._selector.unregister(output)
-                output.close()
-
-        self._selector.register(output, selectors.EVENT_READ, read)
 
     def _hear_of_health(self, data: bytes) -> bool:
         for line in data.decode(errors="replace").splitlines():
@@ -313,147 +255,9 @@ class Agent:
             return False
 
         try:
-            self._start_helper(order["command"], hear)
+            self._helpers.start(order["command"], hear)
         except OSError as error:
             self._answer(order, text=f"they cannot be started: {error}", began=began, ended=began)
-
-    # ---------------------------------------------------------------------------------------------------- starting
-
-    def _warm(self) -> _Zygote:
-        """Return the zygote. One that died after it had been of use is replaced."""
-        if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
-            self._zygote = _Zygote(self._imports)
-            self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
-        return self._zygote
-
-    def _learn(self) -> None:
-        """Have the zygote import what the ranks had to, once these have trained for a while."""
-        zygote = self._zygote
-        if self._imports and zygote and zygote.can_fork and self._children and time.monotonic() >= self._learn_at:
-            now = time.monotonic()
-            self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
-            zygote.learn()
-
-    def _hear_zygote(self) -> None:
-        zygote = self._zygote
-        assert zygote is not None
-        if not zygote.hear():
-            self._selector.unregister(zygote.socket)
-        if not zygote.can_fork and self._imports and zygote.has_learnt:
-            log.warning("importing what the ranks import has failed: another zygote does without")
-            if not zygote.has_ended:
-                self._selector.unregister(zygote.socket)
-                zygote.end()
-            self._imports = self._zygote = None
-            self._warm()
-            return
-        waiting, self._waiting = self._waiting, []
-        for order in waiting:
-            self._start(order)
-
-    def _start(self, order: Message) -> None:
-        ranks = sum(process["rank"] is not None for process in order["processes"])
-        if order["attempt"] != self._attempt:
-            self._attempt, self._ranks = order["attempt"], 0
-            self._told = [message for message in self._told if "attempt" not in message]
-            self._told_by_main.clear()
-        self._ranks += ranks
-        memory = self._memory.hold(ranks) if ranks else ""
-        if ranks:
-            self._ranks_since = time.monotonic()
-            self._learn_at = self._ranks_since + LEARN_AFTER_S
-        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"])
-        for process, own_cpus in zip(order["processes"], sets, strict=True):
-            child = _Child(order["attempt"], process["rank"], _oom_kills())
-            environ = {**os.environ, **order["environ"], **process["environ"]}
-            for name in order["unset"]:
-                environ.pop(name, None)
-            if child.rank is not None:
-                environ[state_memory.VARIABLE] = memory
-            files = [os.devnull, process["log"], process["log"]]
-            theirs: list[int] = []
-            if child.rank is None:
-                theirs = _make_pipes(child, files)
-            try:
-                fsio.make_dir(Path(process["log"]).parent, parents=1)
-                pid = self._start_one(
-                    Order(
-                        module=order["module"],
-                        command=order["command"],
-                        environ=environ,
-                        files=files,
-                        cpus=own_cpus,
-                        agent=os.getpid(),
-                    )
-                )
-            except OSError as error:
-                self._tell({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
-                continue
-            finally:
-                for file in theirs:
-                    os.close(file)
-            self._children[pid] = child
-            if child.stdout is not None:
-                self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
-
-    def _start_one(self, order: Order) -> int:
-        if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
-            pid = self._zygote.fork(order)
-            if pid is not None:
-                return pid
-
-        def prepare() -> None:  # safe: this process has one thread
-            die_with(order["agent"], signal.SIGKILL)
-            if order["cpus"] is not None:
-                os.sched_setaffinity(0, order["cpus"])
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-
-        with opened(order["files"]) as (stdin, stdout, stderr):
-            process = subprocess.Popen(
-                order["command"],
-                env=order["environ"],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=prepare,
-            )
-        process.returncode = 0  # we reap it ourselves
-        return process.pid
-
-    # ----------------------------------------------------------------------------------------------------- the store
-
-    def _relay(self, child: _Child) -> Callable[[], None]:
-        def read() -> None:
-            assert child.stdout is not None
-            data = os.read(child.stdout, 1 << 16)
-            if data:
-                self._tell({"is": "said", "attempt": child.attempt, "text": data.decode(errors="replace")})
-            else:
-                self._selector.unregister(child.stdout)
-                os.close(child.stdout)
-                child.stdout = None
-
-        return read
-
-    def _write_to_store(self, attempt: int, text: str) -> None:
-        for child in self._stores(attempt).values():
-            if child.stdin is None:
-                continue
-            with contextlib.suppress(OSError):  # its end is told a moment later
-                os.write(child.stdin, text.encode())
-            if not text:
-                os.close(child.stdin)
-                child.stdin = None
-
-    def _end_store(self, attempt: int) -> None:
-        self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
-        for pid in self._stores(attempt):
-            _signal_session(pid, signal.SIGKILL)
-
-    def _stores(self, attempt: int) -> dict[int, _Child]:
-        return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
 
     # ----------------------------------------------------------------------------------------------------- the ranks
 
@@ -489,7 +293,9 @@ class Agent:
                     self._answer(order, groups=json.loads(text))
             return True
 
-        self._start_helper([sys.executable, "-P", "-m", "toolkit.agent.stack_digest"], hear, json.dumps(asked).encode())
+        self._helpers.start(
+            [sys.executable, "-P", "-m", "toolkit.agent.stack_digest"], hear, json.dumps(asked).encode()
+        )
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -502,155 +308,13 @@ class Agent:
                 return
             if pid == 0:
                 return
-            self._helpers.discard(pid)
-            if pid in self._children:
-                self._note_end(pid, status)
+            self._helpers.pids.discard(pid)
+            if pid in self._processes:
+                self._hear_ranks()  # what it has told is said before that it has ended
+                self._processes.note_end(pid, status, self._helpers.pids)
             elif pid == self._watcher:
                 self._watcher, self._heard = None, time.monotonic()  # one that failed is started again
                 self._is_over = status == 0
-
-    def _note_end(self, pid: int, status: int) -> None:
-        child = self._children.pop(pid)
-        self._hear_ranks()  # what it has told is said before that it has ended
-        _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
-        if child.stdout is not None:
-            self._drain(child)
-        if child.stdin is not None:
-            os.close(child.stdin)
-        code = os.waitstatus_to_exitcode(status)
-        no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
-        self._say_ended(child.attempt, child.rank, code, no_memory=no_memory)
-        if not self._children:
-            self._end_strays()
-
-    def _drain(self, child: _Child) -> None:
-        os.set_blocking(child.stdout or 0, False)
-        with contextlib.suppress(BlockingIOError):
-            while child.stdout is not None:
-                self._relay(child)()
-        if child.stdout is not None:  # a process that it has left holds the other end
-            self._selector.unregister(child.stdout)
-            os.close(child.stdout)
-
-    def _end_strays(self) -> None:
-        """Kill what ranks have left in sessions of its own: with its parents gone it is our child now."""
-        own = {self._zygote and self._zygote.pid, *self._helpers}
-        with contextlib.suppress(OSError):
-            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                if pid not in own:
-                    os.kill(pid, signal.SIGKILL)
-
-    def _say_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
-        how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
-        self._tell({"is": "ended", **how, "time": time.time()})
-
-    def _signal(self, attempt: int, number: signal.Signals) -> None:
-        if number is signal.SIGKILL:
-            for order in [order for order in self._waiting if order["attempt"] == attempt]:
-                if order["processes"][0]["rank"] is not None:
-                    self._waiting.remove(order)
-                    for rank in order["processes"]:
-                        self._say_ended(attempt, rank["rank"], -number, no_memory=False)
-        for pid, child in self._children.items():
-            if child.attempt == attempt and child.rank is not None:
-                _signal_session(pid, number)
-
-
-class _Zygote:
-    """The agent's side of the zygote."""
-
-    def __init__(self, imports: Path | None) -> None:
-        self.socket, other = socket.socketpair()
-        room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
-        with other:
-            arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "toolkit.agent.zygote", *arguments],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **room},
-            )
-        self.pid = self._process.pid
-        self._lines = self.socket.makefile("rw")
-        self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
-        self.has_learnt = imports is not None  #: it may have imported what the ranks did
-
-    def hear(self) -> bool:
-        """Take its word that it has imported; False when it has ended."""
-        line, self.is_importing = self._lines.readline(), False
-        if not line:
-            self.can_fork, self.has_ended = False, True
-            log.warning("the zygote has ended: ranks start as fresh interpreters")
-            return False
-        ready = json.loads(line)["ready"]
-        is_first, self.was_ready = not self.was_ready, True
-        self.can_fork = ready["unclean"] is None
-        self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
-        if not self.can_fork:
-            log.warning("ranks start as fresh interpreters: %s", ready["unclean"])
-        elif is_first:
-            log.info("ranks are forked from a process that has imported torch in %.1f s", ready["import_s"])
-        elif ready["learnt"]:
-            log.info("imported %d modules more that ranks import, in %.1f s", ready["learnt"], ready["import_s"])
-        return True
-
-    def learn(self) -> None:
-        """Have it import what ranks have imported since they were forked."""
-        with contextlib.suppress(OSError):  # its end is heard
-            self._lines.write("{}\n")
-            self._lines.flush()
-            self.is_importing = True
-
-    def fork(self, order: Order) -> int | None:
-        """Return the pid of a new rank, our child; None where the zygote has died. Raises OSError for bad files."""
-        line = ""
-        with contextlib.suppress(OSError):
-            self._lines.write(json.dumps(order) + "\n")
-            self._lines.flush()
-            line = self._lines.readline()
-        if not line:
-            self.can_fork = False
-            return None
-        answer = json.loads(line)
-        if "error" in answer:
-            raise OSError(answer["error"])
-        return int(answer["pid"])
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-
-def _make_pipes(child: _Child, files: list[str]) -> list[int]:
-    """Give ``child`` our ends of pipes for its standard input and output, and ``files`` the others as paths, by which
-    also a fork of the zygote can open them. Returns these, to be closed once it has."""
-    reading, child.stdin = os.pipe()
-    child.stdout, writing = os.pipe()
-    files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
-    return [reading, writing]
-
-
-def _signal_session(leader: int, number: signal.Signals) -> None:
-    """Until a fork has its session it has no group of its own."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(leader, number)
-    except PermissionError:
-        pass
-
-
-def _oom_kills() -> int:
-    """How many processes of our control group the kernel has killed for want of memory; 0 where nothing tells."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        group = next(
-            line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"
-        )
-        for line in Path(f"/sys/fs/cgroup{group}/memory.events").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 def _connect(host: str, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,6 +27,7 @@ from toolkit.agent.progress import Digest
 from toolkit.cluster.network import job_address, listen, plain_address, wildcard
 from toolkit.launch import batch_host_watch, patience
 from toolkit.launch.agent_links import AgentLinks
+from toolkit.launch.agent_requests import NodeAnswered, NodeSilent, Request, Requests
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events, FirstReports, MainReport, Progress
 from toolkit.rundir import RunDir
@@ -63,25 +64,6 @@ class Endpoint:
         file = run.path / f".agents-{secrets.token_hex(8)}.key"
         told = "" if address == wildcard() else address
         return Endpoint(listen(address), told, secrets.token_bytes(SECRET_BYTES), file)
-
-
-@dataclass(frozen=True)
-class NodeAnswered:
-    """What the agent of ``host`` has answered: asked after ``asked``, heard of at ``received``, by our clock."""
-
-    host: str
-    message: Message
-    asked: float
-    received: float
-
-
-@dataclass(frozen=True)
-class NodeSilent:
-    """``host`` will not answer. ``is_certain``: because no agent can be started there, and not because one was lost."""
-
-    host: str
-    why: str
-    is_certain: bool
 
 
 class OnFailure(Protocol):
@@ -151,21 +133,6 @@ class Awaited:
         return self._fits and not any(self._ranks[host] for host in self._missing)
 
 
-@dataclass
-class _Request:
-    """What some agents are asked; who hears of it gets a NodeAnswered or a NodeSilent of each, or nothing."""
-
-    heard: Events
-    orders: dict[str, Message]  #: that have not been sent
-    asked: dict[str, float] = field(default_factory=dict)  #: when, of those that have not answered
-
-    def end(self, silent: NodeSilent) -> None:
-        """Tell that its host will not answer, if it was to."""
-        was_sent = self.asked.pop(silent.host, None) is not None
-        if self.orders.pop(silent.host, None) is not None or was_sent:
-            self.heard.put(silent)
-
-
 class Agents:
     """One agent on each node of the job.
 
@@ -187,10 +154,9 @@ class Agents:
         self._endpoint, self._watch_batch_host = endpoint, watch_batch_host
         self._awaited: Awaited | None = None
         self._links: AgentLinks | None = None
-        self._requests: dict[int, _Request] = {}
+        self._requests = Requests(lambda host, order: self.links.send(host, order))
         self._numbers = itertools.count()
         self._starting: dict[str, float] = {}  #: since when
-        self._missing: dict[str, NodeSilent] = {}  #: why there is none
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
         self._next_heartbeat = 0.0
         self._is_closed = threading.Event()
@@ -218,17 +184,13 @@ class Agents:
         NodeAnswered or NodeSilent of each goes into ``heard``, and nothing of a host that hangs.
         """
         number = next(self._numbers)
-        request = _Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
-        self.links.call(lambda: self._begin_request(number, request))
+        request = Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
+        self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
         return number
 
     def withdraw(self, number: int) -> None:
         """Hear nothing more of a request."""
-
-        def end() -> None:
-            self._requests.pop(number, None)
-
-        self.links.call(end)
+        self.links.call(lambda: self._requests.withdraw(number))
 
     def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
         """Send each host its order, and return the answers by host.
@@ -250,13 +212,8 @@ class Agents:
 
     def ask_for_unanswered(self) -> None:
         """Have all agents say which addresses do not answer their node's connections: NodeAnswered in our queue."""
-        number = next(self._numbers)
-
-        def begin() -> None:
-            orders: dict[str, Message] = {host: {"do": "connections", "request": number} for host in self.links.hosts}
-            self._begin_request(number, _Request(self._events, orders))
-
-        self.links.call(begin)
+        order: Message = {"do": "connections"}
+        self.request(dict.fromkeys(self.heard_hosts, order), self._events)
 
     def host_at(self, address: str) -> str | None:
         """Return the host whose agent has connected from ``address``."""
@@ -313,7 +270,8 @@ class Agents:
         missing = [host for host in self._allocation.hosts if host in hosts and host not in there]
         if missing:
             self._starting |= dict.fromkeys(missing, time.monotonic())
-            self._missing = {host: silent for host, silent in self._missing.items() if host not in missing}
+            for host in missing:
+                self._requests.missing.pop(host, None)
             number = max(self._start_of.values(), default=0) + 1
             self._start_of |= dict.fromkeys(missing, number)
             on_failure = partial(self._note_failure, number)
@@ -321,31 +279,6 @@ class Agents:
                 self._starter.start(missing, self._at, self.environ, on_failure)
             except OSError as error:
                 self._give_up(missing, f"agents cannot be started: {error}")
-
-    def _begin_request(self, number: int, request: _Request) -> None:
-        unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
-        self._requests = {**unanswered, number: request}
-        for host in list(request.orders):
-            if host in self.links.hosts:
-                self._send_order(host, request)
-            elif host not in self._starting:
-                request.end(self._missing.get(host, NodeSilent(host, "it has no agent", is_certain=False)))
-
-    def _send_order(self, host: str, request: _Request) -> None:
-        if host in request.orders:
-            request.asked[host] = time.time()
-            self.links.send(host, request.orders.pop(host))
-
-    def _take_answer(self, host: str, message: Message) -> None:
-        request = self._requests.get(message["request"])
-        asked = None if request is None else request.asked.pop(host, None)
-        if request is not None and asked is not None:
-            request.heard.put(NodeAnswered(host, message, asked, time.time()))
-
-    def _note_missing(self, silent: NodeSilent) -> None:
-        self._missing[silent.host] = silent
-        for request in self._requests.values():
-            request.end(silent)
 
     def _leave(self) -> None:
         self._is_closed.set()
@@ -367,7 +300,7 @@ class Agents:
             if self._starting.pop(host, None) is None:
                 continue
             log.warning("no agent on %s: %s", host, why)
-            self._note_missing(NodeSilent(host, why, is_certain))
+            self._requests.note_missing(NodeSilent(host, why, is_certain))
             self._user.agent_missing(host, why)
 
     def _order_watch(self, host: str) -> Message:
@@ -389,8 +322,7 @@ class Agents:
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
             self.links.send(host, self._order_watch(host))
-        for request in self._requests.values():
-            self._send_order(host, request)
+        self._requests.note_here(host)
         self._user.agent_connected(host)
 
     def agent_said(self, host: str, message: Message) -> None:
@@ -406,7 +338,7 @@ class Agents:
                 if report is not None:
                     self._events.put(MainReport(report))
             case "answer":
-                self._take_answer(host, message)
+                self._requests.take_answer(host, message)
             case "sick":
                 known, what = self.sick_hosts.get(host), str(message["what"])
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
@@ -420,7 +352,7 @@ class Agents:
                 self._all_left.set()
             return
         log.warning("node %s: %s", host, why)
-        self._note_missing(NodeSilent(host, why, is_certain=False))
+        self._requests.note_missing(NodeSilent(host, why, is_certain=False))
         self._user.agent_ended(host, why)
 
     def broke(self, error: Exception) -> None:

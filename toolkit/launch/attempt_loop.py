@@ -15,7 +15,7 @@ from typing import Any
 from toolkit import logs, records, rundir
 from toolkit.agent.progress import Report
 from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
-from toolkit.launch.agents import NodeAnswered
+from toolkit.launch.agent_requests import NodeAnswered
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.context import Context
 from toolkit.launch.ending import RankFailure

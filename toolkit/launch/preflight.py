@@ -21,7 +21,8 @@ from typing import TypeVar
 from toolkit import fsio
 from toolkit.cluster.checks import Answer, Finding, Request, storage
 from toolkit.cluster.checks.verdict import Heard, Report, judge, prevented
-from toolkit.launch.agents import Agents, NodeAnswered, NodeSilent
+from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
+from toolkit.launch.agents import Agents
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events
 from toolkit.launch.talk import bare_python

@@ -27,8 +27,9 @@ from toolkit.agent.progress import Digest, Report, Standing
 from toolkit.agent.reports import AgentGoneError, Outbox, address
 from toolkit.launch import agent_links, agent_starters, hang
 from toolkit.launch.agent_launcher import AgentLauncher
+from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.agent_starters import LocalAgent
-from toolkit.launch.agents import Agents, Endpoint, NodeAnswered, NodeSilent
+from toolkit.launch.agents import Agents, Endpoint
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
 from toolkit.launch.store import StoreHostEnded
@@ -391,7 +392,7 @@ def test_of_a_node_without_an_agent_it_is_said_why_whenever_it_is_asked(tmp_path
     site = Site(tmp_path)
     opened(site, PYTHONHOME="/nowhere")
     if is_late:
-        await_true(lambda: bool(site.agents._missing))
+        await_true(lambda: bool(site.agents._requests.missing))
     check(site, ["true"])
     silent = site.next()
     assert isinstance(silent, NodeSilent)

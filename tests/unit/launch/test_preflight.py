@@ -19,7 +19,7 @@ from toolkit.agent.link import Message
 from toolkit.cluster.checks import Answer, Finding, Request, ok
 from toolkit.cluster.checks.verdict import Heard, judge
 from toolkit.launch import preflight
-from toolkit.launch.agents import NodeAnswered, NodeSilent
+from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import Report, check_nodes
 

@@ -23,7 +23,7 @@ from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
 from toolkit.launch import attempt_loop, entry, left_over, nodes, patience, slurm_job, supervisor
-from toolkit.launch.agents import NodeAnswered
+from toolkit.launch.agent_requests import NodeAnswered
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes

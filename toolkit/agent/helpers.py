@@ -1,0 +1,53 @@
+"""Processes that work for the agent.
+
+A process may wait for ever for a disk, a file server or a driver; the agent must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+
+from toolkit.agent.tether import die_with
+
+
+class Helpers:
+    """Those that live. They end with the agent, which reaps them."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self.pids: set[int] = set()
+
+    def start(self, command: Sequence[str], hear: Callable[[bytes], bool] | None = None, given: bytes = b"") -> int:
+        """Start a process that reads ``given``; return its pid. What it prints goes to ``hear``, or else to our log.
+
+        ``hear`` gets nothing at its end, and returns whether it wants more. Raises OSError.
+        """
+        agent = os.getpid()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if hear else None,
+            preexec_fn=lambda: die_with(agent, signal.SIGKILL),  # safe: this process has one thread
+        )
+        process.returncode = 0  # we reap it ourselves
+        self.pids.add(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin as asked:
+            asked.write(given)
+        output = process.stdout
+        if hear is None or output is None:
+            return process.pid
+
+        def read() -> None:
+            data = os.read(output.fileno(), 1 << 16)
+            if not hear(data) or not data:
+                self._selector.unregister(output)
+                output.close()
+
+        self._selector.register(output, selectors.EVENT_READ, read)
+        return process.pid

@@ -1,0 +1,291 @@
+"""The processes of attempts on one node: ranks, and on the batch host the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit import fsio, logs
+from toolkit.agent import cpus, state_memory
+from toolkit.agent.link import Message
+from toolkit.agent.tether import SIGNALS, die_with
+from toolkit.agent.zygote import Order, opened
+from toolkit.agent.zygote_client import ZygoteClient
+
+#: Ranks have made their first step by then, or the zygote is asked to learn from them later, see toolkit.agent.learnt.
+LEARN_AFTER_S = 20.0
+
+log = logs.get(__name__)
+
+
+@dataclass
+class _Child:
+    attempt: int
+    rank: int | None  #: None: the attempt's store
+    ooms: int  #: kills for want of memory that the node's control group had counted when it started
+    stdin: int | None = None
+    stdout: int | None = None
+
+
+class Processes:
+    """Starts them by forks of a zygote or as fresh programs, sends them signals, and tells how each has ended."""
+
+    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
+        """``imports``: the file of what a zygote is to learn, see :mod:`toolkit.agent.learnt`."""
+        self._selector, self._tell = selector, tell
+        self._imports = imports  #: None once that has spoiled a zygote
+        self._children: dict[int, _Child] = {}  #: by pid, of those that live
+        self._waiting: list[Message] = []  #: orders that wait for the zygote
+        self._zygote: ZygoteClient | None = None
+        self._memory = state_memory.NodeFiles()
+        self._ranks_since = self._learn_at = float("inf")
+        self.attempt: int | None = None  #: the last one of which something was started here
+        self.ranks = 0  #: of that attempt that were to start here
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._children
+
+    @property
+    def live(self) -> bool:
+        """True while there are any."""
+        return bool(self._children)
+
+    # ----------------------------------------------------------------------------------------------------- starting
+
+    def warm(self) -> ZygoteClient:
+        """Return the zygote. One that died after it had been of use is replaced."""
+        if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
+            self._zygote = ZygoteClient(self._imports)
+            self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
+        return self._zygote
+
+    def learn(self) -> None:
+        """Have the zygote import what the ranks had to, once these have trained for a while."""
+        zygote = self._zygote
+        if self._imports and zygote and zygote.can_fork and self._children and time.monotonic() >= self._learn_at:
+            now = time.monotonic()
+            self._learn_at = now + (now - self._ranks_since)  # a first step may take long to compile
+            zygote.learn()
+
+    def _hear_zygote(self) -> None:
+        zygote = self._zygote
+        assert zygote is not None
+        if not zygote.hear():
+            self._selector.unregister(zygote.socket)
+        if not zygote.can_fork and self._imports and zygote.has_learnt:
+            log.warning("importing what the ranks import has failed: another zygote does without")
+            if not zygote.has_ended:
+                self._selector.unregister(zygote.socket)
+                zygote.end()
+            self._imports = self._zygote = None
+            self.warm()
+            return
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self._start(order)
+
+    def start(self, order: Message) -> None:
+        """Start what is ordered, as soon as the zygote can fork it. Tells ``not_started`` of what cannot be."""
+        if order["module"] is not None and self.warm().is_importing:
+            self._waiting.append(order)
+        else:
+            self._start(order)
+
+    def _start(self, order: Message) -> None:
+        ranks = sum(process["rank"] is not None for process in order["processes"])
+        if order["attempt"] != self.attempt:
+            self.attempt, self.ranks = order["attempt"], 0
+        self.ranks += ranks
+        memory = self._memory.hold(ranks) if ranks else ""
+        if ranks:
+            self._ranks_since = time.monotonic()
+            self._learn_at = self._ranks_since + LEARN_AFTER_S
+        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"])
+        for process, own_cpus in zip(order["processes"], sets, strict=True):
+            child = _Child(order["attempt"], process["rank"], _oom_kills())
+            environ = {**os.environ, **order["environ"], **process["environ"]}
+            for name in order["unset"]:
+                environ.pop(name, None)
+            if child.rank is not None:
+                environ[state_memory.VARIABLE] = memory
+            files = [os.devnull, process["log"], process["log"]]
+            theirs: list[int] = []
+            if child.rank is None:
+                theirs = _make_pipes(child, files)
+            try:
+                fsio.make_dir(Path(process["log"]).parent, parents=1)
+                pid = self._start_one(
+                    Order(
+                        module=order["module"],
+                        command=order["command"],
+                        environ=environ,
+                        files=files,
+                        cpus=own_cpus,
+                        agent=os.getpid(),
+                    )
+                )
+            except OSError as error:
+                self._tell({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
+                continue
+            finally:
+                for file in theirs:
+                    os.close(file)
+            self._children[pid] = child
+            if child.stdout is not None:
+                self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
+
+    def _start_one(self, order: Order) -> int:
+        if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
+            pid = self._zygote.fork(order)
+            if pid is not None:
+                return pid
+
+        def prepare() -> None:  # safe: this process has one thread
+            die_with(order["agent"], signal.SIGKILL)
+            if order["cpus"] is not None:
+                os.sched_setaffinity(0, order["cpus"])
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+        with opened(order["files"]) as (stdin, stdout, stderr):
+            process = subprocess.Popen(
+                order["command"],
+                env=order["environ"],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        process.returncode = 0  # we reap it ourselves
+        return process.pid
+
+    # ----------------------------------------------------------------------------------------------------- the store
+
+    def _relay(self, child: _Child) -> Callable[[], None]:
+        def read() -> None:
+            assert child.stdout is not None
+            data = os.read(child.stdout, 1 << 16)
+            if data:
+                self._tell({"is": "said", "attempt": child.attempt, "text": data.decode(errors="replace")})
+            else:
+                self._selector.unregister(child.stdout)
+                os.close(child.stdout)
+                child.stdout = None
+
+        return read
+
+    def write_to_store(self, attempt: int, text: str) -> None:
+        """Write ``text`` to the store's standard input; nothing is its end."""
+        for child in self._stores(attempt).values():
+            if child.stdin is None:
+                continue
+            with contextlib.suppress(OSError):  # its end is told a moment later
+                os.write(child.stdin, text.encode())
+            if not text:
+                os.close(child.stdin)
+                child.stdin = None
+
+    def end_store(self, attempt: int) -> None:
+        """Kill it, also one that has not started."""
+        self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
+        for pid in self._stores(attempt):
+            _signal_session(pid, signal.SIGKILL)
+
+    def _stores(self, attempt: int) -> dict[int, _Child]:
+        return {pid: child for pid, child in self._children.items() if child.attempt == attempt and child.rank is None}
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def signal(self, attempt: int, number: signal.Signals) -> None:
+        """Send all ranks of an attempt a signal. One that has not started yet is ended by SIGKILL, too."""
+        if number is signal.SIGKILL:
+            for order in [order for order in self._waiting if order["attempt"] == attempt]:
+                if order["processes"][0]["rank"] is not None:
+                    self._waiting.remove(order)
+                    for rank in order["processes"]:
+                        self._tell_ended(attempt, rank["rank"], -number, no_memory=False)
+        for pid, child in self._children.items():
+            if child.attempt == attempt and child.rank is not None:
+                _signal_session(pid, number)
+
+    def end_all(self) -> None:
+        """Kill them all, and the zygote."""
+        for pid in self._children:
+            _signal_session(pid, signal.SIGKILL)
+        if self._zygote is not None:
+            self._zygote.end()
+
+    def note_end(self, pid: int, status: int, helpers: Collection[int]) -> None:
+        """Take the wait status of one, and tell of it. ``helpers`` are the agent's children that are no strays."""
+        child = self._children.pop(pid)
+        _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
+        if child.stdout is not None:
+            self._drain(child)
+        if child.stdin is not None:
+            os.close(child.stdin)
+        code = os.waitstatus_to_exitcode(status)
+        no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
+        self._tell_ended(child.attempt, child.rank, code, no_memory=no_memory)
+        if not self._children:
+            self._end_strays(helpers)
+
+    def _tell_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
+        how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
+        self._tell({"is": "ended", **how, "time": time.time()})
+
+    def _drain(self, child: _Child) -> None:
+        os.set_blocking(child.stdout or 0, False)
+        with contextlib.suppress(BlockingIOError):
+            while child.stdout is not None:
+                self._relay(child)()
+        if child.stdout is not None:  # a process that it has left holds the other end
+            self._selector.unregister(child.stdout)
+            os.close(child.stdout)
+
+    def _end_strays(self, helpers: Collection[int]) -> None:
+        """Kill what ranks have left in sessions of its own: with its parents gone it is the agent's child now."""
+        own = {self._zygote and self._zygote.pid, *helpers}
+        with contextlib.suppress(OSError):
+            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+                if pid not in own:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _make_pipes(child: _Child, files: list[str]) -> list[int]:
+    """Give ``child`` our ends of pipes for its standard input and output, and ``files`` the others as paths, by which
+    also a fork of the zygote can open them. Returns these, to be closed once it has."""
+    reading, child.stdin = os.pipe()
+    child.stdout, writing = os.pipe()
+    files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
+    return [reading, writing]
+
+
+def _signal_session(leader: int, number: signal.Signals) -> None:
+    """Until a fork has its session it has no group of its own."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(leader, number)
+    except PermissionError:
+        pass
+
+
+def _oom_kills() -> int:
+    """How many processes of our control group the kernel has killed for want of memory; 0 where nothing tells."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = next(
+            line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"
+        )
+        for line in Path(f"/sys/fs/cgroup{group}/memory.events").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

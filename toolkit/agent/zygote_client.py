@@ -1,0 +1,89 @@
+"""The agent's side of the zygote, see :mod:`toolkit.agent.zygote`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from toolkit import logs
+from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order
+
+#: Room for what ``ps`` shows of a rank.
+TITLE_BYTES = 1024
+
+log = logs.get(__name__)
+
+
+class ZygoteClient:
+    """Starts a zygote, and has it fork ranks.
+
+    ``can_fork``: it is clean. ``is_importing``: what it is asked waits. ``was_ready``: it has been of use.
+    ``has_learnt``: it may have imported what earlier ranks did.
+    """
+
+    def __init__(self, imports: Path | None) -> None:
+        self.socket, other = socket.socketpair()
+        room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
+        with other:
+            arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "toolkit.agent.zygote", *arguments],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **room},
+            )
+        self.pid = self._process.pid
+        self._lines = self.socket.makefile("rw")
+        self.can_fork, self.is_importing, self.was_ready, self.has_ended = False, True, False, False
+        self.has_learnt = imports is not None  #: it may have imported what the ranks did
+
+    def hear(self) -> bool:
+        """Take its word that it has imported; False when it has ended."""
+        line, self.is_importing = self._lines.readline(), False
+        if not line:
+            self.can_fork, self.has_ended = False, True
+            log.warning("the zygote has ended: ranks start as fresh interpreters")
+            return False
+        ready = json.loads(line)["ready"]
+        is_first, self.was_ready = not self.was_ready, True
+        self.can_fork = ready["unclean"] is None
+        self.has_learnt = ready["learnt"] > 0 or (self.has_learnt and not is_first)
+        if not self.can_fork:
+            log.warning("ranks start as fresh interpreters: %s", ready["unclean"])
+        elif is_first:
+            log.info("ranks are forked from a process that has imported torch in %.1f s", ready["import_s"])
+        elif ready["learnt"]:
+            log.info("imported %d modules more that ranks import, in %.1f s", ready["learnt"], ready["import_s"])
+        return True
+
+    def learn(self) -> None:
+        """Have it import what ranks have imported since they were forked."""
+        with contextlib.suppress(OSError):  # its end is heard
+            self._lines.write("{}\n")
+            self._lines.flush()
+            self.is_importing = True
+
+    def fork(self, order: Order) -> int | None:
+        """Return the pid of a new rank, our child; None where the zygote has died. Raises OSError for bad files."""
+        line = ""
+        with contextlib.suppress(OSError):
+            self._lines.write(json.dumps(order) + "\n")
+            self._lines.flush()
+            line = self._lines.readline()
+        if not line:
+            self.can_fork = False
+            return None
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return int(answer["pid"])
+
+    def end(self) -> None:
+        """Kill it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
