@@ -1,10 +1,10 @@
 """What supervision adds to the start of a job: the same script under plain srun and under us, in one allocation.
 
-Two nodes of the box with one rank each. Seconds from the batch script's command to the script's first line, on the
-slower rank, and to the end of its first all-reduce over gloo, of which most is the import of torch, the same for all.
+Two nodes of the box with one rank each. Seconds from the batch script's command, on the slower rank: to the script's
+first line, to the end of its first all-reduce over gloo, and to the end of its first training step by DDP. Most of that
+is imports: of torch, and of what torch itself imports in the first step.
 
-Then CPU seconds of the whole start and end of eight such ranks on this machine, beside those of one interpreter that
-imports torch.
+Before that, CPU seconds of the whole start and end of eight such ranks on this machine, beside those of one rank alone.
 
     python -m tests.bench.startup [--rounds 5]
 """
@@ -34,8 +34,13 @@ for ours, slurms in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
+collective = time.time()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 8)).sum().backward()
+optimizer.step()
 with open(f"{sys.argv[1]}-{os.environ['RANK']}", "w") as file:
-    file.write(f"{started} {time.time()}")
+    file.write(f"{started} {collective} {time.time()}")
 dist.destroy_process_group()
 """
 WAYS = {
@@ -45,8 +50,8 @@ WAYS = {
 }
 
 
-def measure(box: Box, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """For each way and round, seconds to the first line and to the end of the first collective."""
+def measure(box: Box, rounds: int) -> dict[str, list[tuple[float, ...]]]:
+    """For each way and round, seconds to the first line, to the end of the first collective, and of the first step."""
     folder = box.shared / "startup"
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -62,16 +67,15 @@ def measure(box: Box, rounds: int) -> dict[str, list[tuple[float, float]]]:
     return {way: [seconds(folder / f"{index}-{number}") for number in range(rounds)] for index, way in enumerate(WAYS)}
 
 
-def seconds(notes: Path) -> tuple[float, float]:
-    """Of the slower rank."""
+def seconds(notes: Path) -> tuple[float, ...]:
+    """Read those of the slower rank."""
     began = float(notes.read_text())
     ranks = [Path(f"{notes}-{rank}").read_text().split() for rank in range(2)]
-    first_line, end = (max(map(float, column)) for column in zip(*ranks, strict=True))
-    return first_line - began, end - began
+    return tuple(max(map(float, column)) - began for column in zip(*ranks, strict=True))
 
 
-ONE = "import torch, torch.distributed as dist, torch.distributed.distributed_c10d"
 LOCAL_RANKS = 8
+ALONE = ("RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29512")
 
 
 def cpu_s(command: Sequence[str], environ: Mapping[str, str]) -> float:
@@ -94,12 +98,12 @@ def measure_cpu(rounds: int) -> dict[str, list[float]]:
         python, notes, binaries = sys.executable, f"{folder}/notes", Path(sys.executable).parent
         ours = ["exec", "--executor=local", "--wait", f"cluster.tasks_per_node={LOCAL_RANKS}", "--"]
         ways = {
-            "one import of torch": [python, "-c", ONE],
+            "one rank alone": ["env", *ALONE, python, str(script), notes],
             "torchrun": [f"{binaries}/torchrun", f"--nproc-per-node={LOCAL_RANKS}", str(script), notes],
             "ours": [f"{binaries}/toolkit", *ours, python, str(script), notes],
         }
         environ = {"TOOLKIT_RUNS": f"{folder}/runs", "OMP_NUM_THREADS": "1"}
-        cpu_s(ways["one import of torch"], environ)  # its files are in memory from now on
+        cpu_s(ways["one rank alone"], environ)  # its files are in memory from now on
         return {way: [cpu_s(command, environ) for _ in range(rounds)] for way, command in ways.items()}
 
 
@@ -117,10 +121,9 @@ def main() -> None:
     except BoxUnavailable as reason:
         print(f"no Slurm to be had: {reason}")
         return
-    print(f"{'seconds to':24}{'first line':>12}{'collective':>12}")
+    print(f"{'seconds to':24}{'first line':>12}{'collective':>12}{'step':>12}")
     for way, times in found.items():
-        first_line, collective = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{way:24}{first_line:12.2f}{collective:12.2f}")
+        print(f"{way:24}" + "".join(f"{statistics.median(column):12.2f}" for column in zip(*times, strict=True)))
 
 
 if __name__ == "__main__":
