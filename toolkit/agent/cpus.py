@@ -1,24 +1,38 @@
-"""Which CPUs each task of a node gets: whole cores first, next to each other."""
+"""Which CPUs each task of a node gets: whole cores first, next to each other, near its GPU."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def for_tasks(tasks: int, cpus_per_task: int | None) -> list[list[int] | None]:
+def for_tasks(
+    tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = ()
+) -> list[list[int] | None]:
     """Return the CPUs of each of ``tasks``, ``cpus_per_task`` of those that this process may use; None: all of them.
 
-    None, too, where there are fewer than the tasks would take.
+    None, too, where there are fewer than the tasks would take. ``near_gpus`` has the CPUs of each GPU's NUMA node, and
+    each task takes those of its own GPU. Where these are too few it takes others of the same package, then any that
+    are left. Without ``near_gpus`` the tasks take the CPUs one after the other.
     """
     ours = os.sched_getaffinity(0)
     if cpus_per_task is None or tasks * cpus_per_task > len(ours):
         return [None] * tasks
-    ordered = by_core(ours)
-    return [sorted(ordered[task * cpus_per_task : (task + 1) * cpus_per_task]) for task in range(tasks)]
+    packages = {cpu: _number(cpu, "physical_package_id", TOPOLOGY) for cpu in ours}
+    choices = []
+    for near in near_gpus or [ours]:
+        package = _number(min(near), "physical_package_id", TOPOLOGY)
+        choices.append((near, [cpu for cpu in ours if packages[cpu] == package], ours))
+    left, sets = by_core(ours), [list[int]() for _ in range(tasks)]
+    for distance in range(3):  # every task takes what is near before any takes what is farther away
+        for task, own in enumerate(sets):
+            choice = choices[task % len(choices)][distance]
+            own += [cpu for cpu in left if cpu in choice][: cpus_per_task - len(own)]
+            left = [cpu for cpu in left if cpu not in own]
+    return [sorted(own) for own in sets]
 
 
 def by_core(cpus: Iterable[int], topology: Path | None = None) -> list[int]:

@@ -43,7 +43,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, learnt, progress, sickness
+from toolkit.agent import connections, gpus, learnt, progress, sickness
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
 from toolkit.agent.processes import Processes
@@ -64,6 +64,8 @@ TURN_S = 10.0
 #: What looks after the node's health, see toolkit.agent.sickness. It comes late enough not to delay the first ranks.
 HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
 HEALTH_AFTER_S = 10.0
+#: What finds the CPUs near the GPUs, see toolkit.agent.gpus.
+GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
 
 log = logs.get(__name__)
 
@@ -99,6 +101,8 @@ class Agent:
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._hear_ranks)
         self._open_connection(again=False)
+        if gpus.DRIVER.is_dir():
+            self._find_gpus()
         next_heartbeat, health_at = 0.0, time.monotonic() + HEALTH_AFTER_S
         try:
             while not self._is_over:
@@ -238,6 +242,18 @@ class Agent:
         for line in data.decode(errors="replace").splitlines():
             self._tell({"is": "sick", "what": line})
         return True
+
+    def _find_gpus(self) -> None:
+        """Have it told which CPUs are near the GPUs: before the first ranks, which wait for the import of torch."""
+        text = bytearray()
+
+        def hear(data: bytes) -> bool:
+            text.extend(data)
+            if text and not data:
+                self._processes.near_gpus = json.loads(text)
+            return True
+
+        self._helpers.start(GPUS_COMMAND, hear)
 
     def _answer(self, order: Message, **words: object) -> None:
         self._say({"is": "answer", "request": order["request"], **words})

@@ -48,6 +48,7 @@ class Processes:
         self._ranks_since = self._learn_at = float("inf")
         self.attempt: int | None = None  #: the last one of which something was started here
         self.ranks = 0  #: of that attempt that were to start here
+        self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._children
@@ -107,7 +108,7 @@ class Processes:
         if ranks:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
-        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"])
+        sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
         for process, own_cpus in zip(order["processes"], sets, strict=True):
             child = _Child(order["attempt"], process["rank"], _oom_kills())
             environ = {**os.environ, **order["environ"], **process["environ"]}
