@@ -40,6 +40,7 @@ def test_a_killed_run_goes_on_from_the_step_that_it_died_in(config: str, env: di
     done = subprocess.run([*TOOLKIT, *check, *keys], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)
     assert found["identical"], found
-    assert found["resumed_from"] >= 17  # the blow may fall a little late
+    # The blow may fall a little late, or before the state of the step before has its digest, which a thread makes.
+    assert found["resumed_from"] >= 16
     logs = Path(found["runs"][1]).glob("logs/attempt-*/rank-*.log")
     assert any("resuming from memory" in log.read_text() for log in logs)

@@ -51,3 +51,15 @@ class Helpers:
 
         self._selector.register(output, selectors.EVENT_READ, read)
         return process.pid
+
+    def ask(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
+        """Start a process; ``take`` gets all that it has printed when it has ended. Raises OSError."""
+        text = bytearray()
+
+        def hear(data: bytes) -> bool:
+            text.extend(data)
+            if not data:
+                take(bytes(text))
+            return True
+
+        self.start(command, hear, given)

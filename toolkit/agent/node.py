@@ -236,8 +236,6 @@ class Agent:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
             self._watcher = self._helpers.start(order["command"])
 
-    # --------------------------------------------------------------------------------------------------- the helpers
-
     def _hear_of_health(self, data: bytes) -> bool:
         for line in data.decode(errors="replace").splitlines():
             self._tell({"is": "sick", "what": line})
@@ -245,15 +243,11 @@ class Agent:
 
     def _find_gpus(self) -> None:
         """Have it told which CPUs are near the GPUs: before the first ranks, which wait for the import of torch."""
-        text = bytearray()
 
-        def hear(data: bytes) -> bool:
-            text.extend(data)
-            if text and not data:
-                self._processes.near_gpus = json.loads(text)
-            return True
+        def take(text: bytes) -> None:
+            self._processes.near_gpus = json.loads(text or b"[]")
 
-        self._helpers.start(GPUS_COMMAND, hear)
+        self._helpers.ask(GPUS_COMMAND, take)
 
     def _answer(self, order: Message, **words: object) -> None:
         self._say({"is": "answer", "request": order["request"], **words})
@@ -300,20 +294,14 @@ class Agent:
         """Have the stacks of ranks read by a process of its own: a file server may not answer."""
         given = [Standing(*standing) for standing in order["standings"]]
         standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
-        asked, text = {**order, "standings": [astuple(rank) for rank in standings]}, bytearray()
+        asked = {**order, "standings": [astuple(rank) for rank in standings]}
 
-        def hear(data: bytes) -> bool:
-            text.extend(data)
-            if not data:
-                with contextlib.suppress(ValueError):  # it has failed: see our log
-                    self._answer(order, groups=json.loads(text))
-            return True
+        def take(text: bytes) -> None:
+            with contextlib.suppress(ValueError):  # it has failed: see our log
+                self._answer(order, groups=json.loads(text))
 
-        self._helpers.start(
-            [sys.executable, "-P", "-m", "toolkit.agent.stack_digest"], hear, json.dumps(asked).encode()
-        )
-
-    # ------------------------------------------------------------------------------------------------------- the end
+        command = [sys.executable, "-P", "-m", "toolkit.agent.stack_digest"]
+        self._helpers.ask(command, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
         """Also of processes that a rank has left behind: they become ours."""

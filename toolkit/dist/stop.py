@@ -374,18 +374,9 @@ class Gate:
     def _decide(self, store: Transport, keys: _Round) -> None:
         ranks = range(self._world_size)
         acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in ranks])]
-        self._carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
+        _carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
         store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
         store.delete(keys.count)
-
-    def _carry_over(self, store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
-        """Let those who left have acknowledged the next round too. Before the decision: nobody is in that round yet."""
-        if not gone:
-            return
-        store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
-        store.add(keys.next().count, len(gone))
-        for rank in gone:
-            store.delete(keys.ack(rank))
 
     def _tidy(self, store: Transport, keys: _Round) -> None:
         """Forget the round. After a decision an acknowledgement still there means: has not come to the boundary."""
@@ -455,31 +446,44 @@ class Gate:
         waiting = [asked for asked in waiting if asked.round >= self._round]  # the others were handed out
         overdue = {asked.kind: asked for asked in reversed(waiting) if now - asked.since >= self._force_after_s}
         for asked in overdue.values():
-            self._on_hang(Hang(asked.kind, now - asked.since, *self._missing(store, asked.kind)))
+            missing = _missing(store, _Round(self._prefix, self._round), self._rank, self._world_size, asked.kind)
+            self._on_hang(Hang(asked.kind, now - asked.since, *missing))
         return [asked for asked in waiting if asked.kind not in overdue]
 
-    def _missing(self, store: Transport, kind: str) -> tuple[int | None, tuple[int, ...], int]:
-        """The step agreed on in the round that this rank is in, if any, the ranks it waits for, and how many more.
 
-        All ranks want to know at about the same time, and the store has a key for each rank. So one asks for all.
-        """
-        keys = _Round(self._prefix, self._round)
-        mine = str(self._rank)
-        try:
-            if store.claim(keys.lister(kind), mine) == mine:
-                store.set({keys.missing(kind): json.dumps(self._list_missing(store, keys))})
-            elif not store.wait(keys.missing(kind), LIST_S):
-                return None, (), 0
-            step, ranks, more = json.loads(store.get([keys.missing(kind)])[0])
-            return step, tuple(map(int, ranks)), int(more)
-        except Exception:
+def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
+    """Let those who left have acknowledged the next round too. Before the decision: nobody is in that round yet."""
+    if not gone:
+        return
+    store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
+    store.add(keys.next().count, len(gone))
+    for rank in gone:
+        store.delete(keys.ack(rank))
+
+
+def _missing(
+    store: Transport, keys: _Round, rank: int, world_size: int, kind: str
+) -> tuple[int | None, tuple[int, ...], int]:
+    """Return the step agreed on in the round, if any, the ranks that ``rank`` waits for, and how many more.
+
+    All ranks want to know at about the same time, and the store has a key for each rank. So one asks for all.
+    """
+    try:
+        if store.claim(keys.lister(kind), str(rank)) == str(rank):
+            store.set({keys.missing(kind): json.dumps(_list_missing(store, keys, world_size))})
+        elif not store.wait(keys.missing(kind), LIST_S):
             return None, (), 0
+        step, ranks, more = json.loads(store.get([keys.missing(kind)])[0])
+        return step, tuple(map(int, ranks)), int(more)
+    except Exception:
+        return None, (), 0
 
-    def _list_missing(self, store: Transport, keys: _Round) -> tuple[int | None, list[int], int]:
-        decided = store.exists(keys.decision)
-        step = int(store.get([keys.decision])[0]) if decided else None
-        ranks = [rank for rank in range(self._world_size) if store.exists(keys.ack(rank)) == decided]
-        return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
+
+def _list_missing(store: Transport, keys: _Round, world_size: int) -> tuple[int | None, list[int], int]:
+    decided = store.exists(keys.decision)
+    step = int(store.get([keys.decision])[0]) if decided else None
+    ranks = [rank for rank in range(world_size) if store.exists(keys.ack(rank)) == decided]
+    return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
 
 
 class MemoryStore:

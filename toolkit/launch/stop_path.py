@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
+from queue import Empty
 
 from toolkit import logs
 from toolkit.launch.attempt import Attempt
@@ -47,6 +48,23 @@ def why_stop(context: Context, number: signal.Signals) -> Stop:
 def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
     """Return whether this is no wish of anybody's: we watch the clock ourselves."""
     return not context.asked() and context.job.is_its_signal(number)
+
+
+def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
+    """Return whether a signal has come while there are no ranks: in the checks, between two attempts, or in a pause.
+
+    Waits ``pause_s`` for one.
+    """
+    deadline = time.monotonic() + pause_s
+    while attempt.stop is None:
+        try:
+            event = context.events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            break
+        if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
+            attempt.stop, attempt.stop_asked = why_stop(context, event.number), time.time()
+            log.warning("%s: the ranks are not started", event.number.name)
+    return attempt.stop is not None
 
 
 class StopPath:

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from toolkit import config as configs
 from toolkit import fsio, logs, rundir
@@ -39,7 +39,7 @@ from toolkit.launch.ownership import Claim
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.slurm_job import SlurmJob
 from toolkit.launch.steps import Events, Launcher
-from toolkit.launch.stop_path import Signalled, is_slurms_signal, why_stop
+from toolkit.launch.stop_path import Signalled, is_told_to_end, why_stop
 from toolkit.launch.store import refuse_too_many_ranks
 from toolkit.rundir import RunDir
 
@@ -222,7 +222,8 @@ class Supervisor:
             assert plan is not None, "the verdict before was to restart"
             self._nodes.note_used(plan)
             attempt = self._new_attempt(plan)
-            if self._was_told_to_end(attempt):
+            pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
+            if is_told_to_end(self._context, attempt, pause_s):
                 attempt.exit_code = EXIT_STOPPED
             else:
                 self._run_ranks(attempt)
@@ -233,20 +234,6 @@ class Supervisor:
     def _new_attempt(self, plan: Allocation) -> Attempt:
         start = None if self._context.is_foreign else self._journal.begin(self._job.row)
         return Attempt(self._journal.next_number(), time.time(), plan, start)
-
-    def _was_told_to_end(self, attempt: Attempt) -> bool:
-        """Take a signal that came while there were no ranks: in the checks, between two attempts, or in the pause."""
-        pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
-        deadline = time.monotonic() + pause_s
-        while attempt.stop is None:
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
-                break
-            if isinstance(event, Signalled) and not is_slurms_signal(self._context, event.number):
-                attempt.stop, attempt.stop_asked = why_stop(self._context, event.number), time.time()
-                log.warning("%s: the ranks are not started", event.number.name)
-        return attempt.stop is not None
 
     def _run_ranks(self, attempt: Attempt) -> None:
         plan, number, command = attempt.plan, attempt.number, self._context.rank_command()
