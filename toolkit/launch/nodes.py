@@ -70,8 +70,9 @@ class Nodes:
             return None
         chosen = usable[: self._wanted]
         if len(chosen) == len(self._placed):
-            others = iter([host for host in chosen if host not in self._placed])
-            chosen = [host if host in chosen else next(others) for host in self._placed]
+            stays = {*chosen} & {*self._placed}
+            others = iter([host for host in chosen if host not in stays])
+            chosen = [host if host in stays else next(others) for host in self._placed]
         return self._allocation.on(chosen)
 
     def note_used(self, plan: Allocation) -> None:
@@ -106,7 +107,7 @@ class Nodes:
         ``heard`` are the nodes whose agents speak. The batch host is not left when it is drained: the job has it to
         its end, with or without ranks.
         """
-        spares = [host for host in self._usable() if host in heard and host not in at_work]
+        spares = ({*self._usable()} & {*heard}).difference(at_work)
         good = [host for host in spares if not self._is_suspicious(host)]
         ailing, batch_host = self.ailing, self._allocation.hosts[0]
         leaving = [h for h in at_work if h in ailing and not (ailing[h].is_drained and h == batch_host)]
