@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -154,8 +155,8 @@ class AttemptLoop:
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
-        is_dispensable = not ended.with_agent and attempt.can_do_without(ended.ranks)
-        if not attempt.killed and ended.exit_code != EXIT_REQUEST and is_dispensable:
+        is_dispensable = not attempt.killed and not ended.with_agent and attempt.can_do_without(ended.ranks)
+        if ended.exit_code != EXIT_REQUEST and is_dispensable:
             log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
             attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
             return
@@ -163,16 +164,16 @@ class AttemptLoop:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
         # the node may lack the interpreter, a library or a mount
         are_mute = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
-        failure = RankFailure(
-            None,
-            ended.host,
-            ended.how,
-            ended.time,
+        failure_of = partial(
+            RankFailure,
+            host=ended.host,
+            how=ended.how,
+            time=ended.time,
             by_signal=ended.signal is not None and not attempt.killed,
             out_of_memory=ended.out_of_memory,
             blames_node=ended.exit_code is not None and not attempt.killed and are_mute,
         )
-        attempt.failures += [replace(failure, rank=rank) for rank in ended.ranks]
+        attempt.failures += map(failure_of, ended.ranks)
         self._kill_soon()
 
     def _take_launch_failed(self, failed: LaunchFailed) -> None:
