@@ -70,6 +70,12 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
+def compress_counts(counts: Iterable[int]) -> str:
+    """``counts`` in the notation that `expand_counts` reads: neighbours that are equal are joined, as Slurm does."""
+    runs = [(count, len(list(equals))) for count, equals in itertools.groupby(counts)]
+    return ",".join(str(count) if repeats == 1 else f"{count}(x{repeats})" for count, repeats in runs)
+
+
 def _entries(text: str) -> Iterator[tuple[int, str]]:
     """The comma- or blank-separated entries with their positions; commas inside brackets do not separate."""
     position = _skip_separators(text, 0)

@@ -120,16 +120,19 @@ class AgentLauncher(AgentUser):
         step = _AgentStep(attempt, allocation, events, links)
         cpus = allocation.cpus_per_task if self._is_bound() else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
-        for node_rank, host in enumerate(allocation.hosts):
+        slurms = _slurm_environment(allocation)
+        for host, places in _places(allocation).items():
             processes = [
                 {
                     "rank": place.rank,
-                    "environ": {**rank_environment(place), **_slurm_environment(place, allocation)},
+                    "environ": {**rank_environment(place), **(_slurm_rank_environment(place) if slurms else {})},
                     "log": str(self._run.rank_log(attempt, place.rank)),
                 }
-                for place in _places(allocation, node_rank)
+                for place in places
             ]
-            step.orders[host] = self._order(attempt, command, environ, processes, cpus)
+            order = self._order(attempt, command, environ, processes, cpus)
+            order["environ"] |= slurms  # all of it: srun has told the agent of the agents' own step
+            step.orders[host] = order
         links.call(lambda: self._begin(step, store))
         return step
 
@@ -169,22 +172,23 @@ class AgentLauncher(AgentUser):
         self._step = step
         self._agents.ensure({self._allocation.hosts[0], *step.hosts})
         store.when_ready(lambda: self._set_port(step, store))
-        self._send_orders()
+        self._send_orders(self._agents.links.hosts)
 
     def _set_port(self, step: _AgentStep, store: _AgentStore) -> None:
         for order in step.orders.values():
             order["environ"]["MASTER_PORT"] = str(store.port)
         step.may_begin = True
-        self._send_orders()
+        self._send_orders(self._agents.links.hosts)
 
-    def _send_orders(self) -> None:
+    def _send_orders(self, hosts: Collection[str]) -> None:
+        """Send what waits for the agents of ``hosts``, which are there."""
         here, links = self._allocation.hosts[0], self._agents.links
-        if self._store is not None and self._store_order is not None and here in links.hosts:
+        if self._store is not None and self._store_order is not None and here in hosts:
             if not self._store.is_closing:
                 links.send(here, self._store_order)
             self._store_order = None
         if self._step is not None and self._step.may_begin:
-            for host in self._step.orders.keys() & links.hosts:
+            for host in self._step.orders.keys() & hosts:
                 links.send(host, self._step.orders.pop(host))
 
     # what the agents tell
@@ -193,7 +197,7 @@ class AgentLauncher(AgentUser):
         """See :class:`~toolkit.launch.agents.AgentUser`."""
         if self._is_warm:  # also a spare
             self._agents.links.send(host, {"do": "warm"})
-        self._send_orders()
+        self._send_orders([host])
 
     def agent_said(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.agents.AgentUser`."""
@@ -281,7 +285,7 @@ class _AgentStep:
 
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
         self._attempt, self._events, self._links = attempt, events, links
-        self._rank_hosts = allocation.rank_hosts
+        self._ranks = allocation.ranks_of
         self._left = set(range(allocation.world_size))
         self._exit_code = 0
         self.hosts = allocation.hosts
@@ -305,18 +309,18 @@ class _AgentStep:
         self._links.call(self._abandon)
 
     def _abandon(self) -> None:
-        hosts = {self._rank_hosts[rank] for rank in self._left}
+        hosts = [host for host in self.hosts if self._ranks_on(host)]
         self._end(list(self._left), EXIT_FAILED)
         for host in hosts:  # if the node comes back, its agent finds the connection closed and ends the ranks
             self._links.drop(host, "its ranks were given up")
 
     def _ranks_on(self, host: str) -> list[int]:
-        return [rank for rank in sorted(self._left) if self._rank_hosts[rank] == host]
+        return [rank for rank in self._ranks.get(host, ()) if rank in self._left]
 
     def take(self, host: str, message: Message) -> None:
         """Take what the agent of ``host`` says of this attempt's ranks."""
         rank = message["rank"]
-        if message["attempt"] != self._attempt or rank not in self._left or self._rank_hosts[rank] != host:
+        if message["attempt"] != self._attempt or rank not in self._ranks_on(host):
             return
         if message["is"] == "not_started":
             self._events.put(LaunchFailed((rank,), host, message["why"]))
@@ -359,37 +363,50 @@ def _ended(rank: int, host: str, code: int, when: float, *, out_of_memory: bool)
     return RankEnded((rank,), host, how, number, when, None if number else code, out_of_memory)
 
 
-def _places(allocation: Allocation, node_rank: int) -> list[Placement]:
-    first = sum(allocation.tasks[:node_rank])
-    return [
-        Placement(
-            rank=first + local_rank,
-            world_size=allocation.world_size,
-            local_rank=local_rank,
-            local_world_size=allocation.tasks[node_rank],
-            node_rank=node_rank,
-            nodes=len(allocation.hosts),
-            host=allocation.hosts[node_rank],
-            launcher="supervisor",
-        )
-        for local_rank in range(allocation.tasks[node_rank])
-    ]
+def _places(allocation: Allocation) -> dict[str, list[Placement]]:
+    """Return the places of each node's ranks, by its name."""
+    world_size = allocation.world_size
+    return {
+        host: [
+            Placement(
+                rank=rank,
+                world_size=world_size,
+                local_rank=local_rank,
+                local_world_size=len(ranks),
+                node_rank=node_rank,
+                nodes=len(allocation.hosts),
+                host=host,
+                launcher="supervisor",
+            )
+            for local_rank, rank in enumerate(ranks)
+        ]
+        for node_rank, (host, ranks) in enumerate(allocation.ranks_of.items())
+    }
 
 
-def _slurm_environment(place: Placement, allocation: Allocation) -> dict[str, str]:
-    """What srun would tell a task of this attempt, for scripts that read it. From srun(1), output variables."""
+def _slurm_environment(allocation: Allocation) -> dict[str, str]:
+    """Return what srun would tell every task of this attempt, for scripts that read it; nothing without Slurm.
+
+    From srun(1), output variables. Its size grows with the number of nodes: make it once, and not for each rank.
+    """
     if allocation.job_id is None:
         return {}
+    counts = hostlist.compress_counts(allocation.tasks)
+    return {
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(allocation.world_size)),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), str(len(allocation.hosts))),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
+        "SLURM_STEP_NODELIST": hostlist.compress(allocation.hosts),
+        "SLURM_CPUS_PER_TASK": str(allocation.cpus_per_task),
+    }
+
+
+def _slurm_rank_environment(place: Placement) -> dict[str, str]:
+    """Return what srun would tell one task alone."""
     first = place.rank - place.local_rank
-    counts = ",".join(map(str, allocation.tasks))
     return {
         "SLURM_PROCID": str(place.rank),
         "SLURM_LOCALID": str(place.local_rank),
         "SLURM_NODEID": str(place.node_rank),
         "SLURM_GTIDS": ",".join(map(str, range(first, first + place.local_world_size))),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(place.world_size)),
-        **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), str(place.nodes)),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
-        "SLURM_STEP_NODELIST": hostlist.compress(allocation.hosts),
-        "SLURM_CPUS_PER_TASK": str(allocation.cpus_per_task),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,12 @@ class Allocation:
     def rank_hosts(self) -> list[str]:
         """The node of each rank: ranks fill one node after the other."""
         return [host for host, count in zip(self.hosts, self.tasks, strict=True) for _ in range(count)]
+
+    @property
+    def ranks_of(self) -> dict[str, range]:
+        """The ranks of each node, by its name."""
+        ends = itertools.accumulate(self.tasks)
+        return {h: range(end - n, end) for h, n, end in zip(self.hosts, self.tasks, ends, strict=True)}
 
     def on(self, hosts: Sequence[str]) -> Allocation:
         """The part of it that these of its nodes make."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.cluster.hostlist import compress, expand, expand_counts
+from toolkit.cluster.hostlist import compress, compress_counts, expand, expand_counts
 from toolkit.errors import RequestError
 
 EXPANSIONS = {
@@ -87,6 +87,7 @@ def test_compress_takes_plain_names_only(name: str) -> None:
 
 def test_counts_are_expanded_in_node_order() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert compress_counts([2, 2, 2, 1]) == "2(x3),1"
     assert expand_counts("16") == [16]
     assert expand_counts("") == []
 
@@ -108,8 +109,8 @@ def test_compressing_and_expanding_changes_nothing(hosts: list[str]) -> None:
 
 
 @given(st.lists(st.integers(0, 99), max_size=30))
-def test_counts_written_out_one_by_one_read_back(counts: list[int]) -> None:
-    assert expand_counts(",".join(map(str, counts))) == counts
+def test_counts_written_out_one_by_one_or_compressed_read_back(counts: list[int]) -> None:
+    assert expand_counts(",".join(map(str, counts))) == expand_counts(compress_counts(counts)) == counts
 
 
 def test_ten_thousand_nodes_take_milliseconds() -> None:

@@ -23,6 +23,7 @@ def test_uneven_tasks_fill_one_node_after_the_other() -> None:
     allocation = Allocation.slurm(BATCH)
     assert allocation.world_size == 7
     assert allocation.rank_hosts == ["node1", "node1", "node2", "node2", "node3", "node3", "node4"]
+    assert allocation.ranks_of == {"node1": range(2), "node2": range(2, 4), "node3": range(4, 6), "node4": range(6, 7)}
 
 
 def test_cpus_are_those_asked_for_or_an_even_share() -> None:

@@ -1,0 +1,43 @@
+"""The orders by which the agents start the ranks of an attempt: one for each node, with agents that only count them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+from tests.scale import Curve
+from toolkit import rundir
+from toolkit.agent.link import Message
+from toolkit.launch.agent_launcher import MODULE, AgentLauncher
+from toolkit.launch.allocation import Allocation
+
+RANKS_A_NODE = 8
+
+
+def start(nodes: int) -> Mapping[str, object]:
+    hosts = tuple(f"node{node}" for node in range(nodes))
+    allocation = Allocation(hosts, (RANKS_A_NODE,) * nodes, 1, job_id="1")
+    sizes: list[int] = []
+
+    def send(host: str, order: Message) -> None:
+        sizes.append(len(json.dumps(order)))
+
+    links = SimpleNamespace(hosts={*hosts}, send=send, call=lambda what: what())
+    agents: Any = SimpleNamespace(links=links, environ=dict(os.environ), reports_token="1", ensure=lambda _: None)
+    events: SimpleQueue[Any] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = AgentLauncher(rundir.create("scale", Path(folder)), allocation, agents)
+        store: Any = launcher.start_store(1, allocation.world_size, hosts[0], os.environ, events)
+        store.take('{"port": 7}\n')
+        launcher.start(1, allocation, [*MODULE, "toolkit", "run"], os.environ, events, store)
+    orders = sizes[1:]  # the first one starts the store
+    return {"orders": len(orders), "longest bytes": max(orders)}
+
+
+CURVES = [Curve("orders", "nodes", (1000, 4096, 10_000), start)]
