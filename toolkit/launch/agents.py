@@ -266,8 +266,8 @@ class Agents:
             self._start_on(self._allocation.hosts)
 
     def _start_on(self, hosts: Collection[str]) -> None:
-        there = self.links.hosts | self._starting.keys()
-        missing = [host for host in self._allocation.hosts if host in hosts and host not in there]
+        wanted = {*hosts} - self.links.hosts - self._starting.keys()
+        missing = [host for host in self._allocation.hosts if host in wanted]
         if missing:
             self._starting |= dict.fromkeys(missing, time.monotonic())
             for host in missing:
