@@ -44,6 +44,8 @@ class Decision(StrEnum):
 SUSPICIONS_TO_CONDEMN = 2
 #: After this many requeues in a row for bad nodes, without a step in between, a job takes the nodes that it gets.
 MAX_FRUITLESS_REQUEUES = 2
+#: Of what a run has gained it may lose this many times what a failed attempt has taken on average.
+RESERVE = 2.0
 #: A line names this many connections that could not be made.
 MOST_LINKS = 4
 #: Causes that are the run's own fault and count against ``retry``.
@@ -417,22 +419,29 @@ def _is_first_to_blame(facts: Facts) -> bool:
 def _failures(facts: Facts) -> tuple[int, int | None]:
     """Count the failures that cost more than they gained, since the run last made up for them.
 
-    An attempt that gained more time than it lost is free. The count is reset when the attempts since the last reset
-    have gained more time than the failures among them lost. So failures never cost a run more time than it gains, but
-    for the last ``max_failures`` + 1. A count that is never reset would give up each large job in the end. One that any
-    gain resets would let a run lose hours for each minute that it gains.
+    An attempt that gained more time than it lost is free. The count is reset while the run has gained more time than
+    its failures have lost. So failures never cost a run more time than it gains, but for the last ``max_failures`` + 1.
+    A count that is never reset would give up each large job in the end. One that any gain resets would let a run lose
+    hours for each minute that it gains.
+
+    Of what the run has gained it keeps as much for later failures as ``RESERVE`` of its failed attempts have taken on
+    average. Where attempts last an hour, several in a row may be chance; where they last seconds, it is not.
 
     Also return the step of the checkpoint that was the newest at the last reset; None if there was no reset.
     """
     own = {id(past) for past in _own_faults(facts)}
     attempts = [*facts.history, facts.as_past()]
-    count, balance_s, since = 0, 0.0, None
+    count, balance_s, since, failed_s = 0, 0.0, None, list[float]()
     for index, past in enumerate(attempts):
         is_failure = id(past) in own or index == len(facts.history)
+        if is_failure:
+            failed_s.append(past.gained_s + past.lost_s)
         # One that was taken away (a preemption, a lost node) only adds its gain: it is no fault of the run.
         balance_s += past.gained_s - (past.lost_s if is_failure else 0.0)
         if balance_s > 0.0:
-            count, balance_s, since = 0, 0.0, past.step_saved
+            knows_enough = len(failed_s) > facts.budgets.max_failures
+            reserve_s = RESERVE * sum(failed_s) / len(failed_s) if knows_enough else 0.0
+            count, balance_s, since = 0, min(balance_s, reserve_s), past.step_saved
         elif is_failure and past.gained_s <= past.lost_s:
             count += 1
     return count, since
@@ -477,21 +486,25 @@ def _best(history: Sequence[Past]) -> int:
 def _stuck(facts: Facts) -> int:
     """Count the attempts since the last new step that say the next one will get no further; this one is among them.
 
-    These are failures at the same step as this one, and time limits. Failures at different steps can be chance: on
-    1,000 nodes about one attempt in 30 fails before it is back at the step of the one before. `_failures` counts those.
-    An attempt that was taken away (a preemption, a stop, a node) says nothing about the run.
+    These are failures where this one and the furthest attempt ended, or before a first step, and time limits. Failures
+    at other steps can be chance: on 1,000 nodes about one attempt in 30 fails before it is back at the step of the one
+    before. `_failures` counts those. An attempt that was taken away (a preemption, a stop, a node) says nothing about
+    the run.
     """
     if facts.is_foreign:
         return 0
     attempts = [*facts.history, facts.as_past()]
     own = {id(past) for past in _own_faults(facts)}
+    now = attempts[-1]
+    made_a_step = (now.step_end or 0) > (now.step_start or 0)
+    is_at_wall = not made_a_step or (now.step_end or 0) >= _best(facts.history) - 1
     count = 0
     for index in range(len(attempts) - 1, -1, -1):
         past, best = attempts[index], _best(attempts[:index])
         if (past.step_end or 0) > best:
             break
         if past.cause in OWN_FAULT:
-            count += id(past) in own and _is_same_place(_place(past), _place(attempts[-1]), best)
+            count += id(past) in own and is_at_wall and _is_same_place(_place(past), _place(now), best)
         else:
             count += past.cause in (Cause.TIMEOUT, "now")
     return count

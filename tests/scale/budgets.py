@@ -1,0 +1,26 @@
+"""Whether a run is given up for its size: a month of random failures, each judged by the real rules.
+
+All failures are the run's own fault here, which is the worst case: those of nodes that can be replaced are free.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from tests.scale import Curve
+from tests.unit.launch.test_ending import until_given_up
+
+RUNS = 20
+
+
+def month(nodes: int) -> Mapping[str, object]:
+    """Count the runs that are given up, by the time between two checkpoints."""
+    counts: dict[str, object] = {"failures": round(nodes * 0.28 / 100 * 30)}
+    for minutes in (1, 10, 30):
+        ends = [until_given_up(nodes, random.Random(seed), minutes) for seed in range(RUNS)]
+        counts[f"of {RUNS}, {minutes} min"] = sum(end is not None for end in ends)
+    return counts
+
+
+CURVES = [Curve("given up in a month", "nodes", (1000, 3000, 10_000), month)]
