@@ -1,9 +1,11 @@
 """From the SIGKILL of a rank to the next step that all ranks finish, again and again in one run on four nodes.
 
-    python -m tests.bench.kills [--kills 100] [--how job|script] [--strategy ddp|fsdp]
+    python -m tests.bench.kills [--kills 100] [--how job|script] [--strategy ddp|fsdp] [--what rank|node]
 
 ``script`` is a training loop of somebody's under `toolkit exec`, ``job`` a job of the Trainer with its state in memory.
-A rank drawn at random is killed at a random moment of its training. The ranks note each step themselves.
+A rank drawn at random is killed at a random moment of its training. Or a node is cut off from the network, and one of
+as many spares as ``--kills`` takes its place. The ranks note each step themselves. *Made again* counts the steps from
+the one in which the run was disturbed to the newest state that was left, the disturbed one included.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.bench import restart
 from tests.box import Box, BoxUnavailable
@@ -33,7 +38,7 @@ def main(config):
     def at(self, step):
         time.sleep(0.02)
         with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
-            told = {"event": "step", "time": time.time(), "pid": os.getpid(), "node": os.uname().nodename}
+            told = {"event": "step", "time": time.time(), "pid": os.getpid(), "node": os.uname().nodename, "step": step}
             file.write(json.dumps(told) + "\\n")
         return plain_at(self, step)
     Loader.at = at
@@ -42,7 +47,7 @@ def main(config):
 CONFIG = """
 name: kills
 job: jobs.noting
-cluster: {preflight: false}
+cluster: {preflight: false, spare_nodes: SPARES}
 strategy: {name: STRATEGY}
 data: {name: digits, global_batch_size: 64}
 model: {name: mlp}
@@ -57,7 +62,7 @@ COMMANDS = {
 }
 
 
-def prepare(folder: Path, how: str, strategy: str) -> str:
+def prepare(folder: Path, how: str, strategy: str, spares: int) -> str:
     """Write what is run; return the batch script's last line."""
     (folder / "script.py").write_text(restart.SCRIPT)
     (folder / "jobs").mkdir()
@@ -65,30 +70,44 @@ def prepare(folder: Path, how: str, strategy: str) -> str:
         source = Path(__file__).parents[2] / "jobs" / f"{name}.py"
         (folder / "jobs" / source.name).write_text(source.read_text())
     (folder / "jobs/noting.py").write_text(JOB.replace("{folder}", str(folder)))
-    (folder / "kills.yaml").write_text(CONFIG.replace("STRATEGY", strategy))
+    (folder / "kills.yaml").write_text(CONFIG.replace("STRATEGY", strategy).replace("SPARES", str(spares)))
     return COMMANDS[how].format(python=sys.executable, folder=folder)
 
 
-def last_steps(folder: Path, since: float) -> list[float]:
-    """When each rank made its first step after ``since``; shorter than the ranks while one has made none."""
+def first_steps(folder: Path, since: float) -> list[Mapping[str, Any]]:
+    """Return each rank's first step after ``since``; shorter than the ranks while one has made none."""
     found = [restart.notes(folder, rank, since)["step"] for rank in range(NODES)]
-    return [steps[0]["time"] for steps in found if steps]
+    return [steps[0] for steps in found if steps]
 
 
-def one_kill(box: Box, folder: Path, dice: random.Random) -> float:
-    """Seconds until every rank has made a step again."""
+def one_blow(box: Box, folder: Path, dice: random.Random, what: str) -> tuple[float, int | None]:
+    """Return the seconds until every rank has made a step again, and how many steps were made again."""
     for rank in range(NODES):  # else each look reads the whole run's
         (folder / f"notes-{rank}.jsonl").write_text("")
     began = time.time()
-    wait_for(lambda: len(last_steps(folder, began)) == NODES, LIMIT_S, "a step of each rank")
+    wait_for(lambda: len(first_steps(folder, began)) == NODES, LIMIT_S, "a step of each rank")
     time.sleep(dice.uniform(0.5, 2.0))
-    rank = dice.randrange(NODES)
+    rank = dice.randrange(int(what == "node"), NODES)  # without its batch host a job cannot go on
     victim = wait_for(lambda: process_of(box, folder, rank), LIMIT_S, f"the process of rank {rank}")
-    os.kill(victim, signal.SIGKILL)
+    node = restart.notes(folder, rank)["step"][-1]["node"]
+    if what == "node":
+        box.cut_node(node)
+    else:
+        os.kill(victim, signal.SIGKILL)
     killed = time.time()
     settled = killed + 0.2  # steps that the others were in the midst of
-    wait_for(lambda: len(last_steps(folder, settled)) == NODES, LIMIT_S, "a step of each rank after the kill")
-    return max(last_steps(folder, settled)) - killed
+    steps = wait_for(lambda: _all(first_steps(folder, settled)), LIMIT_S, "a step of each rank after it")
+    if what == "node":
+        box.join_node(node)
+    before = [note for each in range(NODES) for note in restart.notes(folder, each)["step"] if note["time"] < settled]
+    again = (
+        max(note["step"] for note in before) - min(note["step"] for note in steps) + 1 if "step" in steps[0] else None
+    )
+    return max(note["time"] for note in steps) - killed, again
+
+
+def _all(steps: list[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    return steps if len(steps) == NODES else None
 
 
 def process_of(box: Box, folder: Path, rank: int) -> int | None:
@@ -107,25 +126,30 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--how", choices=sorted(COMMANDS), default="job")
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="of a job")
+    parser.add_argument("--what", choices=["rank", "node"], default="rank", help="what is lost; a node of a job only")
     args = parser.parse_args()
-    dice = random.Random()
+    dice, spares = random.Random(), args.kills if args.what == "node" else 0
     try:
-        with Box(nodes=NODES) as box:
+        with Box(nodes=NODES + spares) as box:
             folder = box.shared / "kills"
             folder.mkdir()
-            command = prepare(folder, args.how, args.strategy)
+            command = prepare(folder, args.how, args.strategy, spares)
             script = f"#!/bin/bash\ncd {folder}\nexport TOOLKIT_RUNS={folder}/runs\n{command}\n"
             (folder / "job.sh").write_text(script)
-            size = [f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={folder}/log"]
+            size = ["--no-kill", f"--nodes={NODES + spares}", "--ntasks-per-node=1", f"--output={folder}/log"]
             box.run(["sbatch", *size, str(folder / "job.sh")])
-            took = sorted(one_kill(box, folder, dice) for _ in range(args.kills))
+            blows = [one_blow(box, folder, dice, args.what) for _ in range(args.kills)]
     except BoxUnavailable as reason:
         print(f"no Slurm to be had: {reason}")
         return
+    took = sorted(seconds for seconds, _ in blows)
     p99 = took[min(len(took) - 1, round(0.99 * len(took)))]
     what = args.how if args.how == "script" else f"{args.how} with {args.strategy}"
-    print(f"{what}: {len(took)} kills, seconds to the next step of all {NODES} ranks: ", end="")
+    print(f"{what}, {len(took)} times a {args.what}: seconds to the next step of all {NODES} ranks: ", end="")
     print(f"median {statistics.median(took):.2f}, p99 {p99:.2f}, longest {took[-1]:.2f}")
+    if args.how == "job":
+        counts = Counter(again for _, again in blows)
+        print("steps made again: " + ", ".join(f"{count} x {steps}" for steps, count in sorted(counts.items())))
 
 
 if __name__ == "__main__":
