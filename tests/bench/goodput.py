@@ -1,14 +1,15 @@
 """Goodput of a job whose ranks are killed, one a minute: two nodes and a spare in the box, twenty minutes by default.
 
-A step takes 100 ms, most of it a sleep, as if a GPU did the work; a checkpoint is saved every 50 steps, so 5 s. Goodput
-is (steps that count x undisturbed time of a step) / wall time, from the first step that is seen to the end. Steps that
+A step takes 100 ms, most of it a sleep, as if a GPU did the work; a checkpoint is saved every 50 steps, so 5 s. The state
+is in the nodes' memory as well, as `checkpoint.memory_every_steps: auto` has it; `--memory null` leaves that out. Goodput is
+(steps that count x undisturbed time of a step) / wall time, from the first step that is seen to the end. Steps that
 count are those by which the run is further at the end; what was trained again after a failure counts once. The
 undisturbed time of a step, saves included, is measured in the same run until the first failure. What is seen is seen in
 status.json, up to a second late. Imports are, in each new attempt's slowest rank, the time from the process's start to
 the end of its job module's imports (torch and everything of ours): the interpreter's own start is in it, the CUDA
 context of a real job is not.
 
-    python -m tests.bench.goodput [--minutes 20] [--every 60]
+    python -m tests.bench.goodput [--minutes 20] [--every 60] [--memory auto]
 
 torchft publishes 82 % at one failure a minute.
 """
@@ -37,7 +38,7 @@ retry: {max_failures: 100000}
 data: {name: digits, global_batch_size: 64}
 optim: {lr: 0.05}
 train: {epochs: 1000000, eval_every: 10000000, log_every: 50}
-checkpoint: {every_steps: 50}
+checkpoint: {every_steps: 50, memory_every_steps: MEMORY}
 """
 JOB = """
 import os, time
@@ -59,12 +60,12 @@ def main(config):
 """
 
 
-def start(site: Site) -> RunDir:
+def start(site: Site, memory: str) -> RunDir:
     """The running job, at its first step."""
     source = Path(__file__).parents[2] / "jobs"
     jobs = {name: (source / f"{name}.py").read_text() for name in ("classify", "models")}
     project = site.project(**jobs, goodput=JOB)
-    (project / "goodput.yaml").write_text(CONFIG)
+    (project / "goodput.yaml").write_text(CONFIG.replace("MEMORY", memory))
     site.run("toolkit", "submit", "goodput.yaml", cwd=project)
     run = site.only_run()
 
@@ -97,8 +98,8 @@ def imports_s(run: RunDir, attempt: int) -> float:
     return max(float(taken) for log in logs for taken in re.findall(r"imported after ([\d.]+) s", log))
 
 
-def measure(site: Site, minutes: float, every_s: float) -> None:
-    run = start(site)
+def measure(site: Site, minutes: float, every_s: float, memory: str) -> None:
+    run = start(site, memory)
     began, first, recoveries = time.monotonic(), run.step(), list[float]()
     undisturbed_s = 0.0
     while (due := began + every_s * (len(recoveries) + 1)) < began + 60 * minutes:
@@ -122,11 +123,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two failures")
+    parser.add_argument("--memory", default="auto", help="checkpoint.memory_every_steps")
     options = parser.parse_args()
     with Box() as box:
         folder = box.shared / "goodput"
         folder.mkdir()
-        measure(Site(box, folder), options.minutes, options.every)
+        measure(Site(box, folder), options.minutes, options.every, options.memory)
 
 
 if __name__ == "__main__":
