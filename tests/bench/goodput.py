@@ -1,15 +1,16 @@
 """Goodput of a job whose ranks are killed, one a minute: two nodes and a spare in the box, twenty minutes by default.
 
-A step takes 100 ms, most of it a sleep, as if a GPU did the work; a checkpoint is saved every 50 steps, so 5 s. The state
-is in the nodes' memory as well, as `checkpoint.memory_every_steps: auto` has it; `--memory null` leaves that out. Goodput is
-(steps that count x undisturbed time of a step) / wall time, from the first step that is seen to the end. Steps that
-count are those by which the run is further at the end; what was trained again after a failure counts once. The
-undisturbed time of a step, saves included, is measured in the same run until the first failure. What is seen is seen in
-status.json, up to a second late. Imports are, in each new attempt's slowest rank, the time from the process's start to
-the end of its job module's imports (torch and everything of ours): the interpreter's own start is in it, the CUDA
-context of a real job is not.
+A step takes 100 ms, most of it a sleep, as if a GPU did the work; a checkpoint is saved every 50 steps, so 5 s. The
+state is kept in the nodes' memory as well, as often as `checkpoint.memory_every_steps` is told by `--memory`.
 
-    python -m tests.bench.goodput [--minutes 20] [--every 60] [--memory auto]
+Goodput is (steps that count x undisturbed time of a step) / wall time, from the first step that is seen to the end.
+Steps that count are those by which the run is further at the end; what was trained again after a failure counts once.
+The undisturbed time of a step, saves included, is measured in the same run until the first failure. What is seen is
+seen in status.json, up to a second late. Imports are, in each new attempt's slowest rank, the time from the process's
+start to the end of its job module's imports (torch and everything of ours): the interpreter's own start is in it, the
+CUDA context of a real job is not.
+
+    python -m tests.bench.goodput [--minutes 20] [--every 60] [--memory auto|null|1]
 
 torchft publishes 82 % at one failure a minute.
 """

@@ -159,6 +159,7 @@ class Agents:
         self._starting: dict[str, float] = {}  #: since when
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
         self._next_heartbeat = 0.0
+        self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
         self._is_closed = threading.Event()
         self._all_left = threading.Event()
         self.silent_hosts: frozenset[str] = frozenset()
@@ -308,7 +309,7 @@ class Agents:
         job = self._allocation
         address = self._at.address or job.hosts[0]
         command = batch_host_watch.command(self._run, job, address, self._at.port, os.getpid())
-        return {"do": "watch", "command": command, "turn": len(job.hosts) - 1 - job.hosts.index(host)}
+        return {"do": "watch", "command": command, "turn": self._turns[host]}
 
     # what the links tell
 
