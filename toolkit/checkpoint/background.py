@@ -1,7 +1,7 @@
-"""Saving while the training goes on: the loop waits for a copy into kept buffers only, a thread writes and commits.
+"""Saving while the training goes on: the loop waits only for a copy into kept buffers; a thread writes and commits.
 
-The buffers are ours and stay: memory that is new costs a page fault every 4 KB, ten times the copy itself. Host memory
-for CUDA tensors is page-locked, so that the copies are only enqueued; the thread waits for them.
+The buffers belong to this module and are reused: new memory costs a page fault every 4 KB, ten times the copy itself.
+Host memory for CUDA tensors is page-locked, so that the copies are only enqueued; the thread waits for them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from toolkit.errors import CheckpointError
 
 
 class Staging:
-    """The buffers of one rank."""
+    """The staging buffers of one rank."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, state: State, rank: int) -> tuple[State, Callable[[], None]]:
-        """What ``rank`` has to write of ``state`` as it is now, and a call that waits until the copy is complete.
+        """Copy what ``rank`` has to write of ``state`` as it is now.
 
-        The next call overwrites it.
+        Returns the copy, and a callable that waits until it is complete. The next call overwrites the copy.
         """
         own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
         staged = {name: dataclasses.replace(entry, value=self._copy(name, entry)) for name, entry in own.items()}
@@ -47,7 +47,7 @@ class Staging:
         kept = self._buffers.get(name)
         if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
             kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
-        if live.is_contiguous():  # as bytes: some types of torch (int1) have no copy of their own
+        if live.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
             kept.view(-1).view(torch.uint8).copy_(live.view(-1).view(torch.uint8), non_blocking=True)
         else:
             kept.copy_(live, non_blocking=True)
@@ -55,7 +55,7 @@ class Staging:
 
 
 class Line:
-    """A store client of a save's own: a client serves one call at a time. Once it is cut, every call is refused."""
+    """A store client for one save alone: a client serves one call at a time. Once it is cut, every call is refused."""
 
     def __init__(self, client: KeyValue) -> None:
         self._client = client
@@ -80,9 +80,12 @@ class Line:
 
 
 class Flight:
-    """One save that is being written. ``write`` runs in a thread of its own; a CheckpointError is its outcome, too."""
+    """One save that is being written by a thread of its own.
 
-    #: For an fsync that cannot be called off.
+    ``write`` runs in that thread. A CheckpointError is stored in ``error`` instead of raised.
+    """
+
+    #: Seconds that `abandon` waits: an fsync cannot be interrupted.
     LONGEST_END_S = 5.0
 
     def __init__(self, step: int, line: Line | None, write: Callable[[], Path]) -> None:
@@ -104,22 +107,22 @@ class Flight:
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is the one that writes."""
+        """True if the calling thread is the one that writes."""
         return threading.current_thread() is self._thread
 
     def refuse_if_cancelled(self) -> None:
-        """Between two pieces of a file. Raises CheckpointError, of which all ranks hear."""
+        """Raise CheckpointError, which all ranks hear of, if cancelled. Call it between two pieces of a file."""
         if self.is_cancelled:
             raise CheckpointError("given up for a stop, which saves a later step")
 
     def land(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the save."""
         self._thread.join()
 
     def abandon(self) -> None:
-        """Give it up without a word to the others, who may be dead.
+        """Give the save up without telling the other ranks, which may have died.
 
-        An interpreter that ends while a thread is in a call of torch's store aborts the process, which leaves a core
+        An interpreter that ends while a thread is in a call of torch's store aborts the process. That leaves a core
         file and hides the error that ended it.
         """
         self.is_cancelled = True

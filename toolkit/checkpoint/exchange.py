@@ -1,7 +1,7 @@
 """A conversation between rank 0 and the others over a key-value store: rank 0 tells, the others report.
 
-A save or a load is one conversation. No collective is in it: one beside the training's own hangs as soon as two ranks
-order them differently, and a save that lost a rank could not say which.
+A save or a load is one conversation. It uses no collective: a collective beside the training's own hangs as soon as two
+ranks order them differently, and a save that lost a rank could not say which.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any, Protocol
 
 from toolkit.errors import CheckpointError
 
-#: Between two looks of a rank that waits: at first, at most, and at most where there are very many ranks.
+#: Seconds between two checks of a rank that waits: at first, at most, and at most with very many ranks.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_OF_ALL_S = 0.001, 0.1, 10.0
-#: Looks of all waiting ranks together. One takes the store 15 microseconds, and it has one core.
+#: Checks of all waiting ranks together. One takes the store 15 microseconds, and it has one core.
 _LOOKS_A_SECOND = 5000
 
 
 class KeyValue(Protocol):
-    """What is needed of a store; `torch.distributed.Store` has it."""
+    """The calls needed of a store; `torch.distributed.Store` has them."""
 
     def set(self, key: str, value: str, /) -> None:
         """Make `value` visible to every rank."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that is there."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there, without waiting."""
+        """Return True if all keys are there, without waiting."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key. Return True if it was there."""
 
 
 class Exchange:
-    """One conversation. With `world_size` 1 nothing is said and `kv` may be None.
+    """One conversation. With `world_size` 1 no message is sent and `kv` may be None.
 
-    `topic` and `number` give the keys. All ranks must hold the same, and no earlier conversation in this store may have
-    had them. A waiting rank asks again and again instead of blocking in the store, whose client serves one call at a
-    time: progress reports and stop requests go on meanwhile, signal handlers run, and a save can be given up. The more
-    ranks wait, the less often each asks.
+    `topic` and `number` give the keys. All ranks must pass the same ones, and no earlier conversation in this store may
+    have used them. A waiting rank polls instead of blocking in the store, whose client serves one call at a time:
+    progress reports and stop requests go on meanwhile, signal handlers run, and a save can be given up. The more ranks
+    wait, the less often each polls.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Exchange:
         self._number = number
         self._timeout_s = timeout_s
         self._lost = lost  #: ranks that have died; it may grow
-        #: The others wait for rank 0, all at once; rank 0 waits for one after the other.
+        #: The others wait for rank 0 all at once; rank 0 waits for one after the other.
         waiting = 1 if rank == 0 else world_size
         longest_s = min(_LONGEST_OF_ALL_S, max(_LONGEST_PAUSE_S, waiting / _LOOKS_A_SECOND))
         self._first_pause_s, self._longest_pause_s = _FIRST_PAUSE_S * longest_s / _LONGEST_PAUSE_S, longest_s
@@ -73,14 +73,15 @@ class Exchange:
         self._round = itertools.count()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Rank 0: say something to all others."""
+        """Send a message to all other ranks. Only rank 0 calls this."""
         if self._kv and self._others:
             self._kv.set(self._key(f"told/{next(self._told)}"), json.dumps(message))
 
     def listen(self) -> dict[str, Any]:
-        """Others: the next thing that rank 0 says; CheckpointError if that is an error, or nothing in time.
+        """Return the next message of rank 0. Only the others call this.
 
-        They wait twice as long as rank 0, which knows which rank is missing and says so.
+        Raises CheckpointError if the message is an error, or none comes in time. The others wait twice as long as rank
+        0, which knows which rank is missing and says so.
         """
         key = self._key(f"told/{next(self._told)}")
         message = self._await(key, time.monotonic() + 2 * self._timeout_s)
@@ -94,15 +95,19 @@ class Exchange:
         return message
 
     def report(self, message: Mapping[str, Any]) -> None:
-        """Others: answer rank 0. A message with the key `error` makes rank 0's `gather` fail."""
+        """Answer rank 0. Only the others call this. The key `error` in a message makes rank 0's `gather` fail."""
         assert self._kv
         self._kv.set(self._key(f"reports/{next(self._round)}/{self._rank}"), json.dumps(message))
 
     def gather(self) -> dict[int, dict[str, Any]]:
-        """Rank 0: what every other rank reported; CheckpointError naming the ranks that failed or stayed silent."""
+        """Return what every other rank reported. Only rank 0 calls this.
+
+        Raises CheckpointError that names the ranks that failed or did not answer. A rank in ``lost`` has no report.
+        """
         number, deadline = next(self._round), time.monotonic() + self._timeout_s
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
         found = {rank: self._await(key, deadline, rank) for rank, key in keys.items()}
+        # The reports are read, and all ranks are in this conversation: the older keys are not needed any more.
         self._forget([*keys.values()])
         self._forget_previous()
         reports = {rank: message for rank, message in found.items() if message is not None}
@@ -118,7 +123,10 @@ class Exchange:
             raise CheckpointError("; ".join(troubles))
 
     def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
-        """The message under `key`, or None when it is not there by `deadline` (asked at least once), or never comes."""
+        """Return the message under `key`; None if it is not there by `deadline`, or if `sender` has died.
+
+        The store is asked at least once. Raises CheckpointError for a value that is not a message.
+        """
         assert self._kv
         pause_s = self._first_pause_s
         while not self._kv.check([key]):
@@ -138,14 +146,14 @@ class Exchange:
         return f"{self._topic}/{self._number if number is None else number}/{name}"
 
     def _forget(self, keys: list[str]) -> None:
-        """Delete keys where the store can; a store that cannot keeps a few hundred bytes for each save."""
+        """Delete keys where the store can. Other stores keep a few hundred bytes for each save."""
         for key in keys:
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 assert self._kv
                 self._kv.delete_key(key)
 
     def _forget_previous(self) -> None:
-        """Delete what rank 0 told in the previous conversation: all are in this one, so all have heard it."""
+        """Delete what rank 0 told in the previous conversation. All ranks are in this one, so all have read it."""
         with contextlib.suppress(NotImplementedError, RuntimeError):
             told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
             while self._kv and self._kv.delete_key(next(told)):
@@ -154,7 +162,7 @@ class Exchange:
 
 @contextlib.contextmanager
 def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
-    """Rank 0: whatever fails inside is told to all ranks, and raised here as the same CheckpointError."""
+    """Tell all ranks of any failure inside, and raise it here as the same CheckpointError. Only rank 0 uses this."""
     try:
         yield
     except Exception as error:
@@ -164,5 +172,5 @@ def failures_told(talk: Exchange, doing: str) -> Iterator[None]:
 
 
 def describe(error: Exception) -> str:
-    """One line; our own messages speak for themselves, others need their type."""
+    """Return one line about the error. The toolkit's own messages need no type name, others do."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

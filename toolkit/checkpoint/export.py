@@ -1,8 +1,8 @@
 """A checkpoint as a file that other programs read: safetensors, torch.save's, or a folder of torch's DCP.
 
-Every byte that is read has its digest verified, and tensors that ranks shared are whole again. A safetensors file is
-written one tensor at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of length, a JSON header, the
-bytes without gaps); the other two writers want all tensors in memory.
+The digest of every byte read is verified, and tensors that were sharded over ranks are whole again. A safetensors file
+is written one tensor at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of length, a JSON header, the
+bytes without gaps). The other two writers need all tensors in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.checkpoint import tensors, whole
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
 from toolkit.errors import CheckpointError, listing
 
-#: safetensors' names of the types that it has.
+#: safetensors' names of the dtypes that it has.
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -42,12 +42,14 @@ def export(
     everything: bool = False,
     weights: str | None = None,
 ) -> tuple[int, str]:
-    """Write the checkpoint in ``folder`` as the new ``target``, all or nothing; returns how many tensors, and which.
+    """Write the checkpoint in ``folder`` as the new ``target``, all or nothing.
 
-    The model's tensors under the model's own names, so that ``model.load_state_dict`` takes them; ``weights`` as
-    ``whole.model_tensors`` has it. ``everything``: all tensors under the checkpoint's names (``model/...``,
-    ``optim/...``), and the values that are no tensors where ``form`` can hold them unpickled: not in a DCP folder.
-    CorruptCheckpointError for damage; CheckpointError where there is nothing to write, or it cannot be written.
+    Returns the number of tensors, and which: AVERAGE, RAW or "all".
+
+    The model's tensors get the model's own names, so that ``model.load_state_dict`` takes them; ``weights`` as in
+    ``whole.model_tensors``. ``everything``: all tensors under the checkpoint's names (``model/...``, ``optim/...``),
+    and the values that are not tensors where ``form`` can hold them unpickled: not in a DCP folder. Raises
+    CorruptCheckpointError for damage, CheckpointError where there is nothing to write or it cannot be written.
     """
     chosen, records = whole.model_tensors(manifest.tensors, weights)
     if everything:
@@ -62,7 +64,7 @@ def export(
 
 @contextmanager
 def _write_errors(target: Path) -> Iterator[None]:
-    """Turn what the disk says, and torch wraps into a RuntimeError, into a CheckpointError."""
+    """Turn an OSError, or a RuntimeError that torch wraps around one, into a CheckpointError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -74,7 +76,7 @@ def _write_errors(target: Path) -> Iterator[None]:
 
 
 class _Content:
-    """What is to be written."""
+    """The tensors and values to be written, and what the file says about itself."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, records: Mapping[str, TensorRecord], run: str, chosen: str
@@ -86,16 +88,16 @@ class _Content:
         self.about = {**about, **manifest.versions}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read it now."""
+        """Read one tensor now."""
         return whole.read(self.folder, name, self.records[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All at once."""
+        """Read all tensors at once."""
         return {name: self.tensor(name) for name in self.records}
 
 
 def _write_safetensors(path: Path, content: _Content) -> None:
-    """Wide types first, as the package's own writer has them: then every tensor is aligned."""
+    """Write a safetensors file. Wide dtypes come first, as in the package's own writer, to align every tensor."""
     widths = {name: whole.dtype_of(content.folder, name, record).itemsize for name, record in content.records.items()}
     names = sorted(widths, key=lambda name: (-widths[name], name))
     fsio.write_stream(path, _stream(names, widths, content))
@@ -103,6 +105,7 @@ def _write_safetensors(path: Path, content: _Content) -> None:
 
 def _stream(names: list[str], widths: Mapping[str, int], content: _Content) -> Iterator[bytes | memoryview]:
     values = {"values": json.dumps(content.values)} if content.values else {}
+    # The header needs the place of every tensor, so it is complete before the first one is read.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **content.about, **values}}
     end = 0
     for name in names:
@@ -134,9 +137,9 @@ def _write_dcp(path: Path, content: _Content) -> None:
 
     found = content.tensors()
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        with warnings.catch_warnings(action="ignore"):  # about the missing process group
             save(found, storage_writer=FileSystemWriter(fsio.make_dir(path)), no_dist=True)
-    except CheckpointException as error:  # no Exception to Python
+    except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error)) from None
 
 

@@ -1,20 +1,20 @@
 """The manifest of a checkpoint, format version 1: what is in the folder, and the digests that prove it.
 
-A checkpoint folder holds one `rank-00000.bin` per rank that wrote (tensors one after the other, raw little-endian
-bytes without gaps), perhaps a folder of files that a library wrote, and `manifest.json`:
+A checkpoint folder holds one `rank-00000.bin` per rank that wrote (tensors one after the other, raw little-endian bytes
+without gaps), perhaps a folder of files that a library wrote, and `manifest.json`:
 
     {"format": 1, "crc32": "89abcdef", "manifest":
     { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...} }
     }
 
-The first line stays the same in every later version. Its crc32 is that of the version and the text below it, so each
-byte of the folder is under a digest. A manifest is data from outside: it is never unpickled, file names other than
-`rank-*.bin` and paths below the folder are refused, and every range is checked against the file's real size before
-memory is taken for it. A library's file is a tensor of bytes, named `file/<path>`, which fills it.
+The first line stays the same in every later version. Its crc32 covers the version and the text below it, so each byte
+of the folder is under a digest. A manifest is untrusted data: it is never unpickled, file names other than `rank-*.bin`
+and paths below the folder are refused, and every range is checked against the file's real size before memory is
+allocated for it. A library's file is a tensor of bytes, named `file/<path>`, that fills the whole file.
 
-A next version counts `FORMAT` up, and `decode` still takes every version before it: it turns the fields of an older one
-into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version is kept
-with the tests, its bytes never made again, and must load bit for bit.
+A later version increases `FORMAT`, and `decode` must still read every version before it: it turns the fields of an
+older one into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version
+is kept with the tests. Its bytes are never generated again, and it must load bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from toolkit.errors import CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
-#: What the names of tensors begin with that are a library's files. It reads them itself.
+#: Prefix of the names of tensors that are a library's files. The library reads them itself.
 FILES = "file/"
 _HEAD = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "manifest":\n')
 _TAIL = b"\n}\n"
@@ -46,10 +46,10 @@ _CHUNK_BYTES = 1 << 24
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The files are not what was written; an older checkpoint may still be good."""
+    """An error for files that are not what was written. An older checkpoint may still be good."""
 
 
-#: The folder of parts in memory: their files are numbers of descriptors of this process.
+#: The folder of parts in memory. Their file names are numbers of this process's descriptors.
 IN_MEMORY = Path("/proc/self/fd")
 
 
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor: `kind`, torch's name of its type without `torch.`, its global shape and the parts that cover it."""
+    """One tensor: `kind`, torch's dtype name without `torch.`, its global shape and the parts that cover it."""
 
     kind: str
     dtype: str
@@ -77,7 +77,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ValueRecord:
-    """A value that is no tensor; `rank` is the one that wrote it."""
+    """A value that is not a tensor; `rank` is the rank that wrote it."""
 
     kind: str
     rank: int
@@ -86,7 +86,7 @@ class ValueRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the tensors' bytes."""
+    """Everything about a checkpoint except the tensors' bytes."""
 
     step: int
     world_size: int
@@ -97,7 +97,7 @@ class Manifest:
     values: Mapping[str, ValueRecord]
 
     def encode(self) -> bytes:
-        """The bytes of the manifest's file."""
+        """Return the content of the manifest's file. Raises CheckpointError for a value that is not JSON."""
         try:
             body = json.dumps(self, default=vars)  # dataclasses.asdict copies, and an indent takes the slow encoder
         except (TypeError, ValueError) as error:
@@ -117,13 +117,14 @@ def _frame(version: int, body: bytes) -> bytes:
 
 
 def decode(raw: bytes, where: Path) -> Manifest:
-    """The manifest in the file content `raw`.
+    """Return the manifest in the file content `raw`.
 
-    CorruptCheckpointError when a byte is wrong; CheckpointError when a newer version of this package wrote it.
+    Raises CorruptCheckpointError when a byte is wrong, CheckpointError when a newer version of this package wrote it.
     """
     head = _HEAD.match(raw)
     version = int(head[1]) if head else 0
     body = raw[head.end() : -len(_TAIL)] if head else b""
+    # Building the file again from its parts compares the crc32 and every byte around the body.
     if raw != _frame(version, body):
         raise CorruptCheckpointError(f"{where} is damaged: its content does not match its own crc32")
     if version > FORMAT:
@@ -137,12 +138,12 @@ def decode(raw: bytes, where: Path) -> Manifest:
         raise CorruptCheckpointError(f"{where} is no manifest of format {FORMAT}: {error!r}") from error
 
 
-#: What :func:`_parse` raises of JSON of another shape.
+#: What :func:`_parse` raises for JSON of another shape.
 _OF_ANOTHER_SHAPE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _parse(fields: Any) -> Manifest:
-    """Build the dataclasses, every number and name checked; ValueError, TypeError or KeyError for what is wrong."""
+    """Build the dataclasses and check every number and name. Raises one of `_OF_ANOTHER_SHAPE` for what is wrong."""
     manifest = Manifest(
         step=_count(fields["step"]),
         world_size=_count(fields["world_size"]),
@@ -157,7 +158,7 @@ def _parse(fields: Any) -> Manifest:
 
 
 def _meta(fields: Any) -> dict[str, Any]:
-    """Return ``fields``, of which commands read the metrics and the identity of the run."""
+    """Return ``fields``; check the metrics and the identity of the run, which commands read."""
     for number in (fields.get("metrics") or {}).values():
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
             raise ValueError(f"the metric {number!r} is no number")
@@ -166,7 +167,7 @@ def _meta(fields: Any) -> dict[str, Any]:
 
 
 def parse_tensor(record: Any) -> TensorRecord:
-    """A `TensorRecord` from JSON, checked; ValueError, TypeError or KeyError for what is wrong."""
+    """Return a checked `TensorRecord` from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
     return TensorRecord(
         kind=_kind(record["kind"]),
         dtype=str(record["dtype"]),
@@ -176,7 +177,7 @@ def parse_tensor(record: Any) -> TensorRecord:
 
 
 def parse_value(record: Any) -> ValueRecord:
-    """A `ValueRecord` from JSON, checked; ValueError, TypeError or KeyError for what is wrong."""
+    """Return a checked `ValueRecord` from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
     return ValueRecord(kind=_kind(record["kind"]), rank=_count(record["rank"]), value=record["value"])
 
 
@@ -208,12 +209,12 @@ def _counts(numbers: Any) -> tuple[int, ...]:
 
 
 def file_name(rank: int) -> str:
-    """The file that `rank` writes."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.bin"
 
 
 def library_files(folder: Path) -> dict[str, TensorRecord]:
-    """Return the records of the files that a library has written into folders of `folder`, and flush them to disk."""
+    """Return the records of the files that a library wrote into folders of `folder`, and flush them to disk."""
     records: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
@@ -230,16 +231,17 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
 
 
 def _file_name(name: Any) -> str:
-    """`name` if it is one that `writer` gives, or a path below the folder; others could point outside it."""
+    """Return `name` if `writer` could have given it or it is a path below the folder. Others could point outside."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} is not of the form rank-00000.bin")
     return name
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Parts must lie end to end in their files (no byte outside a digest) and cover their tensors."""
+    """Check that parts lie end to end in their files and cover their tensors. So no byte is outside a digest."""
     ends = dict.fromkeys(manifest.files, 0)
     parts = [part for record in manifest.tensors.values() for part in record.parts]
+    # The next part of a file must begin where the one before ended.
     for part in sorted(parts, key=lambda part: (part.file, part.start, part.size_bytes)):
         if ends[part.file] != part.start:
             raise ValueError(f"{part.file} has a gap or an overlap at byte {part.start}")
@@ -251,12 +253,13 @@ def _check_layout(manifest: Manifest) -> None:
 
 
 def check_cover(name: str, record: TensorRecord) -> None:
-    """ValueError unless the parts are disjoint rectangles that fill the tensor."""
+    """Raise ValueError unless the parts are disjoint rectangles that fill the tensor."""
     for part in record.parts:
         if not len(part.offsets) == len(part.shape) == len(record.shape):
             raise ValueError(f"{name}: part {part.shape} at {part.offsets} of {record.shape}: dimensions differ")
         if any(o + s > whole for o, s, whole in zip(part.offsets, part.shape, record.shape, strict=True)):
             raise ValueError(f"{name}: part {part.shape} at {part.offsets} stands outside {record.shape}")
+    # Parts inside the tensor that add up to its size and share no element leave no gap.
     filled = sum(math.prod(part.shape) for part in record.parts)
     if not record.parts or filled != math.prod(record.shape) or _meet(record.parts):
         raise ValueError(f"{name}: {len(record.parts)} parts of {filled} elements do not make up {record.shape}")
@@ -265,16 +268,19 @@ def check_cover(name: str, record: TensorRecord) -> None:
 def _meet(parts: tuple[Part, ...]) -> bool:
     """True if two of the rectangles share an element.
 
-    Along the dimension with the most cuts only neighbours can meet, so the time grows with the parts, not their square.
+    Only neighbors along the dimension with the most cuts can meet, so the time grows with the number of parts, not with
+    its square.
     """
     solid = [part for part in parts if math.prod(part.shape)]
     if not solid or not solid[0].shape:
+        # A tensor without dimensions has one element: two parts of it always meet.
         return len(solid) > 1
     axis = max(range(len(solid[0].shape)), key=lambda dim: len({part.offsets[dim] for part in solid}))
     solid.sort(key=lambda part: part.offsets[axis])
     for index, p in enumerate(solid):
         for other in range(index + 1, len(solid)):
             q = solid[other]
+            # The parts are sorted: no later one can reach back to p.
             if q.offsets[axis] >= p.offsets[axis] + p.shape[axis]:
                 break
             if all(a < b + n and b < a + m for a, m, b, n in zip(p.offsets, p.shape, q.offsets, q.shape, strict=True)):
@@ -283,14 +289,14 @@ def _meet(parts: tuple[Part, ...]) -> bool:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`; CheckpointError as in `decode`, or when it cannot be read."""
+    """Return the manifest of the checkpoint in `folder`. Raises CheckpointError as `decode` does, or if unreadable."""
     path = folder / NAME
     with unreadable_is_corrupt(path):
         return decode(path.read_bytes(), path)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """CorruptCheckpointError unless every file is there with the size that the manifest gives."""
+    """Raise CorruptCheckpointError unless every file is there with the size that the manifest gives."""
     for name, size_bytes in manifest.files.items():
         with unreadable_is_corrupt(folder / name):
             found = (folder / name).lstat().st_size
@@ -299,7 +305,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Read every byte; CorruptCheckpointError naming the first tensor whose bytes are not those written."""
+    """Read every byte. Raises CorruptCheckpointError with the name of the first tensor whose bytes are wrong."""
     check_sizes(folder, manifest)
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for name, record in manifest.tensors.items():
@@ -318,7 +324,7 @@ def _crc_of(file: FileIO, size_bytes: int, buffer: memoryview) -> int:
 
 
 def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
-    """CorruptCheckpointError unless the crc32 found is that of the part."""
+    """Raise CorruptCheckpointError unless the crc32 found is that of the part."""
     if found != part.crc32:
         raise CorruptCheckpointError(
             f"{folder / part.file} is damaged: {name} (bytes {part.start} to {part.start + part.size_bytes}) "
@@ -328,7 +334,8 @@ def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
 
 @contextmanager
 def open_part(folder: Path, part: Part) -> Iterator[FileIO]:
-    """The part's file, positioned at its first byte. A symbolic link is refused: it could lead outside the folder."""
+    """Yield the part's file, positioned at its first byte. Refuse a symbolic link: it could lead outside the folder."""
+    # The entries of /proc/self/fd are links, and this process itself has opened their files.
     no_link = 0 if folder == IN_MEMORY else os.O_NOFOLLOW
     fd = os.open(folder / part.file, os.O_RDONLY | no_link | os.O_CLOEXEC)
     with os.fdopen(fd, "rb", buffering=0) as file:
@@ -338,7 +345,7 @@ def open_part(folder: Path, part: Part) -> Iterator[FileIO]:
 
 @contextmanager
 def unreadable_is_corrupt(path: Path) -> Iterator[None]:
-    """Turn an OSError into CorruptCheckpointError: for the reader a file that is gone is as bad as a damaged one."""
+    """Turn an OSError into a CorruptCheckpointError: for a reader a missing file is as bad as a damaged one."""
     try:
         yield
     except OSError as error:

@@ -2,14 +2,14 @@
 
 A state has two kinds of parts: what all ranks have in common, and what each rank alone has. The first rank of each node
 copies the common part into files that its node's agent holds (toolkit.agent.state_memory), and each rank its own part.
-Then, while the training goes on, each rank sends its own part to the rank with the same place on the next node, the
-partner. So one node may be lost, and every part of the newest step is still somewhere.
+Then each rank sends its own part to its partner while the training goes on. The partner is the rank with the same place
+on the next node. So one node may be lost, and every part of the newest step still exists.
 
 Each part has two files, written in turn. The ranks meet between :meth:`Memory.wait` and :meth:`Memory.write`: before
 any rank overwrites the older state, the newer one is complete on all ranks and all partners.
 
-At the next start the ranks tell rank 0 what their nodes hold. It picks the newest step of which all parts are there,
-and has those parts sent that a rank's own node lacks: a spare holds nothing, and ranks may stand elsewhere than before.
+At the next start the ranks report to rank 0 what their nodes hold. It picks the newest step of which all parts exist,
+and has parts sent to the nodes that lack them: a spare holds nothing, and ranks may be on other nodes than before.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from toolkit.dist.state import Entry, Json, Replicated, Sharded, State
 from toolkit.errors import CheckpointError, ToolkitError, listing
 
 KEY = "checkpoint.memory_every_steps"
-#: The ranks wait for each other this long at a start.
+#: Seconds that the ranks wait for each other at a start.
 _TIMEOUT_S = 600.0
-#: Between two looks of a rank that waits for a part.
+#: Seconds between two checks of a rank that waits for a part.
 _LOOK_S = 0.02
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank stands, and the files that its node's agent holds for all ranks there."""
+    """The place of a rank, and the files that its node's agent holds for all ranks there."""
 
     rank: int
     world_size: int
@@ -73,56 +73,59 @@ class Seat:
 
     @staticmethod
     def of_environment(rank: int, world_size: int, environ: Mapping[str, str]) -> Seat:
-        """Read the variables of torchrun, and the agent's."""
+        """Read torchrun's variables and the agent's."""
         local_rank, local_world_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
         files = state_memory.paths_of(environ.get(state_memory.VARIABLE, ""))
         return Seat(rank, world_size, local_rank, local_world_size, files)
 
     @property
     def node(self) -> int:
-        """The first rank of this node."""
+        """Return the first rank of this node."""
         return self.rank - self.local_rank
 
     @property
     def shared(self) -> Sequence[str]:
-        """The files of what all ranks have in common."""
+        """Return the files for what all ranks have in common."""
         return self.files[: state_memory.FILES_A_NODE]
 
     @property
     def own(self) -> Sequence[str]:
-        """Two files of this rank's own part."""
+        """Return the two files for this rank's own part."""
         start = state_memory.FILES_A_NODE + state_memory.FILES_A_RANK * self.local_rank
         return self.files[start : start + 2]
 
     @property
     def partner(self) -> Sequence[str]:
-        """Two files of a part of a rank on another node."""
+        """Return the two files for the part of a rank on another node."""
         start = state_memory.FILES_A_NODE + state_memory.FILES_A_RANK * self.local_rank
         return self.files[start + 2 : start + 4]
 
 
 class Memory:
-    """One rank's part in it."""
+    """One rank's copies of the state: its own part, its partner's, and for a node's first rank the common part."""
 
     def __init__(self, seat: Seat, attempt: int, address: str | None = None) -> None:
-        """``address``: of this node on the ranks' network; None where all ranks are on one. Raises OSError."""
+        """Open the rank's files. Raises OSError.
+
+        ``address`` is this node's on the ranks' network; None where all ranks are on one node.
+        """
         self._seat, self._attempt, self._address = seat, attempt, address
-        self.is_usable = bool(seat.files)  #: after :meth:`load`: all ranks have files
+        self.is_usable = bool(seat.files)  #: after :meth:`load`: True if all ranks have files
         self._own, self._partner = Pair(seat.own), Pair(seat.partner)
         self._shared = Pair(seat.shared) if seat.local_rank == 0 else None
         self._receiver: Receiver | None = None
         self._arrived: list[Role] = []  #: the parts to be loaded that have come
-        self._loaded: Moment | None = None  #: the moment that this attempt goes on from
+        self._loaded: Moment | None = None  #: the moment that this attempt resumes from
         self._partner_told: Mapping[str, Any] | None = None
         self._sender: Sender | None = None
         self._completing: threading.Thread | None = None
-        self._is_sealed = threading.Event()  #: what was written last is complete here
+        self._is_sealed = threading.Event()  #: set when the last state written is complete on this node
         self._is_closing = False
-        self.background_s = 0.0  #: how long the last copy took to be complete, here and on the partner
+        self.background_s = 0.0  #: seconds until the last copy was complete, here and on the partner
 
     @staticmethod
     def of_this_rank(rank: int, world_size: int, attempt: int, environ: Mapping[str, str]) -> Memory:
-        """Open the files that our agent holds for us. Where it holds none there is a warning, and no rank has any."""
+        """Open the files that the agent holds for this rank. Without files, log a warning: then no rank uses any."""
         seat = Seat.of_environment(rank, world_size, environ)
         try:
             if seat.files:
@@ -138,15 +141,16 @@ class Memory:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def wait(self) -> float:
-        """Wait until what was written last is complete, here and on the partner; return the seconds."""
+        """Wait until the last state written is complete, here and on the partner. Return the seconds."""
         started = time.monotonic()
         if self._completing is not None:
             self._completing.join()
         return time.monotonic() - started
 
     def shortage(self, state: State) -> str | None:
-        """Return why the copies of ``state`` do not fit into the node's memory; None, logging their size, if so."""
+        """Return why copies of ``state`` do not fit into the node's memory, or None. Log their size if they fit."""
         (_, shared), (_, own) = (_layout(part) for part in _split(state))
+        # Two files for each part, and two more for the partner's where there is a partner.
         copies = 4 if self._partner_told is not None else 2
         ranks = self._seat.local_world_size
         held = sum(_held_bytes(path) for path in self._seat.files)
@@ -162,10 +166,10 @@ class Memory:
         )
 
     def write(self, step: int, state: State, meta: Mapping[str, Json]) -> float:
-        """Copy ``state`` as it is after ``step`` steps, and return the seconds that new memory took beside.
+        """Copy ``state`` as it is after ``step`` steps. Return the seconds that allocating memory took besides.
 
-        All ranks have returned from :meth:`wait`. Digests are made, and the partner's copy, by a thread while the
-        training goes on.
+        Call it when all ranks have returned from :meth:`wait`. A thread computes the digests and makes the partner's
+        copy while the training goes on.
         """
         shared, own = _split(state)
         is_on_gpu = any(isinstance(entry.value, torch.Tensor) and entry.value.is_cuda for entry in state.values())
@@ -178,12 +182,14 @@ class Memory:
         parts = [_Part(self._own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
         if self._shared is not None:
             parts.insert(0, _Part(self._shared, shared, {**about, "of": None}, self._seat.rank))
+        # Allocating is timed apart: it happens once, and would make the copy look slow.
         started = time.monotonic()
         for part in parts:
             part.open(pinned=is_on_gpu)
         opened_s = time.monotonic() - started
         for part in parts:
             part.copy()
+        # Copies from a GPU are only enqueued here; the thread waits for them.
         wait_for_gpu = _event() if is_on_gpu else None
         started = time.monotonic()
         self._is_sealed.clear()
@@ -195,6 +201,7 @@ class Memory:
                 for part in parts:
                     part.seal()
             finally:
+                # :meth:`close` waits for this only: the partner may have died.
                 self._is_sealed.set()
             self._send_to_partner(parts[-1].file, step)
             self.background_s = time.monotonic() - started
@@ -211,12 +218,13 @@ class Memory:
                 self._sender = Sender(self._partner_told)
             self._sender.send(file, Role.PARTNER)
         except (OSError, EOFError) as error:
+            # Lose the partner's copy, not the training.
             if not self._is_closing:
                 log.warning("from step %d on another node has no copy of this rank's state: %s", step, error)
             self._partner_told = None
 
     def close(self) -> None:
-        """Wait until what was written last is complete here, and no longer for the partner, who may be dead."""
+        """Wait until the last state written is complete here. Do not wait for the partner, which may have died."""
         self._is_closing = True
         if self._completing is not None:
             self._is_sealed.wait()
@@ -224,7 +232,7 @@ class Memory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = None  # it knows us: neither would go
+            self._receiver = None  # it refers to this object: neither would be freed
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -233,19 +241,21 @@ class Memory:
     ) -> Loaded | None:
         """Fill ``places`` with the newest state that the ranks' nodes hold, if its step is above ``newer_than``.
 
-        Every rank calls it once, before it writes, and all return a state, or all None. Where one rank finds its copy
-        damaged nothing of it is to be used: what was filled is to be filled from a checkpoint. ``newer_than`` is rank
-        0's to know.
+        Every rank calls it once, before it writes, and all return a state, or all None. None also means that a rank
+        found its copy damaged: what was filled by then must be filled again from a checkpoint. Only rank 0's
+        ``newer_than`` counts.
         """
         rank, world_size = self._seat.rank, self._seat.world_size
         topic = f"memory/{self._attempt}"
         talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=1, timeout_s=_TIMEOUT_S)
+        # Publish where others can send to, before anyone is asked to send.
         if self._address is not None and kv is not None:
             self._receiver = Receiver(self._address, self._place, self._take)
             kv.set(self._key(rank), json.dumps(self._receiver.told))
         with nullcontext() if rank else failures_told(talk, "no state was loaded from memory"):
             agreed = self._agree(talk, newer_than or 0)
             if agreed.has_partners and kv is not None:
+                # All ranks learn the same plan, so they take the same branches below.
                 self._partner_told = self._told(kv, (rank + self._seat.local_world_size) % world_size)
             self.is_usable = not agreed.without
             if agreed.without and not rank and self._seat.files:
@@ -280,17 +290,20 @@ class Memory:
         return agreed
 
     def _held(self) -> list[tuple[int, int, int | None]]:
-        """Return what the files of this node hold."""
+        """Return what the files of this node hold: attempt, step and part of each."""
         labels = [label for path in self._seat.files if (label := _label(path)) is not None]
         return [(*label.moment, label.of) for label in labels if label.world_size == self._seat.world_size]
 
     def _together(self, talk: Exchange, action: Callable[[], T]) -> T | None:
-        """Return what ``action`` returns here; None on all ranks where it fails on one, for there is the disk."""
+        """Return what ``action`` returns here; None on all ranks where it fails on one. A checkpoint on disk is left
+        then.
+        """
         result, problems = None, []
         try:
             result = action()
         except Exception as error:
             problems.append(f"rank {self._seat.rank}: {describe(error)}")
+        # Every rank reports; rank 0 decides and tells all.
         if self._seat.rank:
             talk.report({"problems": problems})
             return result if talk.listen()["done"] else None
@@ -309,7 +322,7 @@ class Memory:
                 if transfer.source == rank:
                     self._send(moment, transfer, kv)
         except Exception:
-            kv.set(failed, "1")  # who waits for it hears of that before the time is over
+            kv.set(failed, "1")  # waiting ranks learn of the failure before their timeout
             raise
         expected, deadline = (
             sum(transfer.target == rank for transfer in agreed.transfers),
@@ -332,7 +345,7 @@ class Memory:
             sender.send(file, role)
 
     def _place(self, role: Role) -> MemoryFile:
-        """Return the file for one that comes."""
+        """Return the file for a part that is arriving. Raises OSError where both files are needed for the load."""
         pair = {Role.PARTNER: self._partner, Role.OWN: self._own, Role.SHARED: self._shared}[role]
         assert pair is not None
         held = pair.next.label()
@@ -341,7 +354,7 @@ class Memory:
         return pair.next
 
     def _take(self, role: Role) -> None:
-        """A file has come."""
+        """Note that a part has arrived completely."""
         pair = {Role.PARTNER: self._partner, Role.OWN: self._own, Role.SHARED: self._shared}[role]
         assert pair is not None
         pair.turn()
@@ -349,7 +362,7 @@ class Memory:
             self._arrived.append(role)
 
     def _find(self, moment: Moment, of: int | None) -> MemoryFile:
-        """Open the file of this node that holds that part; CheckpointError where none does."""
+        """Open the file of this node that holds that part. Raises CheckpointError where none does."""
         wanted = Label(moment, self._seat.world_size, of)
         for path in self._seat.files:
             file = MemoryFile(path)
@@ -372,6 +385,7 @@ class Memory:
                 values |= {name: parse_value(fields) for name, fields in described["about"]["values"].items()}
             manifest = Manifest(moment[1], seat.world_size, {}, meta, {}, found, values)
             loaded = fill_state(places, manifest, IN_MEMORY, seat.rank, seat.world_size)
+        # The next write must not go to the files that hold what was loaded.
         self._own.keep(Label(moment, seat.world_size, seat.rank))
         if self._shared is not None:
             self._shared.keep(Label(moment, seat.world_size, None))
@@ -379,7 +393,7 @@ class Memory:
 
 
 class _Part:
-    """A part of the state on its way into a file."""
+    """A part of the state that is being written into a file."""
 
     def __init__(self, pair: Pair, entries: Mapping[str, Entry], about: Mapping[str, Json], rank: int) -> None:
         self._pair, self.file, self._entries, self._rank = pair, pair.next, entries, rank
@@ -389,23 +403,23 @@ class _Part:
             for name, entry in entries.items()
             if name not in self._starts
         }
-        self._about = json.dumps({**about, "values": values})  # now: they may change
+        self._about = json.dumps({**about, "values": values})  # serialized now: the values may change
         self._copies: dict[str, Entry] = {}
 
     def open(self, *, pinned: bool) -> None:
-        """Make room for it; see :meth:`MemoryFile.open`."""
+        """Allocate memory for the part; see :meth:`MemoryFile.open`."""
         self.file.open(self._end, at_once=True, pinned=pinned)
 
     def copy(self) -> None:
-        """Copy the tensors, or have the GPU do it."""
+        """Copy the tensors, or enqueue the copies on the GPU."""
         self._copies = {name: _copy(name, self._entries[name], self.file, at) for name, at in self._starts.items()}
 
     def seal(self) -> None:
-        """Make the digests, and declare the file complete."""
+        """Compute the digests, and mark the file complete."""
         records = {name: _record(name, entry, self._rank, self._starts[name]) for name, entry in self._copies.items()}
         described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
         self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)
-        self._pair.turn()  # not where it failed: the other one holds the newest state then
+        self._pair.turn()  # skipped on an error: the other file holds the newest state then
 
 
 def _label(path: str) -> Label | None:
@@ -424,7 +438,7 @@ def _split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def _event() -> Callable[[], None]:
-    """Return what waits until the GPU has done what it was given up to now."""
+    """Return a callable that waits until the GPU has done the work enqueued so far."""
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     wait: Callable[[], None] = done.synchronize
@@ -432,7 +446,7 @@ def _event() -> Callable[[], None]:
 
 
 def _layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
-    """Return where each tensor of ``own`` begins, and where the last one ends."""
+    """Return where each tensor of ``own`` begins, and where the last one ends, in bytes."""
     starts: dict[str, int] = {}
     end = START
     for name, entry in own.items():
@@ -457,7 +471,7 @@ def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
 
 
 def _record(name: str, entry: Entry, rank: int, start: int) -> TensorRecord:
-    """Describe the copy that stands at ``start``."""
+    """Describe the copy that begins at ``start``."""
     value = entry.value
     assert isinstance(value, torch.Tensor)
     shape = tuple(value.shape)
@@ -473,7 +487,7 @@ def _record(name: str, entry: Entry, rank: int, start: int) -> TensorRecord:
 
 
 def _free_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how much memory this process may still take: the machine's, or that of a control group (version 2)."""
+    """Return the bytes of memory that this process may still take: the machine's, or a control group's (version 2)."""
     found = [
         1024 * int(line.split()[1])
         for line in (proc / "meminfo").read_text().splitlines()
@@ -482,6 +496,7 @@ def _free_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
         own = next((line[4:] for line in lines if line.startswith("0::/")), "")
+        # A limit of any group above counts, too.
         for group in (groups / own, *(groups / own).parents):
             if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
                 found.append(int(limit) - int((group / "memory.current").read_text()))

@@ -1,8 +1,8 @@
-"""One file in memory: a part of a training state, complete or none at all.
+"""One file in memory: a part of a training state, complete or invalid.
 
 A part is what one rank alone has, or what all ranks have in common. The file begins with a head: a magic number, and
 where its description is. Tensors follow, then the description. The head is written last, once the digests of all
-tensors are known: who dies in between leaves a file that holds nothing.
+tensors are known: a process that dies in between leaves a file that counts as empty.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from toolkit.checkpoint.manifest import TensorRecord
 _HEAD = struct.Struct("<8sQQI")  #: magic number, start, size and crc32 of the description
 _MAGIC = b"tkstate2"
 ALIGNMENT = 64
-#: Where tensors begin.
+#: Byte at which the tensors begin.
 START = ALIGNMENT
 
-#: When a state was held: the attempt and the step.
+#: When a state was copied: the attempt and the step.
 Moment = tuple[int, int]
 log = logs.get(__name__)
 
@@ -48,22 +48,22 @@ class MemoryFile:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        # not before the last thread that sends or fills it is done: its number may be another file's by then
+        # Closed only when the last thread that sends or fills it is done: the number may be another file's by then.
         self._let_go = weakref.finalize(self, os.close, self._fd)
         self.name = str(self._fd)
         self._map: mmap.mmap | None = None
-        self.is_pinned = False  #: copies from a GPU need not be waited for
+        self.is_pinned = False  #: True if copies from a GPU need not be waited for
 
     def close(self) -> None:
-        """Let go of the descriptor; the agent's stays."""
+        """Close this descriptor; the agent keeps its own."""
         self._let_go()
 
     # ------------------------------------------------------------------------------------------------------- writing
 
     def open(self, end: int, *, at_once: bool = False, pinned: bool = False) -> None:
-        """Declare what it holds invalid, and make room for tensors up to ``end``; ``pinned``: page-locked.
+        """Declare the content invalid, and allocate memory for tensors up to ``end``; ``pinned``: page-locked.
 
-        ``at_once``: what is written then meets no page that must be mapped, which would cost ten times the copy.
+        ``at_once``: map all pages now. Otherwise writes would map them one by one, which costs ten times the copy.
         Raises OSError where there is no memory.
         """
         os.pwrite(self._fd, bytes(_HEAD.size), 0)
@@ -75,7 +75,7 @@ class MemoryFile:
             self.is_pinned = pinned and _pin(self._map)
 
     def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
-        """Return that part of it, live."""
+        """Return that part of the content, live."""
         assert self._map is not None
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=size_bytes)
 
@@ -85,14 +85,14 @@ class MemoryFile:
         return memoryview(self._map)[START:end]
 
     def seal(self, described: bytes, end: int) -> None:
-        """Declare it complete: ``described`` goes to ``end``."""
+        """Declare the file complete, with the description ``described`` at ``end``."""
         os.pwrite(self._fd, described, end)
         os.pwrite(self._fd, _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described)), 0)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def extent(self) -> tuple[int, int] | None:
-        """Return where its description begins and how long it is; None where it is empty or not complete."""
+        """Return where the description begins and its size; None if the file is empty or not complete."""
         head = os.pread(self._fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None
@@ -102,7 +102,7 @@ class MemoryFile:
         return start, size_bytes
 
     def read(self) -> dict[str, Any] | None:
-        """Return what it says of itself; None where it is empty or not complete."""
+        """Return the description; None if the file is empty or not complete."""
         extent = self.extent()
         if extent is None:
             return None
@@ -110,7 +110,7 @@ class MemoryFile:
         return found
 
     def label(self) -> Label | None:
-        """Return what it holds; None where it is empty or not complete."""
+        """Return what the file holds; None if it is empty or not complete."""
         described = self.read()
         if described is None:
             return None
@@ -118,7 +118,7 @@ class MemoryFile:
         return Label((about["attempt"], about["step"]), about["world_size"], about["of"])
 
     def placed(self, record: TensorRecord) -> TensorRecord:
-        """Return ``record`` with the name by which this process finds the file."""
+        """Return ``record`` with the name under which this process finds the file."""
         return dataclasses.replace(record, parts=tuple(dataclasses.replace(p, file=self.name) for p in record.parts))
 
 
@@ -131,15 +131,15 @@ class Pair:
 
     @property
     def next(self) -> MemoryFile:
-        """The one that is to be written next: that which holds nothing, or the older state."""
+        """Return the file to write next: one that holds nothing, or the older state."""
         return self._files[0]
 
     def turn(self) -> None:
-        """What was written is complete."""
+        """Note that the file written last is complete: the other one is next."""
         self._files.reverse()
 
     def keep(self, label: Label) -> None:
-        """Write the one that holds ``label`` last, if one does: the training goes on from there."""
+        """Have the file that holds ``label`` overwritten last, if one does: the training resumes from it."""
         self._files.sort(key=lambda file: (file.label() == label, _moment(file)))
 
 
@@ -153,7 +153,7 @@ _CUDA_HOST_REGISTER_PORTABLE = 1
 
 
 def _pin(buffer: mmap.mmap) -> bool:
-    """Page-lock ``buffer``, as torch.distributed._state_dict_utils does with shared memory; True if that worked."""
+    """Page-lock ``buffer``, as torch.distributed._state_dict_utils does with shared memory. Return True on success."""
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cuda.cudaHostRegister(_address(buffer), len(buffer), _CUDA_HOST_REGISTER_PORTABLE))
     if error:

@@ -1,12 +1,12 @@
-"""Files in memory on their way from one rank to another: plain TCP, the file's bytes as they are.
+"""Files in memory sent from one rank to another: plain TCP, the file's bytes unchanged.
 
-Not a process group: one of gloo's connects each rank with every other at each start, NCCL takes nothing from host
-memory, and a thread that waits inside of either cannot be ended when its peer has died. Nor the agents: they must
-answer the supervisor each second, and do not know when a rank's file is complete.
+A process group does not fit: gloo connects each rank with every other at each start, NCCL takes nothing from host
+memory, and a thread that waits inside of either cannot be ended when its peer has died. The agents do not fit either:
+they must answer the supervisor each second, and do not know when a rank's file is complete.
 
-A receiver listens on the network of the ranks. Its address, and a token by which it knows the other ranks, are told in
-the store that the ranks share. A sender begins with the token. Then comes each file: a head, all tensors, and the
-description, which the receiver answers with one byte as soon as its copy is complete.
+A receiver listens on the network of the ranks. Its address, and a token that proves a sender to be a rank, are
+published in the store that the ranks share. A sender begins with the token. Then it sends each file: a head, all
+tensors, and the description. The receiver answers with one byte as soon as its copy is complete.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from toolkit.cluster import network
 _TOKEN_BYTES = 32
 _HEAD = struct.Struct("<BQI")  #: the role, the end of the tensors, the size of the description
 _DONE = b"\x01"
-#: Received at once: few calls, as each one waits for the interpreter.
+#: Bytes received by one call: few calls, because each one waits for the interpreter lock.
 _PIECE_BYTES = 1 << 24
-#: One who says nothing is no rank.
+#: Seconds in which a token must come: a peer that sends none is not a rank.
 _TOKEN_S = 10.0
-#: A peer of which nothing comes for so long is dead.
+#: Seconds without anything from a peer until it counts as dead.
 _GONE_S = 60
 
 log = logs.get(__name__)
 
 
 class Role(IntEnum):
-    """What a receiver is to do with a file."""
+    """What a receiver does with a file."""
 
     PARTNER = 0  #: keep it for the sender
-    OWN = 1  #: its own part, to go on from
-    SHARED = 2  #: what all ranks have in common, for all ranks of its node
+    OWN = 1  #: the receiver's own part, to resume from
+    SHARED = 2  #: what all ranks have in common, for all ranks of the receiver's node
 
 
-#: Called with the role of a file that comes: where to put it. And again, when it is complete.
+#: Called with the role of a file: when it begins to come, to get its place, and when it is complete.
 Place = Callable[[Role], MemoryFile]
 Arrived = Callable[[Role], None]
 
 
 class Receiver:
-    """Takes the files that other ranks send, in a thread for each of them."""
+    """Receives the files that other ranks send, in a thread for each of them."""
 
     def __init__(self, address: str, place: Place, arrived: Arrived) -> None:
         self._place, self._arrived = place, arrived
@@ -65,18 +65,18 @@ class Receiver:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a sender needs to know."""
+        """Return what a sender needs: host, port and token."""
         host, port = self._listening.getsockname()[:2]
         return {"host": host, "port": port, "token": self._token.hex()}
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Accept no further connections."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError):  # close() ends the loop
             while True:
                 connection, _ = self._listening.accept()
                 _start_thread(partial(self._serve, connection))
@@ -100,6 +100,7 @@ class Receiver:
     def _take(self, connection: socket.socket) -> None:
         role, end, described_bytes = _HEAD.unpack(_exactly(connection, _HEAD.size))
         file = self._place(Role(role))
+        # The old content becomes invalid here, and valid again only with the last byte.
         file.open(end)
         _fill(connection, file.tensors(end))
         file.seal(_exactly(connection, described_bytes), end)
@@ -107,17 +108,17 @@ class Receiver:
 
 
 class Sender:
-    """Sends files to one rank."""
+    """A connection that sends files to one rank."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        """Connect to the rank whose receiver has ``told`` this. Raises OSError."""
+        """Connect to the rank whose receiver published ``told``. Raises OSError."""
         self._connection = socket.create_connection((told["host"], told["port"]), timeout=_GONE_S)
         self._connection.settimeout(None)
         notice_death(self._connection, _GONE_S)
         self._connection.sendall(bytes.fromhex(told["token"]))
 
     def send(self, file: MemoryFile, role: Role) -> None:
-        """Send it, which is complete, and wait until its copy is. Raises OSError or EOFError."""
+        """Send a complete file, and wait until the copy is complete. Raises OSError or EOFError."""
         extent = file.extent()
         assert extent is not None
         end, described_bytes = extent
@@ -138,7 +139,7 @@ def _start_thread(target: Callable[[], None]) -> None:
 
 
 def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
-    """Return so many bytes. Raises EOFError where the other end has closed."""
+    """Return exactly ``size_bytes`` bytes. Raises EOFError where the other end has closed."""
     data = bytearray(size_bytes)
     _fill(connection, memoryview(data))
     return bytes(data)

@@ -1,4 +1,4 @@
-"""What the ranks agree on at a start: the newest state of which all parts are in memory, and who sends which part."""
+"""What the ranks agree on at a start: the newest state with all parts in memory, and who sends which part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.checkpoint.memory_file import Moment
 
 @dataclass(frozen=True)
 class Transfer:
-    """The part of rank ``of`` (None: the common one) goes from a rank of a node that holds it to one that needs it."""
+    """The part of rank ``of`` (None: the common one) goes from rank ``source``, whose node holds it, to ``target``."""
 
     source: int
     target: int
@@ -20,16 +20,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0 tells at a start."""
+    """What rank 0 tells all ranks at a start."""
 
     moment: Moment | None = None  #: None: nothing is loaded from memory
-    without: Sequence[int] = ()  #: ranks that have no files: none keeps anything
+    without: Sequence[int] = ()  #: ranks that have no files: then no rank keeps anything
     transfers: Sequence[Transfer] = ()
-    has_partners: bool = False  #: all nodes have the same number of ranks, and there are two nodes at least
+    has_partners: bool = False  #: all nodes have the same number of ranks, and there are at least two nodes
 
     @staticmethod
     def of_json(told: Mapping[str, Any]) -> Plan:
-        """Return what :func:`dataclasses.asdict` has made JSON of."""
+        """Return the plan from the JSON of :func:`dataclasses.asdict`."""
         moment = None if told["moment"] is None else (told["moment"][0], told["moment"][1])
         transfers = [Transfer(**each) for each in told["transfers"]]
         return Plan(moment, told["without"], transfers, told["has_partners"])
@@ -37,36 +37,40 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells at a start."""
+    """What a rank reports at a start."""
 
     node: int  #: the first rank of its node
     local_world_size: int
     has_files: bool = True
-    held: Sequence[tuple[int, int, int | None]] = ()  #: attempt, step and part; of its node's first rank only
+    held: Sequence[tuple[int, int, int | None]] = ()  #: attempt, step and part; from its node's first rank only
 
 
 def plan(reports: Mapping[int, Report], newer_than: int) -> Plan:
-    """Pick the newest moment, above step ``newer_than``, of which all parts are held, and who sends which part."""
+    """Pick the newest moment, above step ``newer_than``, with all parts held, and who sends which part."""
     without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
     if without:
         return Plan(without=without)
     nodes = {rank: report for rank, report in reports.items() if rank == report.node}
     has_partners = len(nodes) > 1 and len({report.local_world_size for report in reports.values()}) == 1
+    # Which nodes hold each part of each moment.
     holders: dict[tuple[Moment, int | None], list[int]] = {}
     for node, report in sorted(nodes.items()):
         for attempt, step, of in report.held:
             holders.setdefault(((attempt, step), of), []).append(node)
     parts = [None, *sorted(reports)]
     moments = {moment for moment, _ in holders if moment[1] > newer_than}
+    # A state is usable only with the common part and every rank's own.
     whole = [moment for moment in moments if all((moment, of) in holders for of in parts)]
     if not whole:
         return Plan(has_partners=has_partners)
     moment = max(whole)
     transfers = []
+    # The common part goes to each node that lacks it, from its first rank to theirs.
     for number, node in enumerate(sorted(nodes)):
         sources = holders[moment, None]
-        if node not in sources:  # each holder is asked in turn
+        if node not in sources:  # the holders take turns as senders
             transfers.append(Transfer(sources[number % len(sources)], node, None))
+    # Each rank's own part goes to the rank if its node lacks it, from a rank on the node that holds it.
     for rank, report in sorted(reports.items()):
         sources = holders[moment, rank]
         if report.node not in sources:

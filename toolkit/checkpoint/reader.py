@@ -1,10 +1,11 @@
-"""Loading: the newest checkpoint that every rank can verify, or the next older one, filled into live tensors.
+"""Loading: fill live tensors from the newest checkpoint that every rank can verify.
 
-Rank 0 proposes a name, all read and verify their part of it, and the worst result decides for all. A damaged checkpoint
-is skipped; one that does not fit the model is an error, for an older one would not fit either.
+Rank 0 proposes a name, all ranks read and verify their part of it, and the worst result decides for all. A damaged
+checkpoint is skipped and the next older one tried. One that does not fit the model is an error, because an older one
+would not fit either.
 
-A shard may be cut otherwise than it was saved, on any number of ranks, or not be cut at all there or here: it is put
-together from the stored parts that meet it. Values of one rank alone (PerRank) fit the same number of ranks only, or
+A shard may have been cut differently when it was saved, on any number of ranks, or be whole there or here: it is put
+together from the stored parts that overlap it. Values of one rank alone (PerRank) fit only the same number of ranks, or
 are averaged over the ranks that stored them, where the state says so.
 """
 
@@ -37,7 +38,7 @@ from toolkit.checkpoint.writer import KINDS
 from toolkit.dist.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
 from toolkit.errors import CheckpointError, listing
 
-#: Tensors that a rank reads at the same time.
+#: Number of tensors that a rank reads at the same time.
 READERS = 4
 
 log = logs.get(__name__)
@@ -49,7 +50,7 @@ class Loaded:
 
     step: int
     meta: Mapping[str, Json]
-    values: Mapping[str, Json]  # the entries of this rank's state that are no tensors
+    values: Mapping[str, Json]  # the entries of this rank's state that are not tensors
     path: Path
     skipped: Mapping[str, str] = field(default_factory=dict)  # name of each newer, damaged checkpoint: what is wrong
 
@@ -66,18 +67,18 @@ def load(
     read_only: bool = False,
     newest: int | None = None,
 ) -> Loaded | None:
-    """Fill `state` from the newest good checkpoint; None, with `state` as it was, when there is no checkpoint at all.
+    """Fill `state` from the newest good checkpoint. Return None, with `state` unchanged, if there is no checkpoint.
 
-    `newest`: only checkpoints up to this step count; rank 0's is asked for. Where what there is to fill depends on the
-    checkpoint, `state` makes it of a manifest, without a collective.
+    `newest`: use only checkpoints up to this step; rank 0's value counts. `state` may be a callable that returns the
+    state for a manifest, without a collective, where what there is to fill depends on the checkpoint.
 
     All ranks call it, and all return the same step or all raise. CheckpointError when the checkpoint does not fit
-    `state` (every difference is listed), was written by a newer toolkit, or when none of those present is good:
-    starting anew silently would throw the run away. After an error the tensors hold anything.
+    `state` (every difference is listed), when a newer toolkit wrote it, or when none of those present is good: starting
+    from step 0 silently would throw the run away. After an error the tensors may hold anything.
 
-    The run's writer refuses (CheckpointError) what others than this user and root own or may write, moves damaged
-    checkpoints aside, once a good one is found, and removes what dead writers left over; `read_only` (evaluation,
-    export: perhaps beside a living writer, perhaps another user's) minds no owner and changes no file.
+    The run's writer refuses (CheckpointError) what users other than this one and root own or may write. Once a good one
+    is found it moves damaged checkpoints aside, and it removes what dead writers left over. `read_only` (evaluation,
+    export: perhaps beside a live writer, perhaps another user's run) checks no owner and changes no file.
     """
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
@@ -103,6 +104,7 @@ class _Reader:
     def read(self, name: str) -> Loaded:
         """Verify and fill this rank's part of the checkpoint `name`."""
         path = self.store.named(name)
+        # Rank 0 checks for all ranks what does not depend on the rank: file sizes, and a library's files.
         manifest = self.store.manifest(path, sizes=self.rank == 0)
         if self.rank == 0 and (files := _library_files(manifest)):
             check_digests(path, replace(manifest, tensors=files))
@@ -117,7 +119,7 @@ def fill_state(
     world_size: int,
     moved: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Fill one rank's `places` from what `manifest` says of the files in `path`, and verify it.
+    """Fill one rank's `places` from the files in `path` that `manifest` describes, and verify what is read.
 
     Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest is wrong.
     """
@@ -125,14 +127,16 @@ def fill_state(
     problems = _differences(manifest, state, rank, world_size)
     if problems:
         raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
+    # Optional entries that the checkpoint lacks keep their values.
     there = manifest.tensors
     wanted = {key: entry for key, entry in state.items() if key in there or not key.startswith(OPTIONAL)}
     held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
-    with ThreadPoolExecutor(READERS) as pool:  # reading and the digest leave the interpreter to the others
+    with ThreadPoolExecutor(READERS) as pool:  # reading and the crc32 release the interpreter lock
         fills = []
         for name, (entry, live) in held.items():
             records = {source: there[source] for source in _sources(name, entry, manifest, rank, world_size)}
             fills.append(pool.submit(_fill, entry, live, path, records))
+        # Report progress as each tensor completes; the first failure cancels those not yet begun.
         for fill in as_completed(fills):
             try:
                 fill.result()
@@ -145,8 +149,9 @@ def fill_state(
 
 
 def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
-    """Rank 0's side: propose, newest first, until all ranks have verified one."""
+    """Run rank 0's side: propose checkpoints, newest first, until all ranks have verified one."""
     store, skipped = reader.store, dict[str, str]()
+    # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
     if not read_only:
         store.refuse_of_others(store.folder)
         store.sweep()
@@ -158,10 +163,12 @@ def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) 
             skipped[path.name] = reason
             log.warning("skipping %s, the next older checkpoint is tried: %s", path.name, reason)
             continue
+        # A good one is found: only now is it safe to move the damaged ones out of the way.
         for name in () if read_only else skipped:
             store.reject(store.folder / name, skipped[name])
         log.info("resuming from %s", path)
         return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, skipped)
+    # Checkpoints exist, but none is good: do not start again from step 0 silently.
     if skipped:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
         raise CheckpointError(
@@ -172,7 +179,7 @@ def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) 
 
 
 def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None, str]:
-    """Let all ranks read `name`: what rank 0 loaded, or None and the reasons why it is damaged for some rank."""
+    """Let all ranks read `name`. Return what rank 0 loaded, or None and the reasons why some rank found damage."""
     talk.tell({"try": name})
     loaded, reasons = None, list[str]()
     refused = None
@@ -180,7 +187,7 @@ def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None,
         loaded = reader.read(name)
     except CorruptCheckpointError as error:
         reasons.append(str(error))
-    except CheckpointError as error:  # heard by all only after they have reported, which gather() waits for
+    except CheckpointError as error:  # raised only after gather(), when the others have reported
         refused = error
     reports = talk.gather()
     if refused:
@@ -190,7 +197,7 @@ def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None,
 
 
 def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
-    """The side of every other rank: read what is proposed, report, until rank 0 says that it is done."""
+    """Run every other rank's side: read what is proposed and report, until rank 0 says that it is done."""
     loaded: Loaded | None = None
     while "try" in (word := talk.listen()):
         try:
@@ -211,14 +218,17 @@ def _library_files(manifest: Manifest) -> dict[str, TensorRecord]:
 
 
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """The names in the checkpoint of what belongs into `entry`: its own, or at another world size those of all."""
+    """Return the checkpoint's names of what belongs into `entry`: its own, or those of all ranks to be averaged.
+
+    All ranks' are averaged where the world size differs and the state asks for it.
+    """
     if manifest.world_size == world_size or not _averages(entry):
         return [name]
     return [name.replace(f"/rank{rank}/", f"/rank{other}/", 1) for other in range(manifest.world_size)]
 
 
 def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-    """From the very part that stands here, straight into place; from all that meet it where there is none."""
+    """Fill `live` straight from the stored part with the same place and shape, else from all parts that overlap it."""
     if len(records) > 1:
         _fill_with_mean(live, folder, records)
         return
@@ -234,7 +244,10 @@ def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, 
 
 
 def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Added up in float64 and in the order of the ranks, so that all that read it get the same bits."""
+    """Fill `live` with the mean of all records.
+
+    The sum is in float64 and in the order of the ranks, so that all ranks that read it get the same bits.
+    """
     total = torch.zeros(live.shape, dtype=torch.float64)
     one = torch.empty(live.shape, dtype=live.dtype)
     for name, record in records.items():
@@ -244,12 +257,13 @@ def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, Tens
 
 
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
-    """Everything in which the checkpoint and the live state of this rank differ, one phrase each."""
+    """Return every difference between the checkpoint and this rank's live state, one phrase each."""
     stored: dict[str, Any] = {**manifest.tensors, **manifest.values}
     used = {
         source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
     }
     missing = [f"{n} is not in the checkpoint" for n in used if n not in stored and not n.startswith(OPTIONAL)]
+    # A rank must have a place for each stored entry that is not optional, not a library's and not another rank's.
     others = (*OPTIONAL, FILES)
     expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(others)]
     unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
@@ -265,7 +279,7 @@ def _averages(entry: Entry | None) -> bool:
 
 
 def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
-    """Whether `rank` must have a place for it: what a rank wrote for itself concerns no other."""
+    """True if `rank` must have a place for the record. A value that one rank wrote for itself concerns no other."""
     if record.kind != "per_rank":
         return True
     if isinstance(record, ValueRecord):
@@ -274,7 +288,7 @@ def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
 
 
 def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:
-    """What is different about one value, or None."""
+    """Return what is different about one value, or None."""
     kind = KINDS[type(entry)]
     if record.kind != kind and "per_rank" in (record.kind, kind):
         return f"{name} is {record.kind} in the checkpoint and {kind} here"

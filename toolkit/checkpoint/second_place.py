@@ -1,7 +1,7 @@
-"""A second place for a run's checkpoints: another disk, for the day on which the first one has lost them.
+"""A second place for a run's checkpoints: another disk, in case the first one loses them.
 
-What is committed is copied by a thread of rank 0, every byte checked against its digest before the copy is committed
-there under the same protocol. No step and no save waits for it, and its disk being full or away ends no training.
+A thread of rank 0 copies what is committed. Every byte is checked against its digest before the copy is committed there
+under the same protocol. No step and no save waits for it. A second disk that is full or away does not end the training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CHUNK_BYTES = 1 << 24
 
 
 class SecondPlace:
-    """Rank 0's."""
+    """Rank 0's copier between the run's folder and the second place."""
 
     def __init__(self, folder: Path, keep: Keep, moved: Callable[[], None] = lambda: None) -> None:
-        """``moved`` is called for each piece copied while somebody waits for it."""
+        """Set up, without touching a file. ``moved`` is called for each piece copied while a caller waits for it."""
         self._store = CheckpointStore(folder, keep, moved=lambda: moved() if self._is_awaited else None)
         self._is_awaited = False
         self._waiting: Path | None = None
@@ -33,7 +33,7 @@ class SecondPlace:
         self._lock = threading.Lock()
 
     def copy(self, path: Path) -> None:
-        """Have the committed checkpoint ``path`` copied, after the one that is being copied; the newest one counts."""
+        """Have the committed checkpoint ``path`` copied after the current one. Only the newest waiting counts."""
         with self._lock:
             self._waiting = path
             if self._thread is None:
@@ -41,7 +41,9 @@ class SecondPlace:
                 self._thread.start()
 
     def fetch(self, home: CheckpointStore) -> None:
-        """Copy back what is newer here than anything valid at ``home``, which an attempt that starts will load."""
+        """Copy the newest checkpoint back if it is newer than every valid one at ``home``, for a starting attempt to
+        load.
+        """
         self._is_awaited = True
         try:
             self._refuse_of_others()
@@ -58,7 +60,7 @@ class SecondPlace:
             self._is_awaited = False
 
     def wait(self) -> None:
-        """Until all is copied: at the end of a run."""
+        """Wait until all is copied, at the end of a run."""
         self._is_awaited = True
         with self._lock:
             thread = self._thread
@@ -75,7 +77,7 @@ class SecondPlace:
             self._try_to_copy(path)
 
     def _refuse_of_others(self) -> None:
-        """CheckpointError where somebody else may put a checkpoint there, with right digests, for us to resume from."""
+        """Raise CheckpointError where another user may place a checkpoint, with right digests, for this run to load."""
         try:
             with file_errors("looking at", self._store.folder):
                 trust.refuse_of_others(self._store.folder, "checkpoint.copy_to")
@@ -91,7 +93,7 @@ class SecondPlace:
                 _copy(CheckpointStore(path.parent), path, self._store)
                 self._store.prune()
         except CheckpointError as error:
-            if path.exists():  # else pruned meanwhile: there is a newer one
+            if path.exists():  # else it was pruned meanwhile: there is a newer one
                 log.error("%s has no copy in %s: %s", path, self._store.folder, error)
 
 
@@ -102,6 +104,7 @@ def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:
         for name in manifest.files:
             target.write(temporary / name, _chunks(path / name))
             target.moved()
+        # Check what is on the second disk, not what was sent to it.
         manifests.check_digests(temporary, manifest)
         target.commit(temporary, manifest)
     except BaseException:

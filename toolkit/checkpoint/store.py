@@ -1,11 +1,11 @@
-"""CheckpointStore: the folder `checkpoints/` of a run. It knows files, not tensors, and never imports torch.
+"""The folder `checkpoints/` of a run. This module knows files, not tensors, and never imports torch.
 
-    step-00000200/                 committed: it got this name by a rename, after its manifest was on disk
+    step-00000200/                 committed: renamed to this name after its manifest was on disk
     step-00000200.tmp-1a2b3c4d/    being written, or left over from a writer that died
-    step-00000100.bad-5e6f7a8b/    was found damaged and moved aside, so that its step can be saved again
+    step-00000100.bad-5e6f7a8b/    found damaged and moved aside, so that its step can be saved again
 
-Commit order (each step on disk before the next): rank files, manifest, folder, rename, parent folder; only then are
-older checkpoints removed. Whatever dies in between, the newest committed checkpoint stays loadable.
+Commit order (each step on disk before the next): rank files, manifest, folder, rename, parent folder. Older checkpoints
+are removed only after that. If a process dies in between, the newest committed checkpoint stays loadable.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def file_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a committed checkpoint."""
+    """Return the step in the name of a committed checkpoint."""
     match = _COMMITTED.fullmatch(path.name)
     assert match, path
     return int(match[1])
 
 
 def is_name_of_committed(path: Path) -> bool:
-    """True for the name of a committed checkpoint, which it gets when its manifest is on the disk."""
+    """True if this is the name of a committed checkpoint, which it gets once its manifest is on disk."""
     return _COMMITTED.fullmatch(path.name) is not None
 
 
 def committed(folder: Path) -> list[Path]:
-    """The committed checkpoints in `folder`, newest first; empty when there is no such folder."""
+    """Return the committed checkpoints in `folder`, newest first; none where there is no such folder."""
     with file_errors("listing", folder):
         names = list(folder.iterdir()) if folder.is_dir() else []
         found = [path for path in names if is_name_of_committed(path) and (path / manifests.NAME).is_file()]
@@ -72,12 +72,16 @@ def committed(folder: Path) -> list[Path]:
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest committed checkpoint in `folder`, for commands that only want to say it."""
+    """Return the step of the newest committed checkpoint in `folder`, for commands that only report it."""
     return next(map(step_of, committed(folder)), None)
 
 
 def _refuse_of_others(path: Path) -> None:
-    """A link is what it leads to: people put `checkpoints` on another disk. One that leads nowhere is damage."""
+    """Raise CheckpointError if others may change `path`. A link counts as its target.
+
+    People put `checkpoints` on another disk with a link. A link without a target passes here, and counts as damage when
+    it is read.
+    """
     why = trust.reason_against(path)
     if why is not None:
         me = trust.user_name(os.geteuid())
@@ -88,7 +92,7 @@ def _refuse_of_others(path: Path) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One rank (0) changes the folder; the others write inside what it began."""
+    """The checkpoints of one run. Rank 0 alone changes the folder; the other ranks write inside what rank 0 began."""
 
     def __init__(
         self,
@@ -98,50 +102,52 @@ class CheckpointStore:
         is_ours: Callable[[], bool] = lambda: True,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """``is_ours`` is asked before anything is begun or committed: see ``RunDir.belongs_to``.
+        """Set the store up; no file is touched.
 
-        ``moved`` is called for each piece of a file that is on disk, or read: a sign of life.
+        ``is_ours`` is asked before each begin and each commit: see ``RunDir.belongs_to``. ``moved`` is called for each
+        piece of a file that was written to disk or read: a sign of progress.
         """
         self.folder = folder
         self.keep = keep
         self._is_ours = is_ours
         self.moved = moved
         self._begun: set[Path] = set()
-        self._figures: dict[Path, Manifest] = {}  #: of checkpoints that were found valid, without their tensors
+        self._figures: dict[Path, Manifest] = {}  #: of checkpoints found valid, without their tensors
         self._conversations = 0
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, once committed."""
+        """Return the path of the checkpoint of `step` once it is committed."""
         return self.folder / f"step-{step:08d}"
 
     def named(self, name: str) -> Path:
-        """The folder ``name``, as rank 0 has told it, of a checkpoint or of one being written; CheckpointError if not.
+        """Return the folder ``name`` that rank 0 sent: a checkpoint, or one being written.
 
-        It came through a store that anybody on the network may write: a path must not lead elsewhere.
+        Raises CheckpointError for any other name. The name came through a store that anybody on the network may write,
+        so it must not lead outside the folder.
         """
         if not (_COMMITTED.fullmatch(name) or _TEMPORARY.fullmatch(name)):
             raise CheckpointError(f"{name!r} is no name of a checkpoint in {self.folder}: rank 0 did not say this")
         return self.folder / name
 
     def list(self) -> Sequence[Path]:
-        """The committed checkpoints, newest first."""
+        """Return the committed checkpoints, newest first."""
         return committed(self.folder)
 
     def is_committed(self, step: int) -> bool:
-        """Whether `step` has been saved."""
+        """True if `step` has been saved."""
         return (self.path(step) / manifests.NAME).is_file()
 
     def next_conversation(self) -> int:
-        """A number for the next save or load: equal on all ranks, for they save and load in the same order."""
+        """Return a number for the next save or load. All ranks save and load in the same order, so theirs is equal."""
         self._conversations += 1
         return self._conversations
 
     def begin(self, step: int) -> Path:
-        """A fresh folder for the files of `step`, beside its final place."""
+        """Create and return a fresh folder for the files of `step`, beside its final place."""
         self._refuse_if_overtaken()
         temporary = self.path(step).with_name(f"{self.path(step).name}.tmp-{secrets.token_hex(4)}")
         with file_errors("creating", temporary):
-            if self.path(step).exists():  # nothing can be committed over it
+            if self.path(step).exists():  # a rename cannot replace it
                 self.reject(self.path(step), "it is not whole")
             try:
                 fsio.make_dir(temporary, parents=1)
@@ -154,16 +160,16 @@ class CheckpointStore:
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
         """Write one rank's file and flush it to disk."""
         with file_errors("writing", path):
-            fsio.make_dir(path.parent)  # of a library's file that is copied
+            fsio.make_dir(path.parent)  # for a library's file that is copied
             fsio.write_stream(path, chunks, self.moved)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Make what was written in `temporary` the checkpoint of its step: all of it or, on an error, nothing."""
+        """Make what was written in `temporary` the checkpoint of its step: all of it, or nothing on an error."""
         final = self.path(manifest.step)
         manifests.check_sizes(temporary, manifest)
         with file_errors("committing", final):
             fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
-            self._refuse_if_overtaken()  # as late as can be
+            self._refuse_if_overtaken()  # as late as possible: another attempt may have started during the write
             fsio.rename_dir(temporary, final)
         self._begun.discard(temporary)
         return final
@@ -181,9 +187,9 @@ class CheckpointStore:
             log.warning("%s is left behind: %s", temporary, error)
 
     def sweep(self) -> Sequence[Path]:
-        """Remove the temporary folders of writers that died; call it on rank 0 when an attempt starts.
+        """Remove the temporary folders of writers that died. Call it on rank 0 when an attempt starts.
 
-        A run has one attempt at a time, so whatever this store did not begin itself has no writer any more.
+        A run has one attempt at a time, so what this store did not begin itself has no writer any more.
         """
         with file_errors("listing", self.folder):
             names = list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -194,15 +200,16 @@ class CheckpointStore:
         return stale
 
     def verify(self, path: Path) -> Manifest:
-        """Read every byte of the checkpoint at `path`; CorruptCheckpointError naming the file that is damaged."""
+        """Read every byte of the checkpoint at `path`. Raises CorruptCheckpointError that names the damaged file."""
         manifest = self.manifest(path)
         manifests.check_digests(path, manifest)
         return manifest
 
     def manifest(self, path: Path, *, sizes: bool = True) -> Manifest:
-        """Return the manifest at `path`; CorruptCheckpointError as in `verify`.
+        """Return the manifest at `path`. Raises CorruptCheckpointError as `verify` does.
 
-        ``sizes``: look at every file, too. One rank does that for all: a thousand would look at a thousand files each.
+        ``sizes``: check every file's size, too. One rank does that for all: otherwise a thousand ranks would look at a
+        thousand files each.
         """
         manifest = manifests.read(path)
         if manifest.step != step_of(path):
@@ -212,24 +219,25 @@ class CheckpointStore:
         return manifest
 
     def refuse_of_others(self, path: Path) -> None:
-        """CheckpointError unless this user, or root, alone can change `path`: `folder` itself, or a checkpoint in it.
+        """Raise CheckpointError unless only this user and root can change `path`: `folder` itself or a checkpoint in
+        it.
 
-        Whoever else may write there can hand a run that resumes any weights they like, with right digests.
+        Another user with write access could give a resuming run any weights, with correct digests.
         """
         with file_errors("looking at", path):
             for each in (path, *(path.iterdir() if path != self.folder else ())):
                 _refuse_of_others(each)
 
     def prune(self) -> Sequence[Path]:
-        """Remove all valid checkpoints but those to `keep`; call it when the newest is committed, never before.
+        """Remove all valid checkpoints but those to `keep`. Call it only after the newest is committed.
 
-        Valid means here: a manifest with a right crc32, all files with the right sizes. One that is not is neither
-        counted nor removed. Of those that have been valid before only the newest are looked at again, on which a
-        resume depends: a run may keep thousands (``checkpoint.keep_every``). The rename first: half removed under its
-        name it would look like a damaged checkpoint.
+        Valid means here: the manifest's crc32 is right and all files have the right sizes. Damaged checkpoints are
+        neither counted nor removed. A run may keep thousands (``checkpoint.keep_every``), so of those already found
+        valid only the newest, on which a resume depends, are checked again.
         """
         valid: dict[Path, Manifest] = {}
         for path in self.list():
+            # Check the newest each time, and an older one only once.
             if path not in self._figures or len(valid) < self.keep.newest:
                 manifest = self.valid(path)
                 if manifest is None:
@@ -237,6 +245,7 @@ class CheckpointStore:
                 self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={})
             valid[path] = self._figures[path]
         self._figures = dict(valid)
+        # The folder is renamed before it is removed: half removed under its own name it would look damaged.
         stay = self.keep.steps([*valid.values()])
         old = [path for path, manifest in valid.items() if manifest.step not in stay]
         for path in old:
@@ -247,14 +256,14 @@ class CheckpointStore:
         return old
 
     def valid(self, path: Path) -> Manifest | None:
-        """The manifest at `path`, if it is whole and all files have their sizes."""
+        """Return the manifest at `path` if it is intact and all files have their sizes, else None."""
         try:
             return self.manifest(path)
         except CheckpointError:
             return None
 
     def reject(self, path: Path, reason: str) -> Path:
-        """Move a damaged checkpoint aside, so that its step can be saved again; it is kept for a look."""
+        """Move a damaged checkpoint aside so that its step can be saved again. It is kept for inspection."""
         aside = path.with_name(f"{path.name}.bad-{secrets.token_hex(4)}")
         log.warning("moving %s to %s: %s", path, aside.name, reason)
         with file_errors("moving aside", path):

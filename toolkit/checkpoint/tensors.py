@@ -1,4 +1,4 @@
-"""Tensors to raw little-endian bytes and back, bit for bit, for every dense type that torch has."""
+"""Tensors to raw little-endian bytes and back, bit for bit, for every dense dtype that torch has."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from toolkit.errors import CheckpointError
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """`float32`, `bfloat16`, ...: torch's name without the module."""
+    """Return torch's name of the dtype without the module: `float32`, `bfloat16`, ..."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def to_bytes(name: str, tensor: torch.Tensor) -> memoryview:
-    """The elements in C order. Of a contiguous CPU tensor it is the memory itself, so read it before the next step."""
+    """Return the elements in C order. For a contiguous CPU tensor this is its memory: read it before the next step."""
     check_plain(name, tensor)
-    if not tensor.numel():  # its strides may be such that torch refuses to see it as bytes
+    if not tensor.numel():  # its strides may be such that torch refuses to view it as bytes
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """CheckpointError for what has no elements in C order on this rank, or another byte order."""
+    """Raise CheckpointError for a tensor without elements in C order on this rank, or another byte order."""
     if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.detach()) is not torch.Tensor:
         raise CheckpointError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; declare dense local tensors "
@@ -45,24 +45,25 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def fill(name: str, live: torch.Tensor, folder: Path, part: Part) -> None:
-    """Read `part` into `live`, in place; CorruptCheckpointError, with `live` as it was, if the bytes are wrong."""
+    """Read `part` into `live`, in place. Raises CorruptCheckpointError, with `live` unchanged, for wrong bytes."""
     staged = _verified(name, folder, part)
     target = live.detach()
     if not target.numel():
         return
-    if target.is_contiguous():  # as bytes: some types of torch (int1) have no copy of their own
+    if target.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own
         target.view(-1).view(torch.uint8).copy_(staged)
     else:
         target.copy_(staged.view(live.dtype).reshape(live.shape))
 
 
 def assemble(name: str, live: torch.Tensor, offsets: tuple[int, ...], folder: Path, parts: Iterable[Part]) -> None:
-    """Fill `live`, which stands at `offsets` of the global tensor, from all `parts` that meet it, however they are cut.
+    """Fill `live`, which begins at `offsets` of the global tensor, from all overlapping `parts`.
 
-    Each of them is read whole, once, and used when its crc32 is right; one is in memory at a time.
-    CorruptCheckpointError, with `live` filled in part, if the bytes of one are wrong.
+    The parts may be cut in any way. Each overlapping part is read whole, once, and used only if its crc32 is right; one
+    is in memory at a time. Raises CorruptCheckpointError, with `live` filled in part, if the bytes of one are wrong.
     """
     target = live.detach()
+    # Rows of bytes need contiguous memory: other tensors are filled by way of a copy.
     whole = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
     for part in parts:
         meeting = _meeting(offsets, tuple(live.shape), part.offsets, part.shape)
@@ -76,14 +77,14 @@ def assemble(name: str, live: torch.Tensor, offsets: tuple[int, ...], folder: Pa
 
 
 def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The bytes of a contiguous tensor that has `shape`, those of one element along one more dimension."""
+    """View a contiguous tensor of `shape` as bytes, with one more dimension for the bytes of an element."""
     return tensor.view(-1).view(torch.uint8).view(*shape, -1)
 
 
 def _meeting(
     start: tuple[int, ...], shape: tuple[int, ...], other_start: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two rectangles of a tensor share, as slices of the one and of the other; None if that is nothing."""
+    """Return what two rectangles of a tensor share, as slices of the one and of the other; None for no overlap."""
     here, there = list[slice](), list[slice]()
     for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -95,7 +96,7 @@ def _meeting(
 
 
 def _verified(name: str, folder: Path, part: Part) -> torch.Tensor:
-    """The bytes of `part`, whose crc32 is right."""
+    """Return the bytes of `part`. Raises CorruptCheckpointError if the crc32 is wrong."""
     staged = torch.empty(part.size_bytes, dtype=torch.uint8)
     _read(folder, part, staged.numpy().data)
     check_crc(folder, name, part, zlib.crc32(staged.numpy().data))
@@ -103,7 +104,7 @@ def _verified(name: str, folder: Path, part: Part) -> torch.Tensor:
 
 
 def _read(folder: Path, part: Part, target: memoryview) -> None:
-    """Fill `target` from the file; one read may return less than was asked for."""
+    """Fill `target` from the file. One read may return less than was asked for."""
     with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
         done = 0
         while done < part.size_bytes:

@@ -1,7 +1,7 @@
-"""Weights from somewhere else, as a mapping from names to tensors on the CPU. Nothing in a file is ever run.
+"""Weights from another source, as a mapping from names to tensors on the CPU. No code in a file is ever run.
 
-torch.save's files are read with ``weights_only``. A DCP folder's own loader unpickles its ``.metadata`` whatever that
-holds; here an unpickler that knows torch's few classes of metadata reads it, and of the rest tensors only are read.
+torch.save's files are read with ``weights_only``. torch's own loader of a DCP folder unpickles any ``.metadata``. Here
+an unpickler reads it that knows only torch's few classes of metadata, and of the rest only tensors are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.origin import Origin
 
 
 class Weights(NamedTuple):
-    """A model's tensors by name, from where, and which: ``whole.AVERAGE``, ``RAW``, or None where nobody knows."""
+    """A model's tensors by name, their path, and which they are: ``whole.AVERAGE``, ``RAW``, or None if unknown."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -34,10 +34,10 @@ class Weights(NamedTuple):
 
 
 def read(source: Origin, which: str | None = None) -> Weights:
-    """Read the weights; of a run those of its newest good checkpoint. ``which`` as ``whole.model_tensors`` has it.
+    """Read the weights; of a run those of its newest good checkpoint. ``which`` as in ``whole.model_tensors``.
 
-    CheckpointError when it cannot be read, is damaged, or holds other things than tensors and plain values;
-    RequestError for an average where there is none.
+    Raises CheckpointError when the source cannot be read, is damaged, or holds other things than tensors and plain
+    values; RequestError for an average where there is none.
     """
     if source.kind == origin.RUN:
         path, found = whole.from_newest(
@@ -50,7 +50,7 @@ def read(source: Origin, which: str | None = None) -> Weights:
     tensors = _read_file(source)
     if which is None and not any(name.startswith(whole.MODEL) for name in tensors):
         return Weights(source.path, tensors, None)
-    chosen, of_model = whole.model_tensors(tensors, which)  # our own export of everything
+    chosen, of_model = whole.model_tensors(tensors, which)  # an export of everything by this toolkit
     return Weights(source.path, of_model or tensors, chosen)
 
 
@@ -79,6 +79,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    # Many programs store the tensors one level down.
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -98,21 +99,22 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
 
     with (path / ".metadata").open("rb") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
+    # Only the tensors are asked for: what else is in the folder is pickled.
     into = {
         name: torch.empty(record.size, dtype=record.properties.dtype)
         for name, record in metadata.state_dict_metadata.items()
         if isinstance(record, TensorStorageMetadata)
     }
     try:
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        with warnings.catch_warnings(action="ignore"):  # about the missing process group
             state_dict_loader.load(into, storage_reader=Reader(path), no_dist=True)
-    except CheckpointException as error:  # no Exception to Python
+    except CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(str(error).strip().split("\n")[-1]) from None
     return into
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows what the ``.metadata`` of a DCP folder is made of, and refuses everything else."""
+    """An unpickler for the classes in the ``.metadata`` of a DCP folder, which refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_NAMES.get(module, ()) or (module == "torch" and _is_dtype(name)):
@@ -124,7 +126,7 @@ def _is_dtype(name: str) -> bool:
     return isinstance(vars(torch).get(name), torch.dtype)
 
 
-#: By module, the names that torch writes (2.13 and 2.15 were tried). Calling one does no more than make a value.
+#: Names that torch writes, by module (2.13 and 2.15 were tried). Calling one only makes a value.
 _METADATA_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),

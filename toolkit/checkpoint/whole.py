@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, however many ranks wrote it, for readers without a strategy and a process group."""
+"""Whole tensors of a checkpoint from any number of ranks, for readers without a strategy and a process group."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from toolkit.errors import CheckpointError, RequestError
 log = logs.get(__name__)
 T = TypeVar("T")
 
-#: Under this prefix a strategy's state has the model's tensors, by their names in the unparallelised model.
+#: Prefix of the model's tensors in a strategy's state. Their names are those in the unparallelized model.
 MODEL = "model/"
-#: Under this one the moving averages of those that have one.
+#: Prefix of the moving averages, for tensors that have one.
 EMA = "ema/"
 
 
-#: Which weights of a model: their moving average, or those that the optimizer has.
+#: Which weights of a model: their moving average, or those that the optimizer updates.
 AVERAGE, RAW = "average", "raw"
 
 
 def judged(manifest: Manifest) -> str:
-    """Return which weights the run's own figures are of: the average where there is one."""
+    """Return which weights the run's own metrics are of: the average where there is one."""
     return AVERAGE if _below(EMA, manifest.tensors) else RAW
 
 
 def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[str, dict[str, T]]:
-    """Return which weights of the model were chosen, and their records, or tensors, by the model's own names.
+    """Return which weights of the model were chosen, and their entries by the model's own names.
 
-    ``found`` has all that a checkpoint holds; ``weights`` is AVERAGE, RAW or, None, the average where there is one.
-    Raises RequestError for an average that is not there. (There are averages of buffers, too, that a model makes for
-    itself and does not save: only what the model has is returned.)
+    ``found`` maps all names of a checkpoint to records or tensors. ``weights`` is AVERAGE, RAW or None: the average
+    where there is one. Raises RequestError for an average that is not there. Only names that the model's tensors have
+    are returned: there are averages of buffers, too, that a model makes for itself and does not save.
     """
     raw, averages = _below(MODEL, found), _below(EMA, found)
     if weights == AVERAGE and not averages:
@@ -52,14 +52,18 @@ def _below(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
 
 
 def read(folder: Path, name: str, record: TensorRecord) -> torch.Tensor:
-    """The global tensor on the CPU. CorruptCheckpointError when a byte of it is wrong; ``name`` is for the message."""
+    """Return the global tensor on the CPU. Raises CorruptCheckpointError if a byte is wrong; messages say ``name``."""
     tensor = torch.empty(record.shape, dtype=dtype_of(folder, name, record))
     tensors.assemble(name, tensor, (0,) * tensor.dim(), folder, record.parts)
     return tensor
 
 
 def dtype_of(folder: Path, name: str, record: TensorRecord) -> torch.dtype:
-    """The tensor's type, and that its parts have the bytes for it: asked before memory is taken."""
+    """Return the tensor's dtype. Raises CheckpointError for a dtype that this torch lacks.
+
+    It is called before memory is allocated, and raises CorruptCheckpointError where the parts have another number of
+    bytes than dtype and shape need.
+    """
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{folder}: {name} is of type {record.dtype}, which torch {torch.__version__} has not")
@@ -69,9 +73,10 @@ def dtype_of(folder: Path, name: str, record: TensorRecord) -> torch.dtype:
 
 
 def from_newest(paths: Sequence[Path], use: Callable[[Path, Manifest], T]) -> tuple[Path, T]:
-    """What ``use`` makes of the first of ``paths``, checkpoints newest first, in which it finds no damage.
+    """Return the first of ``paths`` without damage, and the result of ``use`` for it.
 
-    Nothing is moved or removed: a run may be writing beside it. CheckpointError when none is good.
+    ``paths`` are checkpoints, newest first. Nothing is moved or removed: a run may be writing beside it. Raises
+    CheckpointError when none is good.
     """
     reasons = list[str]()
     for path in paths:

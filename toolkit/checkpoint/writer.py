@@ -1,7 +1,7 @@
-"""Saving: every rank writes its part, rank 0 commits, and every rank learns whether that worked before `save` returns.
+"""Saving: every rank writes its part and rank 0 commits. `save` returns when every rank knows the outcome.
 
-Who writes what follows from the kinds of state alone: rank 0 the replicated values, every rank its own and its shards,
-but for those that are another rank's as well and that one writes.
+The kinds of state alone decide who writes what. Rank 0 writes the replicated values. Every rank writes its own values
+and its shards, except shards that are copies of what another rank writes.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def save(
     lost: Collection[int] = (),
     write_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Save `state` and rank 0's `meta` as the checkpoint of `step`; all ranks call it, and all return or all raise.
+    """Save `state` and rank 0's `meta` as the checkpoint of `step`. All ranks call it; all return or all raise.
 
     A step that is committed already is left as it is. CheckpointError, with the same message on every rank, says which
-    rank failed and why, or which ones stayed silent for `timeout_s`; nothing is committed then.
+    rank failed and why, or which ranks did not answer for `timeout_s`; nothing is committed then.
 
     `check_replicas` asserts that replicated values are equal bit for bit on all ranks. It costs the other ranks a copy
-    to the host and a crc32, which rank 0 makes for its file in any case while they wait for it: no time on the wall.
+    to the host and a crc32. Rank 0 computes the same for its file while they wait for it, so no wall time is lost.
 
-    ``lost`` may grow meanwhile: ranks that have died, and whose part is therefore not waited for. What they alone had
-    is missing then, and if a whole tensor needs it nothing is committed.
+    ``lost``: ranks that have died; it may grow during the save. Their parts are not waited for. What they alone had is
+    missing then, and if a whole tensor needs it nothing is committed.
 
     `write_files` is called on every rank with the new folder, and writes a library's own checkpoint into folders in it.
     """
@@ -85,10 +85,11 @@ def _lead(
     world_size: int,
     write_files: Callable[[Path], None] | None,
 ) -> Path:
-    """Rank 0's side."""
+    """Run rank 0's side: begin, write with the others, commit, tell them, prune."""
     if store.is_committed(step):
         talk.tell({"done": True, "step": step})
         return store.path(step)
+    # From here on the others wait for rank 0, so every failure is sent to them.
     with failures_told(talk, f"the checkpoint of step {step} was not written"):
         folder = store.begin(step)
         talk.tell({"folder": folder.name, "step": step})
@@ -114,14 +115,16 @@ def _write_with_others(
     talk: Exchange,
     world_size: int,
 ) -> Manifest:
+    # Write rank 0's part while the others write theirs, then compare and merge the reports.
     own = _write_own(store, folder, 0, state)
     reports = talk.gather()
     for rank, report in reports.items():
         _check_replicas(state, own, rank, report["replicas"])
-    files = manifests.library_files(folder)  # of all ranks: each has reported that its own are written
+    files = manifests.library_files(folder)  # files of all ranks: each has reported that its own are written
     library = _WrittenPart({record.parts[0].file: record.parts[0].size_bytes for record in files.values()}, files, {})
     parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values()), library]
     manifest = _merge(step, world_size, meta, parts)
+    # Copies of shards are compared last: any rank may have written the original.
     for rank, report in reports.items():
         _check_copies(manifest, rank, report["replicas"])
     return manifest
@@ -136,7 +139,7 @@ def _follow(
     check_replicas: bool,
     write_files: Callable[[Path], None] | None,
 ) -> Path:
-    """The side of every other rank: a failure here is reported first and raised when rank 0 has told all ranks."""
+    """Run every other rank's side. A failure is reported first, and raised once rank 0 has told all ranks."""
     begun = talk.listen()
     if begun.get("done"):
         return store.path(step)
@@ -158,7 +161,7 @@ def _follow(
 
 
 def _prune(store: CheckpointStore) -> None:
-    """A checkpoint too many is no reason to end a run whose newest one is safe."""
+    """Remove old checkpoints, or log why not. A surplus checkpoint must not end a run whose newest one is safe."""
     try:
         store.prune()
     except CheckpointError as error:
@@ -167,7 +170,7 @@ def _prune(store: CheckpointStore) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _WrittenPart:
-    """What one rank wrote."""
+    """The files, tensors and values that one rank wrote."""
 
     files: Mapping[str, int]
     tensors: Mapping[str, TensorRecord]
@@ -186,7 +189,7 @@ class _WrittenPart:
 
 
 def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) -> _WrittenPart:
-    """Write this rank's tensors into `folder`; a rank that has none (the others under ddp) makes no file."""
+    """Write this rank's tensors into `folder`. A rank without tensors (all but rank 0 under ddp) makes no file."""
     own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
     records: dict[str, TensorRecord] = {}
     path = folder / file_name(rank)
@@ -202,7 +205,7 @@ def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) ->
 
 
 def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord]) -> Iterator[memoryview]:
-    """The bytes of one tensor after the other, each recorded in `records` as it goes by."""
+    """Yield the bytes of one tensor after the other, and record each in `records` as it is yielded."""
     start = 0
     for name, entry in own.items():
         if not isinstance(entry.value, torch.Tensor):
@@ -229,7 +232,7 @@ def _value_digest(value: Json) -> int:
 
 
 def _replica_digests(state: State) -> dict[str, Any]:
-    """What rank 0 compares: a few bytes for each tensor, and one digest for all the names."""
+    """Return what rank 0 compares: a crc32 for each value and for each copy of a shard, and one for all names."""
     entries = _replicated(state)
     digests = [
         zlib.crc32(tensors.to_bytes(name, entry.value))
@@ -246,7 +249,7 @@ def _replica_digests(state: State) -> dict[str, Any]:
 
 
 def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[str, Any] | None) -> None:
-    """CheckpointError naming the values that `rank` holds differently. Rank 0's digests are those of its file."""
+    """Raise CheckpointError with the values that `rank` holds differently. Rank 0's digests are those of its file."""
     if found is None:
         return
     names = [name for name, _ in _replicated(state)]
@@ -268,7 +271,7 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
 
 
 def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None) -> None:
-    """CheckpointError naming the parts that `rank` holds differently from the rank that has written them."""
+    """Raise CheckpointError with the parts that `rank` holds differently from the rank that has written them."""
     different = []
     for name, pieces in (found["copies"] if found else {}).items():
         parts = manifest.tensors[name].parts if name in manifest.tensors else ()
@@ -283,7 +286,7 @@ def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None
 
 
 def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable[_WrittenPart]) -> Manifest:
-    """One manifest of what all ranks wrote; CheckpointError where their parts do not make up whole tensors."""
+    """Merge what all ranks wrote into one manifest. Raises CheckpointError where parts do not make up whole tensors."""
     files: dict[str, int] = {}
     values: dict[str, ValueRecord] = {}
     firsts: dict[str, TensorRecord] = {}
@@ -294,6 +297,7 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
             _check_new(name, values, firsts)
             values[name] = value
         for name, record in part.tensors.items():
+            # Shards of one tensor come from several ranks: collect them under its name.
             _check_same_tensor(name, firsts.setdefault(name, record), record)
             pieces.setdefault(name, []).extend(record.parts)
     merged = {name: dataclasses.replace(record, parts=tuple(pieces[name])) for name, record in firsts.items()}
@@ -309,7 +313,7 @@ def _check_new(name: str, *known: Mapping[str, object]) -> None:
 
 
 def _check_same_tensor(name: str, first: TensorRecord, record: TensorRecord) -> None:
-    """CheckpointError unless both are shards of one tensor: only these may share a name."""
+    """Raise CheckpointError unless both are shards of one tensor: only shards may share a name."""
     if record is first:
         return
     if not first.kind == record.kind == "sharded":
