@@ -1,8 +1,8 @@
 """The bad samples of a run: how many there are, and ``bad_samples.jsonl``, which lists each of them once.
 
-A worker sends them with the batch, the rank tells rank 0 through the store, and rank 0 alone writes. It collects where
-the ranks have just met (at a logging step, before a save), so a checkpoint never stands before a sample that is not
-listed yet; what a crash keeps from being listed, the resumed run meets again.
+A worker sends them with the batch, the rank reports them to rank 0 through the store, and only rank 0 writes. It
+collects where the ranks have just met (at a logging step, before a save). So no checkpoint comes after a sample that is
+not listed yet. What a crash keeps from being listed, the resumed run finds again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toolkit.errors import ConfigError, listing
 from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 
-#: So many are named in the log; after that only their number is.
+#: Number of bad samples named in the log; after that only their count is logged.
 NAMED = 10
 
 _LINE = Record({"index": COUNT, "position": COUNT, "error": TEXT})
@@ -26,9 +26,10 @@ log = logs.get(__name__)
 
 
 class BadSamples:
-    """One rank's end of it. ``most`` is ``data.max_bad_samples``; None where a bad sample ends the run at once.
+    """One rank's record of bad samples. Rank 0's has those of all ranks.
 
-    Raises ConfigError on rank 0 when the run has more than ``most``: a restart would meet them again.
+    ``most`` is ``data.max_bad_samples``; None where a bad sample ends the run at once. Raises ConfigError on rank 0
+    when the run has more than ``most``: a restart would meet them again.
     """
 
     def __init__(self, session: Session, most: int | None) -> None:
@@ -40,6 +41,7 @@ class BadSamples:
         self._heard = 0
         self._listed: dict[int, BadSample] = {}
         self._unwritten: list[BadSample] = []
+        # Bad samples of earlier attempts count, too.
         if most is not None and session.is_main:
             lines = records.read_lines(self._path, _LINE)
             known = [BadSample(line["index"], line["position"], line["error"]) for line in lines]
@@ -47,7 +49,7 @@ class BadSamples:
             self._refuse_too_many()
 
     def note(self, batch: Batch | None) -> None:
-        """Tell rank 0 of the bad samples that this rank meets for the first time."""
+        """Report to rank 0 the bad samples that this rank meets for the first time."""
         for bad in batch.bad if batch is not None else ():
             if bad.index not in self._told:
                 self._told.add(bad.index)
@@ -55,7 +57,7 @@ class BadSamples:
                 self._session.store.set(f"{self._topic}/{number}", json.dumps(dataclasses.asdict(bad)))
 
     def collect(self) -> None:
-        """Rank 0: list what all ranks have noted up to the last collective; of the others nothing is asked."""
+        """List what all ranks have noted up to the last collective. Ranks other than 0 do nothing."""
         if self._most is None or not self._session.is_main:
             return
         new = [bad for bad in sorted(self._hear(), key=lambda bad: bad.position) if self._is_new(bad)]
@@ -65,9 +67,9 @@ class BadSamples:
         self._refuse_too_many()
 
     def figures(self, position: int) -> dict[str, float]:
-        """Collect, and say for TensorBoard how many bad samples stand before ``position`` of the run.
+        """Collect, and return for TensorBoard how many bad samples come before ``position`` of the run.
 
-        Counted by position, for a resumed run has listed already what it is about to meet again.
+        They are counted by position, because a resumed run has listed already what it is about to meet again.
         """
         self.collect()
         if self._most is None:
@@ -78,7 +80,7 @@ class BadSamples:
         store, said = self._session.store, []
         for number in range(self._heard, store.add(f"{self._topic}/count", 0)):
             key = f"{self._topic}/{number}"
-            if not store.check([key]):  # counted, not yet told: of a step that rank 0 has not done
+            if not store.check([key]):  # counted, but not stored yet: of a step that rank 0 has not done
                 break
             said.append(BadSample(**json.loads(store.get(key))))
             store.delete_key(key)

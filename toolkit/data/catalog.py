@@ -1,7 +1,7 @@
-"""What is known about data sets without torch: names, shapes, and the files each must have.
+"""What is known about data sets without torch: names, shapes, and the files that each needs.
 
-A data set lies under ``data.root``; null means ``$TOOLKIT_DATA``, and without that ``./data``. Compute nodes mostly
-have no internet, so files are looked for on the login node before a job is queued, and fetched there.
+A data set is in ``data.root``; null means ``$TOOLKIT_DATA``, and without that ``./data``. Compute nodes mostly have no
+internet, so the login node looks for the files before a job is queued, and fetches them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_bat
 _FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SPLITS = ("train", "val")
-#: Folders of the standard library's that hold others' code, or tests of it.
+#: Folders of the standard library that hold others' code, or tests of it.
 _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 
 
@@ -32,8 +32,8 @@ _NOT_OURS = {"site-packages", "dist-packages", "test", "tests"}
 class Entry:
     """One data set: ``folder`` (below the root) and ``files`` (below that) must exist; neither for one without files.
 
-    ``shape`` is (channels, height, width) of a sample where ``data.image_size`` is null; ``classes`` is None where the
-    files say how many; ``names`` are theirs where they are not just numbers.
+    ``shape`` is (channels, height, width) of a sample where ``data.image_size`` is null. ``classes`` is None where the
+    files determine the number. ``names`` are the classes' where they are not just numbers.
     """
 
     shape: tuple[int, int, int]
@@ -57,7 +57,7 @@ CATALOG = {
 
 
 def entry_of(name: str) -> Entry:
-    """The catalogue's entry; :class:`ConfigError` with the nearest name for an unknown one."""
+    """Return the catalog's entry. Raises :class:`ConfigError` with the nearest name for an unknown one."""
     if name not in CATALOG:
         hint = nearest(name, CATALOG)
         raise ConfigError(f"data.name: there is no data set {name!r}; {hint}valid are {', '.join(CATALOG)}")
@@ -65,7 +65,7 @@ def entry_of(name: str) -> Entry:
 
 
 def data_root(root: str | None) -> Path:
-    """The absolute folder that ``data.root`` means."""
+    """Return the absolute path of the folder that ``data.root`` means."""
     named = root or os.environ.get("TOOLKIT_DATA") or "data"
     try:
         return Path(named).expanduser().absolute()
@@ -74,22 +74,22 @@ def data_root(root: str | None) -> Path:
 
 
 def sample_shape(config: DataConfig) -> tuple[int, int, int]:
-    """(channels, height, width) of every sample."""
+    """Return (channels, height, width) of every sample."""
     channels, height, width = entry_of(config.name).shape
     return (channels, config.image_size or height, config.image_size or width)
 
 
 def missing_files(name: str, root: Path) -> list[Path]:
-    """The files of data set ``name`` that are not under ``root``."""
+    """Return the files of data set ``name`` that are missing under ``root``."""
     entry = entry_of(name)
     paths = [root / entry.folder / file for file in entry.files]
     return [path for path in paths if not path.is_file()]
 
 
 def check_datasets(config: DataConfig) -> None:
-    """See that the data set's files are there, on the login node, before anything is queued.
+    """Check that the data set's files exist, on the login node, before anything is queued.
 
-    :class:`DataMissingError` says what to run or where to put them.
+    Raises :class:`DataMissingError`, which says what to run or where to put the files.
     """
     root = data_root(config.root)
     if config.name == "image_folder":
@@ -110,12 +110,15 @@ def check_datasets(config: DataConfig) -> None:
 
 
 def fetch_command(name: str, root: Path) -> str:
-    """The command line that fetches a data set."""
+    """Return the command line that fetches a data set."""
     return shlex.join(["toolkit", "data", "fetch", name, "--root", str(root)])
 
 
 def text_files(root: str | None) -> list[Path]:
-    """The files of data set ``text`` in order: all below ``root`` but hidden ones; null: Python's standard library."""
+    """Return the files of data set ``text`` in order: all below ``root`` except hidden ones.
+
+    Null means the Python files of the standard library.
+    """
     folder = fsio.expand(root or sysconfig.get_path("stdlib")).absolute()
     inner = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*" if root else "*.py")))
     files = [path for path, parts in inner if path.is_file() and not any(part.startswith(".") for part in parts)]
@@ -127,9 +130,10 @@ def text_files(root: str | None) -> list[Path]:
 
 
 def class_names(root: Path) -> list[str]:
-    """The classes of an image folder in order: the sub-folders that ``root/train`` and ``root/val`` have in common.
+    """Return the classes of an image folder in order: the sub-folders of ``root/train`` and of ``root/val``.
 
-    They must be the same: a class's number is its place in the list, and would mean another class in evaluation.
+    Both must have the same ones. A class's number is its place in the list, and would mean another class in evaluation.
+    Raises DataMissingError.
     """
     train, val = (_subfolders(root, split) for split in _SPLITS)
     if train != val:

@@ -1,7 +1,7 @@
-"""The data sets a config can name.
+"""The data sets that a config can name.
 
-``digits`` ships with the package and ``synthetic`` needs no files; the others are read by torchvision, which is
-imported only for them: it costs every rank seconds.
+``digits`` ships with the package and ``synthetic`` needs no files. The others are read by torchvision, which is
+imported only for them, because the import costs every rank seconds.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Dataset = Samples | BatchedSamples
 DIGITS_TRAIN = 1437
 SYNTHETIC_TRAIN = 4096
 SYNTHETIC_EVAL = 1024
-#: A server behind a firewall answers never instead of no.
+#: Seconds until a download is given up: a server behind a firewall never answers.
 FETCH_TIMEOUT_S = 60.0
 
 _TORCHVISION_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}
-# mean and standard deviation of the training images per channel, pixels scaled to 0..1
+# Mean and standard deviation of the training images per channel, pixels scaled to 0..1.
 _STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "digits": ((0.3053,), (0.3760,)),
     "mnist": ((0.1307,), (0.3081,)),
@@ -62,12 +62,11 @@ class Datasets:
     classes: int
     sample_shape: tuple[int, int, int]
     class_names: tuple[str, ...]  #: one for each class
-    pictures: Pictures | None = None  #: how an image file is made like these; None where they are none
+    pictures: Pictures | None = None  #: how an image file becomes such an input; None where samples are not images
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Return the data sets of the ``data:`` section. Raises DataMissingError where their files are not there::
-
+    """Return the data sets of the ``data:`` section. Raises DataMissingError where their files are missing::
     >>> digits = toolkit.build_datasets(toolkit.load_config("configs/digits_ddp.yaml").data)
     >>> len(digits.train), digits.sample_shape
     (1437, (1, 8, 8))
@@ -82,13 +81,14 @@ def _refuse_text(config: DataConfig) -> Datasets:
 
 
 def _digits(config: DataConfig) -> Datasets:
-    """UCI's handwritten digits: 1,437 to train on, 360 to evaluate, parted by a fixed permutation.
+    """Return UCI's handwritten digits: 1,437 to train on, 360 to evaluate, split by a fixed permutation.
 
-    The file does not name the writers, so the two sets share them and accuracy is higher than on unknown hands.
+    The file does not name the writers, so both sets have the same ones. Accuracy is higher than on unknown writers.
     """
     packed = resources.files("toolkit.data").joinpath("files/digits.csv.gz").read_bytes()
     table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), delimiter=",", dtype=np.float32)
     table = table[order(len(table), seed=0, epoch=0, start=0, stop=len(table))]
+    # Columns 0 to 63 are pixels from 0 to 16, column 64 is the digit.
     images = torch.from_numpy(table[:, :64] / 16).view(-1, 1, 8, 8)
     targets = torch.from_numpy(table[:, 64].astype(np.int64))
     train, test = slice(DIGITS_TRAIN), slice(DIGITS_TRAIN, None)
@@ -107,7 +107,7 @@ def _numbers(classes: int) -> tuple[str, ...]:
 
 
 def _from_torchvision(config: DataConfig) -> Datasets:
-    """MNIST and its kin, read by torchvision, then kept as tensors."""
+    """Return MNIST, Fashion-MNIST or CIFAR-10, read by torchvision, then kept as tensors."""
     import torchvision
 
     kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[config.name])
@@ -129,7 +129,10 @@ def _damaged(name: str, root: Path, error: Exception) -> DataMissingError:
 
 
 def _tensors(part: Any) -> tuple[Tensor, Tensor]:
-    """Images (n, c, h, w) uint8 and classes (n,); in torchvision MNIST has (n, h, w) and CIFAR-10 (n, h, w, c)."""
+    """Return images (n, c, h, w) uint8 and classes (n,).
+
+    torchvision has MNIST as (n, h, w) and CIFAR-10 as (n, h, w, c).
+    """
     images = torch.as_tensor(part.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
     return images, torch.as_tensor(part.targets, dtype=torch.int64)
@@ -147,7 +150,7 @@ def _in_memory(config: DataConfig, train: tuple[Tensor, Tensor], test: tuple[Ten
 
 
 def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
-    """``dataset``, with ``data.augment`` changed at random: small shifts, for CIFAR-10 also mirrored."""
+    """Return ``dataset``, with random changes for ``data.augment``: small shifts, for CIFAR-10 also mirroring."""
     if not config.augment:
         return dataset
     if config.name != "cifar10":
@@ -158,7 +161,7 @@ def _augmented(config: DataConfig, dataset: InMemory | Synthetic) -> Dataset:
 
 
 def _image_folder(config: DataConfig) -> Datasets:
-    """``root/train`` and ``root/val`` with a folder for each class; images are read and cut to size one by one."""
+    """Return the images in ``root/train`` and ``root/val``, a folder for each class. Each is read and cropped alone."""
     from torchvision.datasets import ImageFolder
 
     root = catalog.data_root(config.root)
@@ -173,7 +176,7 @@ def _image_folder(config: DataConfig) -> Datasets:
 
 
 def _image_transforms(size: int, *, augment: bool) -> tuple[Any, Any]:
-    """Transforms of a PIL image for training and evaluation: crops of ``size`` pixels, as in ImageNet recipes."""
+    """Return transforms of a PIL image for training and evaluation: crops of ``size`` pixels, as for ImageNet."""
     v2 = _transforms()
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*_STATISTICS["image_folder"])]
     centre = v2.Compose([v2.Resize(_shorter_side(size)), v2.CenterCrop(size), *finish])
@@ -192,10 +195,10 @@ def _transforms() -> Any:
 
 
 def fetch(name: str, root: str | None = None) -> str:
-    """Download data set ``name`` below ``root`` and return a sentence that says where it is.
+    """Download data set ``name`` below ``root``. Return a sentence that says where it is.
 
-    torchvision downloads into a folder beside the place and checks the MD5 sums; only then the folder gets its name, so
-    a broken download is never taken for the data set. :class:`RequestError` for one that cannot be fetched.
+    torchvision downloads into a folder beside the final place and checks the MD5 sums. Only then the folder gets its
+    name, so a broken download is never taken for the data set. Raises RequestError for one that cannot be fetched.
     """
     place = catalog.data_root(root)
     if name not in _TORCHVISION_NAMES:
@@ -227,6 +230,7 @@ def _download(name: str, scratch: Path, target: Path) -> None:
 
     kind = getattr(torchvision.datasets, _TORCHVISION_NAMES[name])
     timeout_s = socket.getdefaulttimeout()
+    # torchvision has no timeout of its own; this one covers every connection of the process.
     socket.setdefaulttimeout(FETCH_TIMEOUT_S)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # torchvision prints its progress; stdout is for the command
@@ -238,7 +242,7 @@ def _download(name: str, scratch: Path, target: Path) -> None:
 
 
 def _no_network(name: str, kind: Any, target: Path, error: Exception) -> str:
-    """What was tried, and how to go on without internet here."""
+    """Return the error text: what was tried, and what to do without internet access here."""
     addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
     files = "\n".join(f"    {target / file}" for file in catalog.entry_of(name).files)
     return (

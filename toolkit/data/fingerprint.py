@@ -1,4 +1,4 @@
-"""What a data set is, in a few words: by which a resume, and each rank, can tell that it has the same one."""
+"""A short identification of a data set, by which a resume and each rank can tell that it has the same one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from toolkit.dist import nested
 
-#: Of a data set in memory so many samples are looked at, of a list of files so many names; all evenly spaced.
+#: How many samples of a data set in memory, or names of a list of files, are read; evenly spaced.
 SAMPLES, NAMES = 64, 10_000
 
 
 def fingerprint(dataset: Any) -> str:
     """Return the number of samples and, where ``dataset`` offers that cheaply, a digest of some of its content.
 
-    The content is what a method ``fingerprint() -> str`` of its own says; else the names and classes of files that it
-    lists as torchvision's folders do; else of one that gives batches the classes, and inputs that are integers. (What
-    is computed in floating point may differ in the last bit from one processor to the next.)
+    The content is, in this order: what the data set's own method ``fingerprint() -> str`` returns; the names and
+    classes of files that it lists as torchvision's folders do; for a data set that gives batches, the classes and those
+    inputs that are integers. (Floating-point results may differ in the last bit from one processor to the next.)
     """
     content = digest(dataset)
     return f"{len(dataset)} samples{f', {content}' if content else ''}"
@@ -31,6 +31,7 @@ def digest(dataset: Any) -> str:
     if callable(own := getattr(dataset, "fingerprint", None)):
         return str(own())
     files = getattr(dataset, "samples", None)
+    # Names below the root only: the same folder may be mounted elsewhere on another node.
     if isinstance(files, list) and files and isinstance(files[0], tuple) and files[0] and isinstance(files[0][0], str):
         root = str(getattr(dataset, "root", ""))
         return crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])

@@ -1,4 +1,4 @@
-"""Batches by step number: the same ones whatever ran before, on however many ranks."""
+"""Batches by step number: the same ones after any restart and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["BatchedSamples", "Loader", "Samples", "build_loader", "eval_batches"
 
 @runtime_checkable
 class BatchedSamples(Protocol):
-    """A data set that gives many samples at once, without randomness and cheaply: no worker is started for it."""
+    """A data set that gives many samples at once, cheaply and without randomness: it needs no worker."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Indices) -> Any:
-        """The samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
+        """Return the samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
 
 
 class Source(Protocol):
@@ -45,8 +45,9 @@ class Source(Protocol):
 class Loader:
     """This rank's part of any global batch of the training.
 
-    ``at(step)`` depends on the step only. Asking for steps in sequence is fast (workers run ahead); any other step is
-    right too, and costs a start. With ``device`` the batch is put there, through pinned memory for CUDA.
+    ``at(step)`` depends on the step only. Asking for steps in sequence is fast, because workers run ahead. Any other
+    step gives the right batch, too, and costs a start. With ``device`` the batch is put there, through pinned memory
+    for CUDA.
     """
 
     def __init__(
@@ -65,31 +66,33 @@ class Loader:
         order: Callable[[int], Sequence[int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``split`` is global, or what split.py knows; ``balances``: the loop may :meth:`cut` the batches anew.
+        """Set the loader up. ``split`` is global, or one that split.py has; ``balances``: the loop may :meth:`cut`
+        anew.
 
         ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
-        gives the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
+        returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
         self._dataset = dataset
         if order is not None and split != "global":
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
         self._given = None if order is None else GivenOrder(order, len(dataset))
-        #: Samples of an epoch.
+        #: Number of samples in an epoch.
         self.dataset_size = len(dataset) if self._given is None else self._given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
-        #: How long the last ``at`` kept its caller waiting, the fetch itself included.
+        #: Seconds that the last ``at`` kept its caller waiting, including the fetch itself.
         self.data_wait_s = 0.0
         #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
         self.max_bad_samples = max_bad_samples
         self.balances = balances
-        #: Steps that may have been handed to workers beyond the last one given; equal on all ranks.
+        #: Number of steps beyond the last one returned that workers may hold already; equal on all ranks.
         self.ahead = 0 if isinstance(dataset, BatchedSamples) else PREFETCH * workers
-        self.is_split = split != "global"  #: each share reads a part of the data of its own
+        self.is_split = split != "global"  #: True if each share reads its own part of the data
         self._parts = None if split == "global" else share.count
         self._has_data = share.count > 0
         self._device = torch.device(device)
         self._clock = clock
+        # Kept as factories: :meth:`part` builds the sampler and source of another rank's share when one has died.
         self._samplers = partial(
             TrainSampler, len(dataset), global_batch_size=global_batch_size, seed=seed, split=split, order=self._given
         )
@@ -100,9 +103,9 @@ class Loader:
         self._others: dict[Share, Source] = {}
 
     def at(self, step: int) -> Batch | None:
-        """This rank's samples of global batch ``step`` (counted from 0); None on a rank whose share count is 0.
+        """Return this rank's samples of global batch ``step`` (from 0); None on a rank whose share count is 0.
 
-        Empty, but of the right shape, where there are more shares than samples in the global batch.
+        The batch is empty, but of the right shape, where there are more shares than samples in the global batch.
         """
         started = self._clock()
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
@@ -110,37 +113,43 @@ class Loader:
         return batch
 
     def part(self, step: int, share: Share) -> Batch:
-        """What ``at(step)`` gives to the rank that holds ``share``: for whoever does a dead one's work. Loaded in this
-        process, whatever the number of workers."""
+        """Return what ``at(step)`` gives to the rank with ``share``, for a rank that does a dead rank's work.
+
+        It is loaded in this process, whatever the number of workers.
+        """
         if share not in self._others:
             self._others[share] = self._sources(self._samplers(share=share), workers=0)
         return self._others[share].fetch(step).to(self._device)
 
     def samples(self, step: int) -> list[int]:
-        """Which samples ``at(step)`` gives, as indices of the data set."""
+        """Return the samples that ``at(step)`` gives, as indices of the data set."""
         return self._sampler.at(step).indices.tolist() if self._has_data else []
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
-        """From ``step`` on each share i is given ``counts[i]`` samples of the global batch. Every rank calls it alike.
+        """Give each share i ``counts[i]`` samples of the global batch from ``step`` on. Every rank makes the same call.
 
-        ``step`` is ``ahead`` or more after the next one that is asked for: earlier ones workers may have in hand.
+        ``step`` must be at least ``ahead`` after the next step to be asked for: workers may hold earlier ones already.
         """
         self._sampler.cut(step, counts)
 
     def state(self) -> Json:
-        """A checkpoint needs nothing of it, for the step says all; with a split, by how many parts the data are split:
-        on another number of ranks they would be other parts."""
+        """Return None, or with a split the number of parts.
+
+        The step number is the whole state otherwise. On another number of ranks the parts of a split would differ.
+        """
         return None if self._parts is None else {"parts": self._parts}
 
     def fingerprint(self) -> str | None:
-        """What the data set is, see fingerprint.py, and the job's own order; of one that is split its size only, for
-        ranks may have a part of it."""
+        """Return what identifies the data set, see fingerprint.py, and the job's own order.
+
+        With a split it is the size only, because a rank may have only its part of the data.
+        """
         if self._parts is not None:
             return f"{self.dataset_size} samples"
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
-        """Which samples all shares together get in ``step``, as indices of the data set, in the order of the run."""
+        """Return the samples of all shares in ``step``, as indices of the data set, in the order of the run."""
         if self._parts is not None:
             shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
             return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]
@@ -149,7 +158,7 @@ class Loader:
         return found
 
     def restore(self, state: Json) -> None:
-        """Nothing is to be restored: see :meth:`state`."""
+        """Do nothing: the step number is enough, see :meth:`state`."""
 
     def close(self) -> None:
         """End the workers, if any."""
@@ -166,7 +175,7 @@ def build_loader(
     collate: Collate | None = None,
     order: Callable[[int], Sequence[int]] | None = None,
 ) -> Loader:
-    """The training loader that the ``data:`` section asks for; ``seed`` is the run's."""
+    """Return the training loader for the ``data:`` section; ``seed`` is the run's."""
     return Loader(
         dataset,
         global_batch_size=config.global_batch_size,
@@ -191,12 +200,13 @@ def eval_batches(
     device: torch.device | str = "cpu",
     collate: Collate | None = None,
 ) -> Iterator[Batch | None]:
-    """This share's contiguous part of the eval set, unpadded: over all shares each sample comes exactly once.
+    """Yield this share's contiguous part of the eval set, unpadded. Over all shares each sample comes exactly once.
 
-    Every share yields ``sampler.eval_calls(len(dataset), share.count, batch_size)`` items, None where its range has
-    ended before the longest one's. With a share count of 0 there is nothing to yield.
+    Every share yields ``sampler.eval_calls(len(dataset), share.count, batch_size)`` items. An item is None where the
+    share's range has ended before the longest one. With a share count of 0 nothing is yielded.
     """
     sampler = EvalSampler(len(dataset), batch_size=batch_size, share=share)
+    # Workers load only the calls that have samples; the rest is filled up with None.
     mine = eval_calls(sampler.stop - sampler.start, 1, batch_size)
     workers = min(workers, mine)
     source = _source(dataset, sampler, seed=0, workers=workers, device=torch.device(device), collate=collate)
@@ -208,7 +218,7 @@ def eval_batches(
 
 
 class _TensorSource:
-    """One indexing of tensors that lie in memory."""
+    """A source that indexes tensors in memory once for each batch."""
 
     def __init__(self, dataset: BatchedSamples, sampler: Sampler, *, pin: bool) -> None:
         self.dataset = dataset
@@ -222,7 +232,7 @@ class _TensorSource:
         return batch.pin_memory() if self.pin else batch
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 def _source(
@@ -235,7 +245,7 @@ def _source(
     skips: bool = False,
     collate: Collate | None = None,
 ) -> Source:
-    """The cheapest way to read ``dataset``: all at once, in workers, or here."""
+    """Return the cheapest source for ``dataset``: whole batches, workers, or this process."""
     pin = device.type == "cuda"
     if isinstance(dataset, BatchedSamples):
         return _TensorSource(dataset, sampler, pin=pin)

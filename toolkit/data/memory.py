@@ -1,4 +1,4 @@
-"""Data sets whose samples lie in memory, or are computed from a few tensors that do."""
+"""Data sets whose samples are in memory, or are computed from a few tensors that are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from toolkit.data.permutation import Indices, hash64, mix_array
 class InMemory:
     """Images (n, c, h, w), uint8 or float, and their classes (n,) int64.
 
-    Each batch is converted to float32, scaled and shifted per channel (uint8 stays uint8 in memory: a quarter of it),
-    and with ``image_size`` resized to a square by bilinear interpolation. uint8 pixels count as 0 to 1.
+    Each batch is converted to float32, then scaled and shifted per channel. uint8 stays uint8 in memory, which takes a
+    quarter of the space. With ``image_size`` the batch is resized to a square by bilinear interpolation. uint8 pixels
+    count as 0 to 1.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class InMemory:
     ) -> None:
         self._scale = 1 / torch.tensor(std).view(-1, 1, 1)
         self._shift = -torch.tensor(mean).view(-1, 1, 1) * self._scale
-        #: What a pixel of 0 has become, (c, 1, 1).
+        #: What a pixel of 0 becomes, (c, 1, 1).
         self.background = self._shift
         self._resize = image_size if image_size != images.shape[-1] or image_size != images.shape[-2] else None
+        # Without a resize, float images are prepared once; all others batch by batch.
         self._ready = images.is_floating_point() and self._resize is None
         self._images = self._prepare(images) if self._ready else images.contiguous()
         self._targets = targets
@@ -43,7 +45,7 @@ class InMemory:
         return self._targets.shape[0]
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Inputs (n, c, h, w) float32 and classes (n,) of the samples ``indices`` (n,)."""
+        """Return inputs (n, c, h, w) float32 and classes (n,) of the samples ``indices`` (n,)."""
         chosen = torch.from_numpy(indices)
         images = self._images.index_select(0, chosen)
         return images if self._ready else self._prepare(images), self._targets.index_select(0, chosen)
@@ -61,10 +63,10 @@ class InMemory:
 
 
 class Synthetic:
-    """Ten classes of random images that a model can learn to tell apart, made of nothing but a seed.
+    """Ten classes of random images that a model can learn to tell apart, made from a seed alone.
 
-    Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise patterns: large images in large numbers
-    without files, each about as cheap as reading three images from memory.
+    Sample ``i`` is the pattern of class ``hash(i) % 10`` plus two of 32 noise patterns. This gives large images in
+    large numbers without files, each about as cheap as reading three images from memory.
     """
 
     CLASSES = 10
@@ -81,12 +83,13 @@ class Synthetic:
         return self._size
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Inputs (n, c, h, w) float32, about standard normal, and classes (n,) of the samples ``indices`` (n,)."""
+        """Return inputs (n, c, h, w) float32, about standard normal, and classes (n,) of samples ``indices`` (n,)."""
         words = mix_array((indices + (self._first + 1)).astype(np.uint64))
         picks = [words % self.CLASSES, (words >> 8) % self._NOISES, (words >> 16) % self._NOISES]
         classes, one, other = (torch.from_numpy(pick.astype(np.int64)) for pick in picks)
         inputs = self._patterns.index_select(0, classes)
         inputs.add_(self._noises.index_select(0, one)).add_(self._noises.index_select(0, other))
+        # The sum of three images of variance 1 has variance 3.
         return inputs.mul_(3**-0.5), classes
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -95,14 +98,14 @@ class Synthetic:
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Uniform float32 numbers of mean 0 and variance 1, from our own hash: equal on every version of torch."""
+    """Return uniform float32 numbers of mean 0 and variance 1, from our own hash: equal on every version of torch."""
     words = mix_array(np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(key))
-    uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # 24 bits are what a float32 holds
+    uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # a float32 holds 24 bits
     return torch.from_numpy((uniform - 0.5) * 12**0.5).view(shape)
 
 
 class Augmented:
-    """A data set with a random ``transform`` of each input: read sample by sample, so that each has its own seed."""
+    """A data set with a random ``transform`` of each input. It is read sample by sample: each has its own seed."""
 
     def __init__(self, dataset: InMemory | Synthetic, transform: Callable[[Tensor], Tensor]) -> None:
         self._dataset = dataset
@@ -116,12 +119,12 @@ class Augmented:
         return self._transform(inputs), target
 
     def fingerprint(self) -> str:
-        """See :mod:`toolkit.data.fingerprint`."""
+        """Return the digest of the data set without the transform; see :mod:`toolkit.data.fingerprint`."""
         return digest(self._dataset)
 
 
 class RandomShift:
-    """Moves an image (c, h, w) by up to ``pixels`` in each direction; ``background`` (c, 1, 1) comes in at the edge."""
+    """A shift of an image (c, h, w) by up to ``pixels`` in each direction; ``background`` (c, 1, 1) fills the edge."""
 
     def __init__(self, pixels: int, background: Tensor) -> None:
         self.pixels = pixels

@@ -1,16 +1,16 @@
 """A keyed permutation of ``range(n)`` for each epoch, computed per position instead of stored.
 
-The hash is the finaliser of splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators",
-OOPSLA 2014; constants of Stafford's variant 13). It is written out here because the order of a run must not change
-with a library: numpy does not promise the same random stream in its next version, and a resumed run would then see some
+The hash is the finalizer of splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA
+2014; constants of Stafford's variant 13). It is written out here because the order of a run must not change with a
+library: numpy does not promise the same random stream in its next version, and a resumed run would then see some
 samples of the epoch twice and others never.
 
-Above ``SORTED_MAX`` items the permutation is a Feistel network on the smallest power of two that holds ``n``, walked
+Above ``SORTED_MAX`` items the permutation is a Feistel network on the smallest power of two that holds ``n``. It walks
 along its cycle until the value is below ``n`` (Black, Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
 With so few rounds it is visibly biased on small sets, so those are ordered by sorting a keyed hash.
 
-Speed on one core: 20 to 60 ns an index in blocks of 16,384, up to 2,000 in blocks of 64. The sort takes about
-5 ms for 65,536 items, once an epoch.
+Speed on one core: 20 to 60 ns an index in blocks of 16,384, up to 2,000 in blocks of 64. The sort takes about 5 ms for
+65,536 items, once an epoch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Words = NDArray[np.uint64]
 
 #: Up to this many items the whole epoch is ordered by a sort and kept.
 SORTED_MAX = 65_536
-#: As many positions as are best generated at once above that.
+#: Number of positions that are best generated at once above that.
 BLOCK = 16_384
 
 _ROUNDS = 6
@@ -40,14 +40,17 @@ _MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def mix(word: int) -> int:
-    """The finaliser of splitmix64: a bijection of 64-bit words in which every input bit moves half the output bits."""
+    """Return splitmix64's finalizer of ``word``: a bijection of 64-bit words.
+
+    Every input bit changes half the output bits.
+    """
     word = (word ^ (word >> 30)) * _MULTIPLY_1 & _MASK
     word = (word ^ (word >> 27)) * _MULTIPLY_2 & _MASK
     return word ^ (word >> 31)
 
 
 def mix_array(words: Words) -> Words:
-    """:func:`mix` of each element, in place; returns ``words``."""
+    """Apply :func:`mix` to each element in place; return ``words``."""
     shifted = words >> np.uint64(30)
     words ^= shifted
     words *= np.uint64(_MULTIPLY_1)
@@ -60,7 +63,7 @@ def mix_array(words: Words) -> Words:
 
 
 def hash64(*parts: int) -> int:
-    """A 64-bit hash of integers of any sign, in order; the same on every machine and in every version."""
+    """Return a 64-bit hash of integers of any sign, in order. It is the same on every machine and in every version."""
     word = 0
     for part in parts:
         word = mix((word + _GOLDEN + part) & _MASK)
@@ -68,9 +71,10 @@ def hash64(*parts: int) -> int:
 
 
 def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
-    """The items at positions ``start..stop`` of epoch ``epoch``: part of a permutation of ``range(n)``, (stop-start,).
+    """Return the items at positions ``start..stop`` of epoch ``epoch``, (stop-start,).
 
-    ``n`` up to 2**62, and the answer does not depend on the block that a position is asked for in.
+    They are part of a permutation of ``range(n)``. ``n`` may be up to 2**62. The items do not depend on how a range of
+    positions is divided into calls. Raises ValueError for positions outside the epoch.
     """
     if not 0 <= start <= stop <= n:
         raise ValueError(f"positions {start}..{stop} are not within an epoch of {n} samples")
@@ -78,7 +82,7 @@ def order(n: int, seed: int, epoch: int, start: int, stop: int) -> Indices:
 
 
 def _items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
-    """The items at ``places`` of one epoch, each in ``range(n)``."""
+    """Return the items at ``places`` of one epoch, each in ``range(n)``."""
     if n <= SORTED_MAX:
         return _sorted_epoch(n, seed, epoch)[places]
     return _feistel(places.astype(np.uint64), n, _round_keys(seed, epoch)).view(np.int64)
@@ -86,7 +90,7 @@ def _items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
 
 @lru_cache(maxsize=4)
 def _sorted_epoch(n: int, seed: int, epoch: int) -> Indices:
-    """A whole epoch: the items sorted by their keyed hash. The hash is one-to-one, so there are no ties to break."""
+    """Return a whole epoch: the items sorted by their keyed hash. The hash is one-to-one, so it has no ties."""
     key = np.uint64(hash64(seed, epoch))
     items = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + key
     return np.argsort(mix_array(items), kind="stable").astype(np.int64)
@@ -97,7 +101,7 @@ def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
 
 
 def _feistel(values: Words, n: int, keys: list[np.uint64]) -> Words:
-    """Permute ``values`` (all below ``n``): encrypt, and encrypt again whatever falls outside ``range(n)``."""
+    """Permute ``values`` (all below ``n``): encrypt, and encrypt again each result outside ``range(n)``."""
     encrypted = _encrypt(values, (n - 1).bit_length(), keys)
     outside = np.flatnonzero(encrypted >= n)
     while outside.size:
@@ -107,7 +111,7 @@ def _feistel(values: Words, n: int, keys: list[np.uint64]) -> Words:
 
 
 def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
-    """One pass of the network on ``bits``-bit words: the two halves take turns in being changed by the other."""
+    """Run one pass of the network on ``bits``-bit words: the two halves take turns in changing each other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -119,7 +123,7 @@ def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
 
 
 class Order:
-    """The endless order of a training run: epoch after epoch, each a permutation of ``range(n)`` of its own."""
+    """The endless order of a training run: epoch after epoch, each with its own permutation of ``range(n)``."""
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
@@ -128,9 +132,10 @@ class Order:
         self.seed = seed
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at ``positions``, of any shape, counted from the beginning of the run."""
+        """Return the samples at ``positions``, of any shape, counted from the beginning of the run."""
         epochs = positions // self.n
         found = np.empty_like(positions)
+        # Positions of one call may lie in several epochs.
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             found[here] = _items(self.n, self.seed, epoch, positions[here] - epoch * self.n)
@@ -138,18 +143,21 @@ class Order:
 
 
 class GivenOrder:
-    """The endless order that a job gives epoch by epoch, as indices of its data set: each epoch of one length."""
+    """The endless order that a job gives epoch by epoch, as indices of its data set. All epochs have one length."""
 
     def __init__(self, of_epoch: Callable[[int], Sequence[int]], dataset_size: int) -> None:
-        """``of_epoch(epoch)`` must give the same indices whenever it is asked, on every rank. Raises ConfigError."""
+        """Ask for the first epoch, whose length all must have. Raises ConfigError.
+
+        ``of_epoch(epoch)`` must return the same indices at every call, on every rank.
+        """
         self._of_epoch = lru_cache(maxsize=2)(of_epoch)  # a batch may reach over the end of an epoch
         self._dataset_size = dataset_size
         first = self._epoch(0, None)
         self.n = len(first)
-        self.digest = crc([first.tobytes()])  #: of the first epoch: by which a resume can tell that it has the same one
+        self.digest = crc([first.tobytes()])  #: of the first epoch: a resume compares it with its own
 
     def at(self, positions: Indices) -> Indices:
-        """The samples at ``positions``, of any shape, counted from the beginning of the run."""
+        """Return the samples at ``positions``, of any shape, counted from the run's beginning. Raises ConfigError."""
         epochs = positions // self.n
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():

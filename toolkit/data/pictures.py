@@ -1,4 +1,4 @@
-"""Image files as a model's inputs, prepared as the images that it was trained on."""
+"""Image files as a model's inputs, prepared like the images that it was trained on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 @dataclass(frozen=True)
 class Pictures:
-    """From an image file to an input of ``shape`` (channels, height, width), channels being 1 (grey) or 3 (RGB).
+    """The way from an image file to an input of ``shape`` (channels, height, width); channels: 1 (gray) or 3 (RGB).
 
-    The image is resized (bilinear) to that height and width; with ``shorter_side`` its shorter side gets that many
-    pixels instead, and the centre is cut out. Pixels count as 0 to 1, less ``mean``, by ``std``, for each channel.
+    The image is resized (bilinear) to that height and width. With ``shorter_side`` its shorter side gets that many
+    pixels instead, and the center is cut out. Pixels are scaled to 0 to 1. Then ``mean`` is subtracted and the result
+    divided by ``std``, for each channel.
     """
 
     shape: tuple[int, int, int]
@@ -30,7 +31,7 @@ class Pictures:
     shorter_side: int | None = None
 
     def read(self, path: Path) -> Tensor:
-        """The input, float32. OSError (Pillow's own included) for a file that is no image or is torn."""
+        """Return the input, float32. Raises OSError (Pillow's own included) for a damaged file or no image."""
         from PIL import Image
 
         with Image.open(path) as image:
@@ -38,12 +39,12 @@ class Pictures:
         return prepared
 
     def as_json(self) -> dict[str, Any]:
-        """For programs that have to do the same."""
+        """Return the steps of the preparation, for programs that must do the same."""
         return {**asdict(self), "pixels": "0..1", "mode": "L" if self.shape[0] == 1 else "RGB", "resize": "bilinear"}
 
     @cached_property
     def _transform(self) -> Any:
-        v2: Any = import_module("torchvision.transforms.v2")  # seconds, which nobody pays who reads no files
+        v2: Any = import_module("torchvision.transforms.v2")  # takes seconds: imported only where files are read
         size = list(self.shape[1:])
         cut = [v2.Resize(size)] if self.shorter_side is None else [v2.Resize(self.shorter_side), v2.CenterCrop(size)]
         finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
@@ -51,7 +52,10 @@ class Pictures:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Every image below ``folder`` but hidden ones, in the order of their names. RequestError where there is none."""
+    """Return every image below ``folder`` except hidden ones, in the order of their names.
+
+    Raises RequestError where there is none.
+    """
     if not folder.is_dir():
         raise RequestError(f"--images {folder}: no such folder")
     found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES and path.is_file()]

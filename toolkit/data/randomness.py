@@ -1,8 +1,8 @@
 """Random augmentation that depends on the run's seed and the sample's position, and on nothing else.
 
-torchvision's transforms draw from the process-wide generators and take no generator of their own. So those are seeded
-before each *sample*. Then neither the rank, the number of ranks or workers, nor how far workers run ahead changes a
-pixel, and a resumed run needs no saved random state.
+torchvision's transforms draw from the process-wide generators and accept no other generator. So those are seeded before
+each *sample*. Then neither the rank, the number of ranks or workers, nor how far workers run ahead changes a pixel, and
+a resumed run needs no saved random state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAMPLE = 0x53414D50
 def seed_sample(seed: int, position: int) -> None:
     """Seed torch's CPU generator, ``random`` and numpy's legacy generator for the sample at ``position``.
 
-    About 7 us; ``torch.manual_seed`` would cost 100, most of it for devices that a data worker must not touch.
+    It takes about 7 us. ``torch.manual_seed`` would take 100, most of it for devices that a data worker must not touch.
     """
     word = hash64(_SAMPLE, seed, position)
     torch.default_generator.manual_seed(word >> 1)
@@ -33,7 +33,7 @@ def seed_sample(seed: int, position: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the three generators back as they were: loading in the training process must not disturb dropout."""
+    """Restore the three generators at the end: loading in the training process must not disturb dropout."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

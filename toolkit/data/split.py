@@ -1,13 +1,13 @@
 """Data that stay where they are: each share reads the same part of the data set for the whole run.
 
-For data on the nodes' own disks, of which a node holds a part, and for parts that must not meet. ``blocks``: share i
-has the samples ``Share(i, count).bounds(size)``, end to end. ``hash``: a sample's part follows from its index alone
-(:func:`part_of`), so it stays where it is when the data set grows; parts then differ in size, of n samples by about
-the square root of n.
+For data on the nodes' own disks, of which a node holds a part, and for parts that must stay separate. ``blocks``: share
+i has the samples ``Share(i, count).bounds(size)``, end to end. ``hash``: a sample's part follows from its index alone
+(:func:`part_of`), so it stays where it is when the data set grows. The parts then differ in size: a part of n samples
+by about the square root of n.
 
-In each step share i takes its samples of the global batch out of its own part, and walks through that in passes: in
-one pass each sample of the part comes once, in an order of its own. Parts of different sizes are passed through at
-different times: samples of a smaller part come more often.
+In each step share i takes its samples of the global batch from its own part, and goes through the part in passes. In
+one pass each sample of the part comes once, in an order of its own. Passes through parts of different sizes take
+different times, so samples of a smaller part come more often.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _CHUNK = 1 << 20
 
 
 def part_of(indices: Indices, count: int) -> Indices:
-    """With ``hash``: which of ``count`` shares has each of the samples ``indices`` (n,); for whoever puts them there.
+    """Return which of ``count`` shares has each of the samples ``indices`` (n,) under ``hash``.
 
-    It depends on neither the run's seed nor the size of the data set.
+    Programs that distribute the samples use it. It depends on neither the run's seed nor the size of the data set.
     """
     words = mix_array(indices.astype(np.uint64) + np.uint64(hash64(_PART)))
     return (words % np.uint64(count)).astype(np.int64)
 
 
 def samples_of(size: int, share: Share, split: str) -> range | Indices:
-    """The samples of ``share`` in a data set of ``size``, ascending; with ``hash`` 8 bytes of memory for each.
+    """Return the samples of ``share`` in a data set of ``size``, ascending; with ``hash`` 8 bytes of memory for each.
 
     Raises ConfigError where there are none.
     """
@@ -56,14 +56,14 @@ def _of_chunk(start: int, size: int, share: Share) -> Indices:
 
 
 class PartOrder:
-    """The endless order of one share's part: pass after pass, each a permutation of its own."""
+    """The endless order of one share's part: pass after pass, each with its own permutation."""
 
     def __init__(self, size: int, seed: int, share: Share, split: str) -> None:
         self._samples = samples_of(size, share, split)
         self._order = Order(len(self._samples), hash64(_PART, seed, share.index))
 
     def at(self, places: Indices) -> Indices:
-        """The samples at ``places``, of any shape, counted from the first that this share takes in the run."""
+        """Return the samples at ``places``, of any shape, counted from the first that this share takes in the run."""
         found = self._order.at(places)
         if isinstance(self._samples, range):
             return found + self._samples.start

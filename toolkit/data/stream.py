@@ -1,14 +1,14 @@
-"""Data that have no index: each rank reads a stream of its own, and a checkpoint holds where each one stands.
+"""Data without an index: each rank reads its own stream, and a checkpoint holds the stream's position.
 
-Promised: a resume on as many ranks gives exactly the samples that would have followed, seeded by the seed and their
-positions as those of a data set with an index are, whether or not a worker reads ahead. What was read ahead and not
-trained on is read again. A stream that ends begins its next epoch, at a time of its own where streams are uneven: so
-samples of a short stream come more often than those of a long one, and the epochs that the loop counts follow from
-``dataset_size`` alone.
+Guaranteed: a resume on as many ranks gives exactly the samples that would have followed. They are seeded by the seed
+and their positions, as those of a data set with an index are, with or without a worker that reads ahead. Samples read
+ahead but not trained on are read again. A stream that ends begins its next epoch. Uneven streams do so at different
+times: samples of a short stream come more often than those of a long one, and the epochs that the loop counts follow
+from ``dataset_size`` alone.
 
-Not promised: that another number of ranks sees the same samples. What a stream has left is for it alone to know, and
-nobody can share it out anew, so a resume on another number of ranks is refused. That ranks do not read the same
-samples is the business of whoever builds a stream from its share, and so are samples that cannot be read.
+Not guaranteed: that another number of ranks sees the same samples. Only the stream knows what it has left, and it
+cannot be divided anew, so a resume on another number of ranks is refused. The code that builds a stream from its share
+must see to it that ranks do not read the same samples, and must handle samples that cannot be read.
 """
 
 from __future__ import annotations
@@ -36,33 +36,32 @@ _END = object()
 
 
 class Stream(Protocol):
-    """Samples one after the other, and a state that says where one is; torchdata's stateful data sets are such.
+    """Samples one after the other, and a state that holds the position. torchdata's stateful data sets are such.
 
     Draw what must last longer than a sample (an epoch's order) from a generator of your own: the process's are seeded
     anew before each sample, from the position in the run.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Go on where the state stands; where that is the end of an epoch, with the next one.
+        """Continue from the state, with the next epoch where the state is the end of one.
 
         Called at the beginning, after :meth:`load_state_dict` and at each end.
         """
 
     def state_dict(self) -> Mapping[str, Json]:
-        """Where the stream stands after the last sample that it gave; a generator counts a sample before its yield."""
+        """Return the position after the last sample returned. A generator must count a sample before its yield."""
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Stand there again, wherever it stands now; ``state`` has been through JSON."""
+        """Go back to the position of ``state``, whatever the current one is. ``state`` has been through JSON."""
 
 
-#: The stream of a share, built on its rank. ``share`` says which of how many streams it is, the int is the run's seed.
+#: Builds the stream of a share, on its rank. ``share`` says which of how many streams; the int is the run's seed.
 MakeStream: TypeAlias = Callable[[Share, int], Stream]
 
 
 @dataclass(frozen=True)
 class Streams:
     """A training set of streams: ``make(share, seed)`` gives a rank's own; ``epoch_size`` samples count as an epoch::
-
     >>> class Numbers:  # torchdata's stateful data sets have the same three methods
     ...     def __init__(self, share, seed):
     ...         self.share, self.at = share, share.index
@@ -85,15 +84,15 @@ class Streams:
 
 
 class StreamLoader:
-    """This rank's part of each global batch, out of its own stream; for the loop the like of a ``Loader``.
+    """This rank's part of each global batch, from its own stream. The loop uses it like a ``Loader``.
 
     Steps must be asked for in order. With ``workers`` one process reads ahead: several would give the samples in
     another order.
     """
 
     max_bad_samples = None
-    is_split = True  # whose streams they are only the job knows
-    balances = False  # how far each stream has got would depend on the clock
+    is_split = True  # only the job knows which samples a stream has
+    balances = False  # with unequal counts the position of each stream would depend on the clock
     ahead = 0
 
     def __init__(
@@ -109,7 +108,7 @@ class StreamLoader:
         collate: Collate | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``dataset_size`` is the number of samples that count as an epoch. Raises ConfigError for an empty share."""
+        """Build this rank's stream. ``dataset_size`` samples are an epoch. Raises ConfigError for an empty share."""
         if global_batch_size < share.count:
             raise ConfigError(
                 f"data.global_batch_size: {global_batch_size} samples cannot be shared by {share.count} streams; "
@@ -118,7 +117,7 @@ class StreamLoader:
         self.dataset_size = dataset_size
         self.steps_per_epoch = dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
-        #: How long the last ``at`` kept its caller waiting, the fetch itself included.
+        #: Seconds that the last ``at`` kept its caller waiting, including the fetch itself.
         self.data_wait_s = 0.0
         self._device = torch.device(device)
         self._clock = clock
@@ -132,13 +131,13 @@ class StreamLoader:
                 else InlineSource(reader, self._parts, pin=pin)
             )
         self._next = 0
-        self._first: Batch | None = None  # what the strategy is primed on must not be missing in step 0
+        self._first: Batch | None = None  # the strategy is primed on step 0's batch, and step 0 needs it again
         self._state: str | None = None
 
     def at(self, step: int) -> Batch | None:
-        """This rank's samples of global batch ``step``; None on a rank whose share count is 0.
+        """Return this rank's samples of global batch ``step``; None on a rank whose share count is 0.
 
-        Step 0 may be asked for again until another one is. ValueError for any other that is not the next.
+        Step 0 may be asked for again until another step is. Raises ValueError for any other step that is not the next.
         """
         started = self._clock()
         batch = self._first if step == 0 and self._first is not None else self._read(step)
@@ -155,14 +154,14 @@ class StreamLoader:
         return batch
 
     def part(self, step: int, share: Share) -> Batch:
-        """Raises JobFailedError: where another rank's stream stands is known to that rank alone."""
+        """Raise JobFailedError: only the rank that has a stream knows its position."""
         raise JobFailedError(
             f"the rank with share {share.index} of {share.count} has died, and nobody else knows where its stream "
             "stands: the run can only go on from its last checkpoint, on as many ranks"
         )
 
     def samples(self, step: int) -> list[int]:
-        """Which samples ``at(step)`` gives: their positions, for an index they have not."""
+        """Return the positions of the samples that ``at(step)`` gives; they have no index."""
         start, stop = self._parts.bounds_of(step)
         return list(range(start, stop))
 
@@ -170,22 +169,22 @@ class StreamLoader:
         raise AssertionError("streams keep their shares")
 
     def fingerprint(self) -> str | None:
-        """None: a stream does not tell what it holds, and each rank has another one."""
+        """Return None: a stream does not tell what it holds, and each rank has another one."""
         return None
 
     def global_samples(self, step: int) -> list[int]:
-        """Which samples all streams together give in ``step``: their positions."""
+        """Return the positions of the samples that all streams give in ``step``."""
         return list(range(step * self.global_batch_size, (step + 1) * self.global_batch_size))
 
     def state(self) -> Json:
-        """Where the stream stands after the last batch that was given."""
+        """Return the stream's position after the last batch returned."""
         return {"next_step": self._next, "stream": None if self._state is None else json.loads(self._state)}
 
     def restore(self, state: Json) -> None:
-        """Stand where a :meth:`state` says."""
+        """Go back to the position that a :meth:`state` holds."""
         assert isinstance(state, Mapping)
         assert isinstance(state["next_step"], int)
-        self.close()  # a worker is ahead on the way that is left now
+        self.close()  # a worker has read ahead from the old position
         self._next, self._first = state["next_step"], None
         self._state = None if state["stream"] is None else json.dumps(state["stream"])
         self._parts.begin(self._next, self._state)
@@ -206,7 +205,7 @@ def build_stream_loader(
     device: torch.device | str = "cpu",
     collate: Collate | None = None,
 ) -> StreamLoader:
-    """The loader of streams that the ``data:`` section asks for; ``seed`` is the run's. Raises ConfigError."""
+    """Return the loader of streams for the ``data:`` section; ``seed`` is the run's. Raises ConfigError."""
     if config.bad_samples != "fail":
         raise ConfigError(
             "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "
@@ -231,13 +230,13 @@ def build_stream_loader(
 
 @dataclass(frozen=True)
 class _StreamPart(Part):
-    """What to read next from a stream; its indices are positions. With ``state`` the stream is put there first."""
+    """The next samples to read from a stream; indices are positions. With ``state`` the stream goes there first."""
 
     state: str | None = None
 
 
 class _Parts:
-    """The parts of a share, as many samples each as the step number says."""
+    """The parts of a share: the number of samples in each step follows from the step number."""
 
     def __init__(self, global_batch_size: int, share: Share) -> None:
         self.global_batch_size = global_batch_size
@@ -245,11 +244,11 @@ class _Parts:
         self.begin(0, None)
 
     def begin(self, step: int, state: str | None) -> None:
-        """From now on ``step`` begins where ``state`` stands."""
+        """Have ``step`` begin at the stream's ``state`` from now on."""
         self._begins, self._state = step, state
 
     def bounds_of(self, step: int) -> tuple[int, int]:
-        """The positions of the samples of ``step``."""
+        """Return the positions of the samples of ``step``: the first, and the one after the last."""
         return step * self.global_batch_size + self.bounds[0], step * self.global_batch_size + self.bounds[1]
 
     def at(self, step: int) -> _StreamPart:
@@ -259,7 +258,7 @@ class _Parts:
 
 
 class _StreamReader(PartReader):
-    """Takes the samples of a part from a stream, in this process or in the one worker."""
+    """A reader that takes the samples of a part from a stream, in this process or in the one worker."""
 
     def __init__(self, stream: Stream, seed: int, share: Share, collate: Collate | None) -> None:
         super().__init__(seed, collate)
@@ -271,10 +270,12 @@ class _StreamReader(PartReader):
         assert isinstance(part, _StreamPart)
         where = part.start
         try:
+            # Only the first part after a restore has a state: the stream moves there.
             if part.state is not None:
                 self._stream.load_state_dict(json.loads(part.state))
                 self._iterator = None
             samples = [self._take(where := position) for position in part.indices.tolist()]
+            # The state goes with the batch, so that a checkpoint has it for the last batch that was trained on.
             state = json.dumps(self._stream.state_dict(), allow_nan=False)
         except Exception as error:
             which = f"the stream of share {self._share.index} of {self._share.count}"
@@ -285,7 +286,7 @@ class _StreamReader(PartReader):
 
     def _take(self, position: int) -> Any:
         self.current[:] = [position, position]
-        for _ in range(2):  # the second time after an end
+        for _ in range(2):  # the second time after the end of an epoch
             if self._iterator is None:
                 self._iterator = iter(self._stream)
             seed_sample(self.seed, position)

@@ -1,7 +1,7 @@
-"""Text as bytes, packed end to end and cut into windows of one length: what a language model of bytes is trained on.
+"""Text as bytes, packed end to end and cut into windows of one length, to train a language model of bytes on.
 
-The text is copied into the run's folder once, and memory-mapped there: a resume finds the same bytes, on whichever node
-and whatever has become of the files since.
+The text is copied into the run's folder once, and memory-mapped there. So a resume finds the same bytes, on any node,
+even if the original files have changed since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.data import catalog
 from toolkit.data.permutation import Indices
 from toolkit.errors import ConfigError
 
-#: A window in so many is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
+#: One window in ``HELD_OUT_EVERY`` is held out for the evaluation, and about ``MOST_HELD_OUT`` at most.
 HELD_OUT_EVERY = 20
 MOST_HELD_OUT = 256
 _NAME = "text.bin"
@@ -52,9 +52,9 @@ def pack(files: list[Path], target: Path, alive: Callable[[], None] = lambda: No
 
 
 class TextWindows:
-    """Those windows of ``length`` bytes of a packed text that are ``held_out``, or all others; none overlap.
+    """The windows of ``length`` bytes of a packed text that are ``held_out``, or all others; none overlap.
 
-    Those held out stand evenly all over the text, so that the evaluation sees of everything a little::
+    The held-out windows are evenly spaced over the text, so that the evaluation covers all of it::
 
         >>> text = toolkit.pack_text(None, folder)
         >>> train_set = toolkit.TextWindows(text, length=64, held_out=False)
@@ -81,7 +81,8 @@ class TextWindows:
         return held_out if self._held_out else self._windows - held_out
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Bytes (n, length) int64 of the windows ``indices`` (n,), and the byte that follows each of them."""
+        """Return bytes (n, length) int64 of the windows ``indices`` (n,), and the byte that follows each of them."""
+        # Window 0 of each ``_every`` is held out; the others are counted without it.
         windows = indices * self._every if self._held_out else indices + indices // (self._every - 1) + 1
         rows = self._bytes[(windows * self._length)[:, None] + np.arange(self._length + 1)]
         text = torch.from_numpy(rows.astype(np.int64))

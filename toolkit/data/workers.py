@@ -33,11 +33,11 @@ from toolkit.dist.batch import BadSample, Batch
 from toolkit.errors import JobFailedError
 
 NO_SAMPLE = -1
-#: Batches that each worker is ahead; the loader counts on it, see ``Loader.ahead``.
+#: Number of batches that each worker is ahead; the loader relies on it, see ``Loader.ahead``.
 PREFETCH = 2
-#: Samples tried at one position. Where half of a data set is bad, no run will ever come to the last of them.
+#: Samples tried at one position. Even where half of a data set is bad, no run will ever need the last of them.
 TRIES = 100
-#: Characters of an error that travel with each bad sample.
+#: Most characters of an error sent with each bad sample.
 MOST_TEXT = 500
 _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Keeps this hash apart from those that other parts of the package make of the same run seed.
@@ -45,15 +45,15 @@ _REPLACEMENT = 0x52504C43
 
 
 class Samples(Protocol):
-    """A data set that gives one sample at a time: any map-style torch ``Dataset`` is one."""
+    """A data set that gives one sample at a time. Any map-style torch ``Dataset`` is one."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any:
-        """Sample ``index``: tensors, arrays, numbers and texts, nested alike in every sample."""
+        """Return sample ``index``: tensors, arrays, numbers and texts, nested alike in every sample."""
 
 
-#: Makes the data of a batch of its samples; what a job of its own gives for :func:`stacked`.
+#: Makes the data of a batch from its samples; a job may give its own instead of :func:`stacked`.
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
@@ -73,6 +73,7 @@ def _stacked_leaves(path: str, *leaves: Any) -> Any:
         return default_collate(list(leaves))
     except (RuntimeError, TypeError) as error:
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        # Different shapes are the usual cause, and torch's message does not say which.
         other = next((shape for shape in shapes if shape != shapes[0]), None)
         kind = type(leaves[0]).__name__
         why = f"is a {kind}: {error}" if other is None else f"has the shapes {shapes[0]} and {other} in two samples"
@@ -86,7 +87,7 @@ _SAMPLES = (
 
 
 class PartReader(ABC):
-    """What loads the batches of one rank, in its process or in workers."""
+    """The loader of one rank's batches, in its process or in workers."""
 
     def __init__(self, seed: int, collate: Collate | None = None) -> None:
         self.seed = seed
@@ -96,7 +97,7 @@ class PartReader(ABC):
 
     @abstractmethod
     def load(self, part: Part) -> Batch:
-        """The samples of ``part``, collated. Leaves the process's generators seeded with the last sample's."""
+        """Load and collate the samples of ``part``. The process's generators stay seeded with the last sample's."""
 
     def collated(self, samples: list[Any]) -> Any:
         """Return the data of a batch of ``samples``. Raises JobFailedError for what cannot be stacked."""
@@ -108,7 +109,10 @@ class PartReader(ABC):
             raise JobFailedError(f"data: the job's collate failed: {type(error).__name__}: {error}") from error
 
     def __getitem__(self, part: Part) -> Batch | Failure:
-        """For torch's DataLoader, in a worker. An error comes back as a value: raised there, its text is buried."""
+        """Load a part for torch's DataLoader, in a worker.
+
+        An error is returned as a value: if raised there, its text would be hidden under torch's own.
+        """
         try:
             return self.load(part)
         except JobFailedError as error:
@@ -116,10 +120,10 @@ class PartReader(ABC):
 
 
 class Reader(PartReader):
-    """Loads a part sample by sample, the random generators seeded from each sample's position first.
+    """A reader of a part sample by sample, which first seeds the random generators from each sample's position.
 
-    A sample whose loading raises ends the run. With ``skips`` another one takes its place: which, follows from the
-    seed, the position and how many were tried there.
+    A sample whose loading raises ends the run. With ``skips`` another sample takes its place. The choice follows from
+    the seed, the position and the number tried there.
     """
 
     def __init__(self, dataset: Samples, seed: int, *, skips: bool = False, collate: Collate | None = None) -> None:
@@ -132,7 +136,7 @@ class Reader(PartReader):
         pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
         bad: list[BadSample] = []
         samples = [self._sample(index, position, bad) for index, position in pairs]
-        # a share of a global batch smaller than the number of shares is empty, yet has the shape of a batch
+        # A share is empty where the global batch is smaller than the number of shares, but must have a batch's shape.
         data = self.collated(samples or [self._sample(0, part.start, [])])
         self.current[:] = [NO_SAMPLE, NO_SAMPLE]
         batch = Batch(
@@ -141,9 +145,10 @@ class Reader(PartReader):
         return batch if samples else replace(batch, data=nested.rows(data, 1, slice(0)))
 
     def _sample(self, index: int, position: int, bad: list[BadSample]) -> Any:
-        """Sample ``index``, or the first good one of those drawn in its place; the others are added to ``bad``."""
+        """Return sample ``index``, or the first good one drawn in its place. Add the bad ones to ``bad``."""
         for tried in range(TRIES):
             chosen = index if not tried else hash64(_REPLACEMENT, self.seed, position, tried) % len(self.dataset)
+            # Written before the load: if the worker is killed, this says what it was loading.
             self.current[:] = [chosen, position]
             seed_sample(self.seed, position)
             try:
@@ -160,7 +165,7 @@ class Reader(PartReader):
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """Whether the sample may be good: memory or file descriptors have run out, and would for any other as well."""
+    """True if the sample itself may be good: memory or descriptors ran out, and any sample would fail now."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)
 
 
@@ -172,7 +177,7 @@ class Failure:
 
 
 class InlineSource:
-    """Loads in the calling process, whose random generators are put back afterwards."""
+    """A source that loads in the calling process, and restores its random generators afterwards."""
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, pin: bool) -> None:
         self.reader = reader
@@ -180,20 +185,20 @@ class InlineSource:
         self.pin = pin
 
     def fetch(self, step: int) -> Batch:
-        """The batch of ``step``."""
+        """Return the batch of ``step``."""
         with generators_kept():
             batch = self.reader.load(self.sampler.at(step))
         return batch.pin_memory() if self.pin else batch
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 class WorkerSource:
-    """Loads in ``workers`` forked processes that stay for the whole run and are up to two batches each ahead.
+    """A source that loads in ``workers`` forked processes, each up to two batches ahead, kept for the whole run.
 
-    Call it from the main thread: the kernel kills the workers when the thread that forked them ends, so that a killed
-    rank leaves no process behind that holds its sockets open and makes its peers wait for it.
+    Call it from the main thread. The kernel kills the workers when the thread that forked them ends. Otherwise a killed
+    rank would leave processes behind that hold its sockets open and make its peers wait for it.
     """
 
     def __init__(self, reader: PartReader, sampler: Sampler, *, workers: int, pin: bool) -> None:
@@ -212,13 +217,16 @@ class WorkerSource:
             prefetch_factor=PREFETCH,
             pin_memory=pin,
             persistent_workers=True,
-            multiprocessing_context="fork",  # milliseconds; a fresh interpreter pays seconds for importing torch
+            multiprocessing_context="fork",  # takes milliseconds; a fresh interpreter takes seconds to import torch
             worker_init_fn=_WorkerStart(self._current),
-            generator=torch.Generator(),  # else each start draws from the process's own, and dropout changes
+            generator=torch.Generator(),  # else each start draws from the process's own generator, and dropout changes
         )
 
     def fetch(self, step: int) -> Batch:
-        """The batch of ``step``: at once where the workers are ahead. Any other than the next one sets them back."""
+        """Return the batch of ``step``. It is ready where the workers are ahead; a step out of order restarts them.
+
+        Raises JobFailedError for an error in a worker, or for one that died.
+        """
         if step != self._next:
             self._restart(step)
         batch = self._await(step)
@@ -229,13 +237,13 @@ class WorkerSource:
         return batch
 
     def close(self) -> None:
-        """End the workers; one that does not end within torch's 5 s is killed."""
+        """End the workers. One that does not end within torch's 5 s is killed."""
         batches, self._batches, self._next = self._batches, None, NO_SAMPLE
         if batches is not None:
             batches._shutdown_workers()  # dropping the last reference does the same, but tracebacks hold references
         self._loader._iterator = None
         for pid in self._alive():
-            os.kill(pid, signal.SIGKILL)  # SIGTERM is ignored there, and an exit that waits for them would never end
+            os.kill(pid, signal.SIGKILL)  # workers ignore SIGTERM, and an exit that waits for them would never end
         self._pids = []
         atexit.unregister(self._at_exit)
 
@@ -248,10 +256,10 @@ class WorkerSource:
                 self._pids = sorted(_child_pids() - before)
             atexit.register(self._at_exit)
         else:
-            self._batches = iter(self._loader)  # the same workers; what they had loaded ahead is dropped
+            self._batches = iter(self._loader)  # the same workers; batches loaded ahead are dropped
 
     def _await(self, step: int) -> Batch | Failure:
-        # torch notices a death only when a batch is late, and then takes up to 5 s
+        # torch notices a death only when a batch is late, and then takes up to 5 s.
         if len(self._alive()) < len(self._pids):
             raise self._death(step, "")
         try:
@@ -265,7 +273,7 @@ class WorkerSource:
         return [pid for pid in self._pids if pid in children]
 
     def _death(self, step: int, detail: str) -> JobFailedError:
-        """What a dead worker was doing, out of the memory it shared with us."""
+        """Return the error for a dead worker: what it was loading, from the memory that it shared with this process."""
         dead = sorted(set(self._pids) - set(self._alive()))
         work = "; ".join(self._last_words(number) for number, pid in enumerate(self._pids) if pid in dead)
         start = self._sampler.at(step).start
@@ -284,14 +292,14 @@ class WorkerSource:
 
 
 def _close(source: weakref.ref[WorkerSource]) -> None:
-    """At exit, before multiprocessing waits for its children: those that ignore SIGTERM would keep it waiting."""
+    """Close the source at exit, before multiprocessing waits for its children: some ignore SIGTERM and never end."""
     alive = source()
     if alive is not None:
         alive.close()
 
 
 class _StepsFrom:
-    """The parts from step ``start`` on, read by torch's DataLoader each time that it starts over."""
+    """The parts from step ``start`` on. torch's DataLoader reads them anew at each start."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -309,7 +317,7 @@ class _StepsFrom:
 
 
 class _WorkerStart:
-    """What a worker does first. torch has set its threads to 1 before."""
+    """The first steps of a new worker. torch has set its number of threads to 1 before."""
 
     def __init__(self, current: Any) -> None:
         self.current = current
@@ -326,12 +334,12 @@ class _WorkerStart:
 
     def _end_with_parent(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.parent:  # it died before the line above
+        if os.getppid() != self.parent:  # the parent died before the line above
             os._exit(1)
 
 
 class _Slots:
-    """Two neighbouring numbers in shared memory, assigned like a list's ``[:]``."""
+    """Two adjacent numbers in shared memory, assigned like a list's ``[:]``."""
 
     def __init__(self, memory: Any, start: int) -> None:
         self.memory = memory
@@ -342,8 +350,11 @@ class _Slots:
 
 
 def _ignore_group_signals() -> None:
-    """The fork inherited the rank's handlers: here they would set flags that nobody reads, or end the worker."""
-    signal.set_wakeup_fd(-1)  # shared with the rank, which would take our signals for its own
+    """Ignore signals to the process group in a worker.
+
+    The fork inherited the rank's handlers: here they would set flags that nothing reads, or end the worker.
+    """
+    signal.set_wakeup_fd(-1)  # shared with the rank, which would take a worker's signals for its own
     for number in SIGNALS:  # sent to whole process groups: the rank decides what follows, not its workers
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -353,15 +364,15 @@ def _ignore_group_signals() -> None:
 def _signals_held() -> Iterator[None]:
     """Hold group signals back while workers are forked, and undo torch's own handler for a child's death.
 
-    That handler raises wherever the main thread happens to be, in the middle of a checkpoint for one; here a death is
-    noticed when a batch is awaited.
+    That handler raises wherever the main thread is at that moment, such as in the middle of a checkpoint. Here a death
+    is noticed when a batch is awaited.
     """
     in_main = threading.current_thread() is threading.main_thread()
     on_death = signal.getsignal(signal.SIGCHLD)
     held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking beside threads; workers run none of the code that those threads lock
+            # Python 3.12 warns of a fork beside threads. Workers run none of the code that those threads lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
