@@ -33,6 +33,7 @@ class Staging:
         """
         own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
         staged = {name: dataclasses.replace(entry, value=self._copy(name, entry)) for name, entry in own.items()}
+        # Without CUDA the copies are complete already.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return staged, lambda: None
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -45,6 +46,7 @@ class Staging:
             return copy.deepcopy(live)
         live = live.detach()
         kept = self._buffers.get(name)
+        # Allocate only where the kept buffer does not fit: new memory is slow.
         if kept is None or (kept.shape, kept.dtype) != (live.shape, live.dtype):
             kept = self._buffers[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
         if live.is_contiguous():  # as bytes: some dtypes of torch (int1) have no copy of their own

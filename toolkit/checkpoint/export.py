@@ -68,6 +68,7 @@ def _write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
+        # torch hides the system's error behind its own: look for the cause.
         cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
         reason = str(cause).strip().split("\n")[-1]
         raise CheckpointError(

@@ -127,6 +127,7 @@ def decode(raw: bytes, where: Path) -> Manifest:
     # Building the file again from its parts compares the crc32 and every byte around the body.
     if raw != _frame(version, body):
         raise CorruptCheckpointError(f"{where} is damaged: its content does not match its own crc32")
+    # Only after the crc32: a damaged version number must not look like a newer format.
     if version > FORMAT:
         raise CheckpointError(
             f"{where} has format {version} and this toolkit reads up to format {FORMAT}; "
@@ -217,6 +218,7 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
     """Return the records of the files that a library wrote into folders of `folder`, and flush them to disk."""
     records: dict[str, TensorRecord] = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
+    # Folders only: the files beside them are the ranks'.
     for below in (path for path in sorted(folder.iterdir()) if path.is_dir()):
         fsio.make_private_and_sync(below)
         for path in sorted(below.rglob("*")):

@@ -180,9 +180,10 @@ class Memory:
             "meta": dict(meta),
         }
         parts = [_Part(self._own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
+        # This rank's own part stays the last: the partner gets a copy of it.
         if self._shared is not None:
             parts.insert(0, _Part(self._shared, shared, {**about, "of": None}, self._seat.rank))
-        # Allocating is timed apart: it happens once, and would make the copy look slow.
+        # Allocating is timed apart: it happens only where a file must grow, and would make the copy look slow.
         started = time.monotonic()
         for part in parts:
             part.open(pinned=is_on_gpu)
@@ -241,9 +242,9 @@ class Memory:
     ) -> Loaded | None:
         """Fill ``places`` with the newest state that the ranks' nodes hold, if its step is above ``newer_than``.
 
-        Every rank calls it once, before it writes, and all return a state, or all None. None also means that a rank
-        found its copy damaged: what was filled by then must be filled again from a checkpoint. Only rank 0's
-        ``newer_than`` counts.
+        Every rank calls it once, before it writes, and all return a state, or all None. None may mean that a rank found
+        its copy damaged: what was filled by then must be filled again from a checkpoint. Only rank 0's ``newer_than``
+        counts.
         """
         rank, world_size = self._seat.rank, self._seat.world_size
         topic = f"memory/{self._attempt}"
@@ -254,8 +255,8 @@ class Memory:
             kv.set(self._key(rank), json.dumps(self._receiver.told))
         with nullcontext() if rank else failures_told(talk, "no state was loaded from memory"):
             agreed = self._agree(talk, newer_than or 0)
+            # All ranks learn the same plan, so they take the same branches below.
             if agreed.has_partners and kv is not None:
-                # All ranks learn the same plan, so they take the same branches below.
                 self._partner_told = self._told(kv, (rank + self._seat.local_world_size) % world_size)
             self.is_usable = not agreed.without
             if agreed.without and not rank and self._seat.files:
@@ -285,6 +286,7 @@ class Memory:
         if seat.rank:
             talk.report(dataclasses.asdict(own))
             return Plan.of_json(talk.listen())
+        # Rank 0 alone makes the plan, and all ranks follow it.
         agreed = plan({0: own, **{rank: Report(**told) for rank, told in talk.gather().items()}}, newer_than)
         talk.tell(dataclasses.asdict(agreed))
         return agreed
@@ -295,9 +297,7 @@ class Memory:
         return [(*label.moment, label.of) for label in labels if label.world_size == self._seat.world_size]
 
     def _together(self, talk: Exchange, action: Callable[[], T]) -> T | None:
-        """Return what ``action`` returns here; None on all ranks where it fails on one. A checkpoint on disk is left
-        then.
-        """
+        """Return what ``action`` returns here; None on all ranks if it fails on one. Then a checkpoint is left."""
         result, problems = None, []
         try:
             result = action()
@@ -317,6 +317,7 @@ class Memory:
         """Send and receive this rank's part of the transfers."""
         assert kv is not None  # there is another node
         rank, failed = self._seat.rank, f"memory/{self._attempt}/failed"
+        # Send first; what other ranks send arrives in the receiver's threads meanwhile.
         try:
             for transfer in agreed.transfers:
                 if transfer.source == rank:
@@ -328,6 +329,7 @@ class Memory:
             sum(transfer.target == rank for transfer in agreed.transfers),
             time.monotonic() + _TIMEOUT_S,
         )
+        # Wait for the parts that come to this rank, unless another rank has failed.
         while len(self._arrived) < expected:
             if kv.check([failed]) or time.monotonic() > deadline:
                 raise CheckpointError("a part did not come from another node")
@@ -383,6 +385,7 @@ class Memory:
                 meta: Mapping[str, Any] = described["about"]["meta"]
                 found |= {name: file.placed(parse_tensor(fields)) for name, fields in described["tensors"].items()}
                 values |= {name: parse_value(fields) for name, fields in described["about"]["values"].items()}
+            # Both parts are described like one checkpoint, so that the reader of checkpoints fills the state.
             manifest = Manifest(moment[1], seat.world_size, {}, meta, {}, found, values)
             loaded = fill_state(places, manifest, IN_MEMORY, seat.rank, seat.world_size)
         # The next write must not go to the files that hold what was loaded.

@@ -35,7 +35,7 @@ _DONE = b"\x01"
 _PIECE_BYTES = 1 << 24
 #: Seconds in which a token must come: a peer that sends none is not a rank.
 _TOKEN_S = 10.0
-#: Seconds without anything from a peer until it counts as dead.
+#: Seconds without an answer from a peer until it counts as dead.
 _GONE_S = 60
 
 log = logs.get(__name__)
@@ -84,6 +84,7 @@ class Receiver:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
+                # A peer must first prove that it is a rank.
                 connection.settimeout(_TOKEN_S)
                 if not hmac.compare_digest(_exactly(connection, _TOKEN_BYTES), self._token):
                     return

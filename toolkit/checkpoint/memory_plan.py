@@ -65,7 +65,7 @@ def plan(reports: Mapping[int, Report], newer_than: int) -> Plan:
         return Plan(has_partners=has_partners)
     moment = max(whole)
     transfers = []
-    # The common part goes to each node that lacks it, from its first rank to theirs.
+    # The common part goes to each node that lacks it, from first rank to first rank.
     for number, node in enumerate(sorted(nodes)):
         sources = holders[moment, None]
         if node not in sources:  # the holders take turns as senders

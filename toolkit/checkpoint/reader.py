@@ -124,6 +124,7 @@ def fill_state(
     Raises CheckpointError where they do not fit, CorruptCheckpointError where a digest is wrong.
     """
     state = places(manifest) if callable(places) else places
+    # Compare everything first: a checkpoint that does not fit is refused before any tensor is filled.
     problems = _differences(manifest, state, rank, world_size)
     if problems:
         raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
@@ -228,7 +229,7 @@ def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size:
 
 
 def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Fill `live` straight from the stored part with the same place and shape, else from all parts that overlap it."""
+    """Fill `live` from the stored part with its place and shape, else from all parts that overlap it."""
     if len(records) > 1:
         _fill_with_mean(live, folder, records)
         return
@@ -268,6 +269,7 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
     expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(others)]
     unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
     wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
+    # Values of one rank alone fit the same number of ranks only, unless they are averaged.
     own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())
     if own and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")

@@ -41,14 +41,16 @@ class SecondPlace:
                 self._thread.start()
 
     def fetch(self, home: CheckpointStore) -> None:
-        """Copy the newest checkpoint back if it is newer than every valid one at ``home``, for a starting attempt to
-        load.
+        """Copy the newest checkpoint back if it is newer than all valid ones at ``home``.
+
+        Call it before an attempt loads. A failure is logged, not raised.
         """
         self._is_awaited = True
         try:
             self._refuse_of_others()
             self._store.sweep()
             newest = max((m.step for path in home.list() if (m := home.valid(path)) is not None), default=-1)
+            # The newest alone decides: if it is not newer than home's, no other is.
             for path in self._store.list()[:1]:
                 if step_of(path) > newest:
                     self._store.refuse_of_others(path)

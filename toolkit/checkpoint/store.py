@@ -166,6 +166,7 @@ class CheckpointStore:
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Make what was written in `temporary` the checkpoint of its step: all of it, or nothing on an error."""
         final = self.path(manifest.step)
+        # The manifest must not vouch for files that are not complete.
         manifests.check_sizes(temporary, manifest)
         with file_errors("committing", final):
             fsio.write_atomic(temporary / manifests.NAME, manifest.encode())
@@ -219,10 +220,10 @@ class CheckpointStore:
         return manifest
 
     def refuse_of_others(self, path: Path) -> None:
-        """Raise CheckpointError unless only this user and root can change `path`: `folder` itself or a checkpoint in
-        it.
+        """Raise CheckpointError unless only this user and root can change `path`.
 
-        Another user with write access could give a resuming run any weights, with correct digests.
+        `path` is `folder` itself or a checkpoint in it. Another user with write access could give a resuming run any
+        weights, with correct digests.
         """
         with file_errors("looking at", path):
             for each in (path, *(path.iterdir() if path != self.folder else ())):
@@ -245,11 +246,11 @@ class CheckpointStore:
                 self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={})
             valid[path] = self._figures[path]
         self._figures = dict(valid)
-        # The folder is renamed before it is removed: half removed under its own name it would look damaged.
         stay = self.keep.steps([*valid.values()])
         old = [path for path, manifest in valid.items() if manifest.step not in stay]
         for path in old:
             with file_errors("removing", path):
+                # The folder is renamed before it is removed: half removed under its own name it would look damaged.
                 aside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
                 fsio.rename_dir(path, aside)
                 fsio.remove_tree(aside)

@@ -84,7 +84,7 @@ def _rows(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _meeting(
     start: tuple[int, ...], shape: tuple[int, ...], other_start: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return what two rectangles of a tensor share, as slices of the one and of the other; None for no overlap."""
+    """Return the overlap of two rectangles of a tensor, as slices of each; None if there is none."""
     here, there = list[slice](), list[slice]()
     for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)

@@ -48,6 +48,7 @@ def read(source: Origin, which: str | None = None) -> Weights:
         chosen, tensors = _model(source.path, manifests.read(source.path), which)
         return Weights(source.path, tensors, chosen)
     tensors = _read_file(source)
+    # Names without the toolkit's prefix come from another program: which weights they are is unknown.
     if which is None and not any(name.startswith(whole.MODEL) for name in tensors):
         return Weights(source.path, tensors, None)
     chosen, of_model = whole.model_tensors(tensors, which)  # an export of everything by this toolkit
@@ -79,7 +80,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    # Many programs store the tensors one level down.
+    # The tensors may be one level down, under one of these names.
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]

@@ -102,6 +102,7 @@ def _lead(
             store.abandon(folder)
             raise
     talk.tell({"done": True})
+    # Older checkpoints go only now that the newest is on disk. No other rank waits for it.
     _prune(store)
     return final
 
@@ -156,6 +157,7 @@ def _follow(
         if write_files is None:  # else rank 0 may wait for this rank within the library, and never answer
             talk.listen()
         raise
+    # Rank 0 answers once it has committed; its error is raised here.
     talk.listen()
     return store.path(step)
 
@@ -210,6 +212,7 @@ def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord
     for name, entry in own.items():
         if not isinstance(entry.value, torch.Tensor):
             continue
+        # A tensor that is not sharded is one piece, which begins at 0 in each dimension.
         shape = tuple(entry.value.shape)
         whole, pieces = shape, [(entry.value, (0,) * len(shape))]
         if isinstance(entry, Sharded):
@@ -253,6 +256,7 @@ def _check_replicas(state: State, own: _WrittenPart, rank: int, found: Mapping[s
     if found is None:
         return
     names = [name for name, _ in _replicated(state)]
+    # Compare the names first: the digests below are matched by position.
     if found["names"] != _value_digest(names):
         raise CheckpointError(
             f"rank {rank} declares other replicated values than rank 0; both must build the same model"

@@ -1,7 +1,7 @@
 """What is known about data sets without torch: names, shapes, and the files that each needs.
 
 A data set is in ``data.root``; null means ``$TOOLKIT_DATA``, and without that ``./data``. Compute nodes mostly have no
-internet, so the login node looks for the files before a job is queued, and fetches them.
+internet, so files are looked for on the login node before a job is queued, and fetched there.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def check_datasets(config: DataConfig) -> None:
     Raises :class:`DataMissingError`, which says what to run or where to put the files.
     """
     root = data_root(config.root)
+    # Data sets without a fixed list of files are searched instead.
     if config.name == "image_folder":
         class_names(root)
         return

@@ -31,8 +31,8 @@ def digest(dataset: Any) -> str:
     if callable(own := getattr(dataset, "fingerprint", None)):
         return str(own())
     files = getattr(dataset, "samples", None)
-    # Names below the root only: the same folder may be mounted elsewhere on another node.
     if isinstance(files, list) and files and isinstance(files[0], tuple) and files[0] and isinstance(files[0][0], str):
+        # Names are taken below the root: the digest must not depend on where the folder is.
         root = str(getattr(dataset, "root", ""))
         return crc([f"{name.removeprefix(root)}\0{kind}".encode() for name, kind in _some(files, NAMES)])
     if not callable(batch := getattr(dataset, "batch", None)) or not len(dataset):

@@ -66,9 +66,9 @@ class Loader:
         order: Callable[[int], Sequence[int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Set the loader up. ``split`` is global, or one that split.py has; ``balances``: the loop may :meth:`cut`
-        anew.
+        """Set the loader up; no sample is loaded yet.
 
+        ``split`` is global, or one that split.py has. ``balances``: the loop may :meth:`cut` the batches anew.
         ``collate`` makes a batch's data of a list of samples, by default :func:`~.workers.stacked`. ``order(epoch)``
         returns the samples of an epoch, by default each once; see :class:`~.permutation.GivenOrder`.
         """
@@ -103,9 +103,10 @@ class Loader:
         self._others: dict[Share, Source] = {}
 
     def at(self, step: int) -> Batch | None:
-        """Return this rank's samples of global batch ``step`` (from 0); None on a rank whose share count is 0.
+        """Return this rank's samples of global batch ``step``, counted from 0.
 
-        The batch is empty, but of the right shape, where there are more shares than samples in the global batch.
+        None on a rank whose share count is 0. The batch is empty, but of the right shape, where there are more shares
+        than samples in the global batch.
         """
         started = self._clock()
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
@@ -149,7 +150,7 @@ class Loader:
         return fingerprint(self._dataset) + ("" if self._given is None else f", in the order {self._given.digest}")
 
     def global_samples(self, step: int) -> list[int]:
-        """Return the samples of all shares in ``step``, as indices of the data set, in the order of the run."""
+        """Return the samples of all shares in ``step``: indices of the data set, in the run's order."""
         if self._parts is not None:
             shares = [self._samplers(share=Share(index, self._parts)) for index in range(self._parts)]
             return [sample for sampler in shares for sample in sampler.at(step).indices.tolist()]

@@ -133,6 +133,7 @@ class RandomShift:
     def __call__(self, image: Tensor) -> Tensor:
         down, right = torch.randint(0, 2 * self.pixels + 1, (2,)).tolist()
         channels, height, width = image.shape
+        # Place the image on a larger background, then cut out a window at a random place.
         padded = self._background.repeat(
             channels // len(self._background), *(s + 2 * self.pixels for s in (height, width))
         )

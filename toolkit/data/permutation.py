@@ -5,9 +5,9 @@ The hash is the finalizer of splitmix64 (Steele, Lea, Flood: "Fast Splittable Ps
 library: numpy does not promise the same random stream in its next version, and a resumed run would then see some
 samples of the epoch twice and others never.
 
-Above ``SORTED_MAX`` items the permutation is a Feistel network on the smallest power of two that holds ``n``. It walks
-along its cycle until the value is below ``n`` (Black, Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
-With so few rounds it is visibly biased on small sets, so those are ordered by sorting a keyed hash.
+Above ``SORTED_MAX`` items the permutation is a Feistel network on the smallest power of two that holds ``n``. A value
+is walked along its cycle until it is below ``n`` (Black, Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002). With so few rounds it is visibly biased on small sets, so those are ordered by sorting a keyed hash.
 
 Speed on one core: 20 to 60 ns an index in blocks of 16,384, up to 2,000 in blocks of 64. The sort takes about 5 ms for
 65,536 items, once an epoch.
@@ -167,6 +167,7 @@ class GivenOrder:
 
     def _epoch(self, epoch: int, length: int | None) -> Indices:
         given = np.asarray(self._of_epoch(epoch))
+        # The job's own code may return anything.
         if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
             raise ConfigError(
                 f"data: order({epoch}) of the job is no list of indices: it has {given.dtype} {given.shape}"

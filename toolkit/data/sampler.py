@@ -91,7 +91,9 @@ class TrainSampler:
         assert sum(counts) == self.global_batch_size
         ends = [0, *accumulate(counts)]
         bounds = ends[self._share.index], ends[self._share.index + 1]
+        # Earlier bounds are kept: workers may ask for earlier steps again.
         self._cuts = [*(cut for cut in self._cuts[-KEPT_CUTS:] if cut[0] < step), (step, bounds)]
+        # The samples generated from `step` on have the old bounds.
         self._block = self._block[: max(step - self._first, 0)]
 
     def _cut_of(self, step: int) -> tuple[tuple[int, int], float]:

@@ -123,6 +123,7 @@ class StreamLoader:
         self._clock = clock
         self._parts = _Parts(global_batch_size, share)
         self._source: InlineSource | WorkerSource | None = None
+        # A rank without a share reads nothing.
         if share.count:
             reader, pin = _StreamReader(make(share, seed), seed, share, collate), self._device.type == "cuda"
             self._source = (
@@ -140,6 +141,7 @@ class StreamLoader:
         Step 0 may be asked for again until another step is. Raises ValueError for any other step that is not the next.
         """
         started = self._clock()
+        # The strategy may be primed on step 0 before the first step asks for it.
         batch = self._first if step == 0 and self._first is not None else self._read(step)
         self._first = batch if step == 0 else None
         self.data_wait_s = self._clock() - started
@@ -206,6 +208,7 @@ def build_stream_loader(
     collate: Collate | None = None,
 ) -> StreamLoader:
     """Return the loader of streams for the ``data:`` section; ``seed`` is the run's. Raises ConfigError."""
+    # Refuse keys that need a data set with an index, or shares of different sizes.
     if config.bad_samples != "fail":
         raise ConfigError(
             "data.bad_samples: skip needs a data set with an index, from which another sample can be drawn; let the "

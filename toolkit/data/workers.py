@@ -73,7 +73,7 @@ def _stacked_leaves(path: str, *leaves: Any) -> Any:
         return default_collate(list(leaves))
     except (RuntimeError, TypeError) as error:
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-        # Different shapes are the usual cause, and torch's message does not say which.
+        # Look for two shapes that differ, to name them in the error.
         other = next((shape for shape in shapes if shape != shapes[0]), None)
         kind = type(leaves[0]).__name__
         why = f"is a {kind}: {error}" if other is None else f"has the shapes {shapes[0]} and {other} in two samples"
@@ -204,6 +204,7 @@ class WorkerSource:
     def __init__(self, reader: PartReader, sampler: Sampler, *, workers: int, pin: bool) -> None:
         self._steps = _StepsFrom(sampler)
         self._sampler = sampler
+        # Index and position of each worker's sample, in shared memory: readable when the worker is dead.
         self._current = RawArray(ctypes.c_int64, 2 * workers)
         self._pids: list[int] = []
         self._batches: Any = None
