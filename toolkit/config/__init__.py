@@ -1,6 +1,6 @@
 """The configuration: its keys (schema), how layers of them merge (layers), and what is refused (validation).
 
-Nothing here imports torch or the job: a config is checked on the login node in well under a second.
+No module here imports torch or the job: a config is checked on the login node in well under a second.
 """
 
 from toolkit.config.job_module import is_job, is_loop, job_source, torchvision_models

@@ -1,7 +1,7 @@
 """Dataclasses of a file that is not imported: their fields, types, literal defaults and comments.
 
-So the login node knows the keys of a job that imports torch, in milliseconds. What is found is made into a dataclass of
-the same fields, and the rest of this package treats it like those of schema.py.
+So the login node knows the keys of a job that imports torch, in milliseconds. Each dataclass found becomes one with the
+same fields, and the rest of this package treats it like those of schema.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TYPES = (
 
 @dataclass(frozen=True)
 class Declared:
-    """What stands at a field in the source; the ``metadata`` of the made field has it under ``declared``."""
+    """What the source says about a field. The ``metadata`` of the made field has it under ``declared``."""
 
     comment: str
     place: str  #: file and line
@@ -42,13 +42,13 @@ class Declared:
 
 
 def declared(f: Any) -> Declared:
-    """Return what stands at a made field."""
+    """Return what the source says about a made field."""
     found: Declared = f.metadata["declared"]
     return found
 
 
 def dataclass_in(source: PythonSource, name: str) -> type | None:
-    """Return a dataclass with the fields of the class ``name`` of ``source``; None where there is no such dataclass.
+    """Return a dataclass with the fields of the class ``name`` of ``source``; None where there is none.
 
     Raises ConfigError, with the line, for a field whose type or default cannot be known without running the file.
     """
@@ -57,7 +57,7 @@ def dataclass_in(source: PythonSource, name: str) -> type | None:
 
 
 def is_decorated(source: PythonSource, node: ast.ClassDef) -> bool:
-    """True if ``@dataclass`` stands before the class."""
+    """True if the class has the decorator ``@dataclass``."""
     return _decorator(source, node) is not None
 
 
@@ -72,7 +72,7 @@ def _decorator(source: PythonSource, node: ast.ClassDef) -> ast.expr | None:
 def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the plain defaults of a made dataclass, ``required`` where there is none.
 
-    ``given`` are values that stand at a field of this type: ``Sub(width=3)``.
+    ``given`` are values from the default of a field of this type: ``Sub(width=3)``.
     """
     found: dict[str, Any] = {}
     for f in fields(schema):
@@ -86,7 +86,7 @@ def defaults_of(schema: Any, required: Any, given: Mapping[str, Any] = MappingPr
 
 
 class _DataclassReader:
-    """The dataclasses and enums of one file."""
+    """A reader of the dataclasses and enums of one file."""
 
     def __init__(self, source: PythonSource) -> None:
         self._source = source
@@ -94,7 +94,8 @@ class _DataclassReader:
         self._in_work: list[str] = []
 
     def made(self, node: ast.ClassDef) -> type:
-        """Return the dataclass that stands for the class ``node``."""
+        """Return the dataclass made from the class ``node``."""
+        # Classes may use each other as types; one that leads back to itself has no end.
         if node.name in self._made:
             return self._made[node.name]
         if node.name in self._in_work:
@@ -102,6 +103,7 @@ class _DataclassReader:
         self._in_work.append(node.name)
         bases = tuple(self._base(node, base) for base in node.bases if self._source.full_name(base) != "object")
         decorator = _decorator(self._source, node)
+        # Fields are keyword-only with kw_only=True, or after a KW_ONLY marker.
         is_keyword = isinstance(decorator, ast.Call) and any(
             keyword.arg == "kw_only" and ast.unparse(keyword.value) == "True" for keyword in decorator.keywords
         )
@@ -112,6 +114,7 @@ class _DataclassReader:
                 made_field = self._field(statement, statement.target.id, is_keyword)
                 if made_field is not None:
                     made_fields[statement.target.id] = made_field
+        # make_dataclass merges and orders the fields as Python does, and refuses the same mistakes.
         try:
             made = make_dataclass(node.name, made_fields.values(), bases=bases)
         except TypeError as error:
@@ -131,11 +134,12 @@ class _DataclassReader:
         return self.made(above)
 
     def _field(self, node: ast.AnnAssign, name: str, is_keyword: bool) -> tuple[str, Any, Any] | None:
-        """Return what ``make_dataclass`` takes; None for an annotation that is no key."""
+        """Return the arguments for ``make_dataclass``; None for an annotation that is not a key."""
         origin = self._source.full_name(getattr(node.annotation, "value", node.annotation))
         if origin in (*_MARKERS, "typing.ClassVar"):
             return None
         hint = self._hint(node.annotation)
+        # `field(...)` may hold the default, exclude the field, or make it keyword-only.
         arguments: dict[str | None, ast.expr] = {}
         value = node.value
         if isinstance(value, ast.Call) and self._source.full_name(value.func) == "dataclasses.field":
@@ -148,11 +152,13 @@ class _DataclassReader:
         if "default_factory" in arguments:
             default = self._of_factory(arguments["default_factory"], hint)
         elif value is not None:
+            # Python refuses these defaults, too, but only when it runs the file.
             if isinstance(value, (ast.List, ast.Dict, ast.Set)) or is_dataclass(hint):
                 factory = f"field(default_factory=lambda: {ast.unparse(value)})"
                 raise self._error(value, f"{name}: all objects would share this default; write {factory}")
             default = self._default(value, hint)
         stands = Declared(self._source.comment_at(node), self._source.place(node), default)
+        # A factory for every default: dataclasses refuse a list or a mapping as the default itself.
         factory_of: dict[str, Any] = {} if default is MISSING else {"default_factory": lambda: default}
         return name, hint, field(kw_only=is_keyword, metadata={"declared": stands}, **factory_of)
 
@@ -186,6 +192,7 @@ class _DataclassReader:
         called = self._source.full_name(node.func) if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or called != kind.__name__ or None in [key.arg for key in node.keywords]:
             raise self._error(node, f"the default {ast.unparse(node)} is no {kind.__name__}(...) with its keys")
+        # Positional arguments get their names, so that all defaults can be merged by key.
         by_name = {f.name: hints.hints_of(kind)[f.name] for f in fields(kind)}
         given = dict(zip(by_name, node.args, strict=False)) | {str(key.arg): key.value for key in node.keywords}
         if len(node.args) > len(by_name) or not given.keys() <= by_name.keys():
@@ -210,6 +217,7 @@ class _DataclassReader:
             return self._quoted(node, node.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self._union(node, [node.left, node.right])
+        # From here on the type is a name, or a name with [...].
         name = self._source.full_name(node)
         if name in _SCALARS:
             return _SCALARS[name]
@@ -221,7 +229,7 @@ class _DataclassReader:
             return self.made(self._source.classes[name])
         if isinstance(node, ast.Subscript):
             return self._generic(node)
-        if name in self._source.assigned and name not in self._in_work:  # Size = int | None
+        if name in self._source.assigned and name not in self._in_work:  # such as Size = int | None
             self._in_work.append(name)
             hint = self._hint(self._source.assigned[name])
             self._in_work.remove(name)
@@ -233,6 +241,7 @@ class _DataclassReader:
             tree = ast.parse(text, mode="eval")
         except (SyntaxError, ValueError):
             raise self._unknown(node) from None
+        # Errors name the line in the file, not the line in the text.
         for inner in ast.walk(tree):
             ast.copy_location(inner, node)
         return self._hint(tree.body)
@@ -255,13 +264,14 @@ class _DataclassReader:
         if name in _MAPPINGS and len(args) == 2 and self._source.full_name(args[0]) == "str":
             return dict[str, self._item(args[1])]  # type: ignore[misc]
         if name in _TUPLES:
+            # tuple[int, ...] takes any number of items.
             is_open = len(args) == 2 and isinstance(args[1], ast.Constant) and args[1].value is ...
             items = [self._item(arg) for arg in (args[:1] if is_open else args)]
             return tuple[(*items, ...)] if is_open else tuple[tuple(items)]  # type: ignore[misc, valid-type]
         raise self._unknown(node)
 
     def _item(self, node: ast.expr) -> Any:
-        """Return the type of what is in a list, a tuple, a mapping or a union."""
+        """Return the type of the items of a list, a tuple, a mapping or a union."""
         hint = self._hint(node)
         if is_dataclass(hint):
             raise self._error(

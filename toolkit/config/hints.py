@@ -1,4 +1,4 @@
-"""Which plain values (texts, numbers, true and false, null, lists and mappings of them) an annotation allows."""
+"""The plain values that an annotation allows: texts, numbers, true and false, null, lists and mappings of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-#: What ``Any`` stands for: anything that is no list or mapping.
+#: The types that ``Any`` stands for: anything but a list or a mapping.
 SCALARS = (str, int, float, bool)
 #: Any scalar.
 PLAIN: Any = str | int | float | bool | None
@@ -19,7 +19,7 @@ def hints_of(schema: Any) -> dict[str, Any]:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of which a value may have any."""
+    """Return the alternatives of a union; a type that is not a union is the only one."""
     if hint is Any:
         return SCALARS
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -49,7 +49,7 @@ def container_of(hint: Any, *kinds: type) -> Any:
 
 
 def item_hints(hint: Any, count: int) -> list[Any]:
-    """Return the types of ``count`` items of a list or tuple. Raises ValueError if it has another number of them."""
+    """Return the types of ``count`` items of a list or tuple. Raises ValueError for a tuple with another number."""
     args = get_args(hint)
     if get_origin(hint) is not tuple or args[1:] == (...,):
         return [args[0]] * count
@@ -64,12 +64,13 @@ def fits(value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def as_kind(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Return ``value``, which fits: a whole number is a float where only that is asked for."""
+    """Return ``value``, which fits ``kinds``. A whole number becomes a float where only that is allowed."""
     return float(value) if type(value) is int and int not in kinds else value
 
 
 def plain(value: Any, hint: Any) -> Any:
     """Return a Python literal as the plain value of a config. Raises ValueError where ``hint`` does not allow it."""
+    # A list does not fit a tuple here, nor a tuple a list: Python would not convert the default either.
     if isinstance(value, (list, tuple)):
         container = container_of(hint, type(value))
         if container is None:

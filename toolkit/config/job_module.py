@@ -1,4 +1,4 @@
-"""The job's own file, found and read on the login node without importing it: it imports torch."""
+"""The job's own file, found and read on the login node without an import: it imports torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from toolkit.config.source import PythonSource
 from toolkit.config.words import one_of
 from toolkit.errors import ConfigError, nearest
 
-#: What a job derives from.
+#: The class that a job derives from.
 _BASE = "toolkit.Job"
 
 
 def check_job(config: JobConfig, project: Path | None) -> None:
-    """Raise ConfigError unless the file holds one job. It is parsed and not imported, for it imports torch."""
+    """Raise ConfigError unless the file holds one job. It is parsed and not imported, because it imports torch."""
     source = PythonSource(job_source(config.job, project))
     jobs = _job_classes(source, project)
     if len(jobs) > 1:
@@ -43,6 +43,7 @@ def _check_main(job: str, source: PythonSource) -> None:
             f"job: {job} ({source.path}) has no function main(config), no class derived from toolkit.Job, and no loop "
             "with toolkit.start(); a script that knows nothing of the toolkit runs by `toolkit exec -- python SCRIPT`"
         )
+    # It must be callable with one argument: at most one is required, and one can be passed.
     takes = mains[-1].args
     most, least = len(takes.posonlyargs + takes.args), len(takes.posonlyargs + takes.args) - len(takes.defaults)
     if least > 1 or (most == 0 and takes.vararg is None):
@@ -52,16 +53,16 @@ def _check_main(job: str, source: PythonSource) -> None:
 
 
 def _job_classes(source: PythonSource, project: Path | None) -> list[ast.ClassDef]:
-    """Return the classes of a file that derive from ``toolkit.Job``, but those that others of it derive from."""
+    """Return the classes of a file that derive from ``toolkit.Job``, except those that others in it derive from."""
     derived = _derived(source, project or Path.cwd())
     above = {source.full_name(base) for node in derived.values() for base in node.bases}
     return [node for name, node in derived.items() if name not in above]
 
 
 def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
-    """Return all classes of a file that derive from ``toolkit.Job``, also by way of other files of the project."""
+    """Return all classes of a file that derive from ``toolkit.Job``, also through other files of the project."""
     derived: dict[str, ast.ClassDef] = {}
-    for name, node in source.classes.items():  # a base stands before what derives from it
+    for name, node in source.classes.items():  # a base class comes before the classes that derive from it
         bases = [source.full_name(base) for base in node.bases]
         if any(base in (_BASE, *derived) or _is_elsewhere(base, source, project) for base in bases):
             derived[name] = node
@@ -78,9 +79,9 @@ def _is_elsewhere(name: str, source: PythonSource, project: Path) -> bool:
 
 
 def is_loop(job: str, project: Path | None = None) -> bool:
-    """True for a job with a loop of its own or a library's. Raises ConfigError for none there.
+    """True if the job has its own loop or a library's. Raises ConfigError where the job is not there.
 
-    Its file calls ``toolkit.start()``, or an adapter of ``toolkit.integrations``.
+    Such a file calls ``toolkit.start()``, or an adapter of ``toolkit.integrations``.
     """
     source = PythonSource(job_source(job, project))
     calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
@@ -89,18 +90,19 @@ def is_loop(job: str, project: Path | None = None) -> bool:
 
 
 def is_job(job: str, project: Path | None = None) -> bool:
-    """True for a script that is no foreign one: it has a loop of its own or a job class. Raises ConfigError."""
+    """True if the script uses the toolkit: it has its own loop or a job class. Raises ConfigError."""
     return is_loop(job, project) or bool(_job_classes(PythonSource(job_source(job, project)), project))
 
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
-    """Raise ConfigError where a job with a step of its own asks for a strategy of ours, or the other way round."""
+    """Raise ConfigError where a job with its own step asks for a strategy of the toolkit, or the other way round."""
     own = any(isinstance(node, ast.FunctionDef) and node.name == "train_step" for node in job.body)
     if own and config.strategy.name != "custom":
         raise ConfigError(
             f"strategy.name: {config.strategy.name} is not what {config.job} does: its step is its own (train_step of "
             f"{job.name}); set it to custom"
         )
+    # A base class without a dot in its name may define the step itself; its methods are not read.
     if not own and config.strategy.name == "custom" and not any("." not in ast.unparse(base) for base in job.bases):
         raise ConfigError(
             f"strategy.name: custom is for a job with a step of its own, a method train_step (see jobs/custom.py), and "
@@ -109,8 +111,10 @@ def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
 
 
 def job_source(job: str, project: Path | None = None) -> Path:
-    """Return the file of a job, by its module or its path, looked for in ``project`` (the current folder) first, as the
-    ranks will. Nothing is imported. Raises ConfigError."""
+    """Return the file of a job, by its module or its path, without importing it.
+
+    It is looked for in ``project`` (the current folder) first, as the ranks will. Raises ConfigError.
+    """
     project = project or Path.cwd()
     if job.endswith(".py"):
         path = project / job
@@ -134,28 +138,30 @@ def job_source(job: str, project: Path | None = None) -> Path:
 def _spec(parts: list[str], project: Path) -> ModuleSpec | None:
     """Return where a module is: in the project, in its ``src`` folder, or installed.
 
-    The packages above it are not imported, as importlib.util.find_spec does: those of an installed one import torch.
+    The packages above it are not imported, as importlib.util.find_spec would do: those of an installed one import
+    torch.
     """
     first, *rest = parts
     importlib.invalidate_caches()
     try:
         spec = PathFinder.find_spec(first, [str(project), str(project / "src"), *sys.path])
-        if spec is None:  # an editable installation has a finder of its own
+        if spec is None:  # an editable installation has its own finder
             others = (finder.find_spec(first, None) for finder in sys.meta_path if finder is not PathFinder)
             spec = next((found for found in others if found is not None), None)
+        # Look into each package's folder without importing the package.
         for name in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
             if spec.has_location and spec.origin is not None:
-                PythonSource(Path(spec.origin))  # what the ranks cannot import is said here
+                PythonSource(Path(spec.origin))  # raises here what the ranks could not import
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    except (ImportError, ValueError):  # no name of a module
+    except (ImportError, ValueError):  # not a module's name
         return None
     return spec
 
 
 def _declared_models(tree: ast.Module) -> list[str] | None:
-    """The names that a job says it can build, by its literal ``MODELS = (...)``; None when it does not say.
+    """Return the models that a job declares by its literal ``MODELS = (...)``; None without one.
 
     ``"torchvision"`` among them stands for every classification model of torchvision.
     """
@@ -178,5 +184,5 @@ def _literal_names(node: ast.expr) -> list[str]:
 
 @lru_cache(maxsize=1)
 def torchvision_models() -> list[str]:
-    """The classification models of torchvision, from the list we ship: importing torchvision takes 7 s."""
+    """Return the classification models of torchvision, from a list in this package: the import takes 7 s."""
     return Path(__file__).with_name("torchvision_models.txt").read_text().split()

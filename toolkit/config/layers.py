@@ -1,8 +1,8 @@
 """How the layers of a configuration merge.
 
-Later ones win: the defaults of schema.py, the site's defaults (``$TOOLKIT_SITE`` or
-``~/.config/toolkit/site.yaml``), the file that ``extends:`` names, the file itself, ``key=value`` arguments.
-All of them are YAML 1.2, see yaml_core.py. A value may refer to others: ``${optim.lr}``, as OmegaConf reads it.
+Later layers win: the defaults of schema.py, the site's defaults (``$TOOLKIT_SITE`` or ``~/.config/toolkit/site.yaml``),
+the file that ``extends:`` names, the file itself, ``key=value`` arguments. All of them are YAML 1.2, see yaml_core.py.
+A value may refer to others: ``${optim.lr}``, as OmegaConf reads it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from toolkit.config.words import one_of
 from toolkit.config.yaml_core import Pairs, Scalar, scalar_of
 from toolkit.errors import ConfigError, nearest
 
-#: Begins a reference to another value, or, behind an odd number of backslashes, is text.
+#: Begins a reference to another value. After an odd number of backslashes it is text.
 _MARK = re.compile(r"(\\*)\$\{")
 #: Stands for a value that a later layer must give.
 _MISSING = "???"
-#: A config is written into the run's folder, TensorBoard and the terminal.
+#: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
 _NO_ENVIRONMENT = (
     "is refused: the variable's value would be written into the run's files. Give what is no secret as an argument "
     "that the shell fills in, key=$VARIABLE; a program of notify finds the variable in its own environment"
 )
-#: An alias in YAML may lead back to where it stands.
+#: Limit on nesting: an alias in YAML may refer to what contains it.
 _MOST_LEVELS = 20
-#: Here a number is what is written, for sbatch to read: 0755 and 1.10 keep their zeros.
+#: Numbers below this key keep their text, for sbatch to read: 0755 and 1.10 keep their zeros.
 _AS_WRITTEN = "cluster.extra"
 
 
@@ -49,7 +49,7 @@ _AS_WRITTEN = "cluster.extra"
 class _Layer:
     """One source of keys and values."""
 
-    name: str  #: of a file, or of an argument
+    name: str  #: name of a file or an argument
     root: MappingNode
     has_lines: bool = True
 
@@ -63,12 +63,12 @@ def load_config(
 ) -> JobConfig:
     """Read ``path`` with what it extends, merge the layers and return the typed config.
 
-    The path of a script (``train.py``) stands for a config without keys whose ``job`` it is. Without a path the layers
-    are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values. Keys, types and
-    values are checked; whether the config fits a machine is the business of :func:`validate`. Raises ConfigError.
+    The path of a script (``train.py``) stands for a config without keys that has the script as its ``job``. Without a
+    path the layers are defaults, site and overrides. ``overrides`` are ``key=value`` with dotted keys and YAML values.
+    Keys, types and values are checked; :func:`validate` checks whether the config fits a machine. Raises ConfigError.
 
-    ``params`` are checked by the class ``Params`` of the job's file, which is looked for in ``project``, the current
-    folder if None. With ``site=False`` and no ``project`` they are taken as they are: those of a run were checked::
+    ``params`` are checked against the class ``Params`` of the job's file, which is looked for in ``project``, the
+    current folder if None. With ``site=False`` and no ``project`` they are not checked: those of a run already were::
 
         >>> toolkit.load_config("configs/digits_ddp.yaml", ["optim.lr=0.1"]).optim.lr
         0.1
@@ -87,7 +87,10 @@ def load_config(
 def merged_layers(
     path: str | Path | None, overrides: Sequence[str] = (), *, site: bool = True, project: Path | None = None
 ) -> tuple[dict[str, Any], type | None]:
-    """Return the values of all layers, references unresolved, and the job's ``Params``. See :func:`load_config`."""
+    """Return the merged values of all layers, references unresolved, and the job's ``Params``.
+
+    See :func:`load_config`.
+    """
     is_script = path is not None and Path(path).suffix == ".py"
     files = [] if path is None or is_script else _file_layers(Path(path), ())
     layers = [*_site_layers(site), *files, *map(_override_layer, overrides)]
@@ -96,6 +99,7 @@ def merged_layers(
         merged["name"] = Path(path).stem
     if is_script:
         merged["job"] = str(path)
+    # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := _pairs(layer, layer.root).get("params"))]
     for layer in layers:
         _merge(merged, _section(layer, layer.root, JobConfig))
@@ -113,10 +117,14 @@ def merged_layers(
 
 
 def _own_keys(job: str, project: Path | None, given: Sequence[tuple[_Layer, Node]]) -> type | None:
-    """Return the job's ``Params``. A job that cannot be found or read is for :func:`validate` to name."""
+    """Return the job's ``Params``.
+
+    None where the job cannot be found or read: :func:`validate` reports that.
+    """
     try:
         source = None if job == FOREIGN_JOB else PythonSource(job_source(job, project))
     except (ConfigError, OSError):
+        # Given params cannot be checked without the file, so the error must be raised now.
         if given:
             raise
         return None
@@ -128,7 +136,7 @@ def _own_keys(job: str, project: Path | None, given: Sequence[tuple[_Layer, Node
 
 
 def _undeclared(source: PythonSource | None) -> str:
-    """Why a job has no keys of its own, and how to give it some."""
+    """Return why a job has no keys of its own, and how to give it some."""
     if source is None:
         return "a script that knows nothing of the toolkit has none; give it arguments of its own"
     how = "`@dataclass` and `class Params:` with `width: int = 256` below it"
@@ -141,12 +149,12 @@ def _undeclared(source: PythonSource | None) -> str:
 
 
 def dump_config(config: JobConfig) -> str:
-    """The config as YAML that :func:`load_config` reads back to an equal one."""
+    """Return the config as YAML that :func:`load_config` reads back to an equal one."""
     return yaml_core.dump(_escaped(asdict(config)))
 
 
 def _escaped(value: Any) -> Any:
-    """``value`` with every ``${`` in its texts marked as text: n backslashes before it become 2 n + 1."""
+    """Return ``value`` with every ``${`` in its texts marked as text: n backslashes before it become 2 n + 1."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -168,17 +176,18 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
 def _site_layers(enabled: bool) -> list[_Layer]:
     named = os.environ.get("TOOLKIT_SITE")
     path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
-    # Path's own is_file raises for a HOME that is too long
+    # Path's own is_file raises for a HOME that is too long.
     if not enabled or not (named or os.path.isfile(path)):  # noqa: PTH113
         return []
     return _file_layers(path, ())
 
 
 def _file_layers(path: Path, above: tuple[Path, ...]) -> list[_Layer]:
-    """The layers of a file, what it extends first."""
+    """Return the layers of a file, beginning with those that it extends."""
     if path.resolve() in above:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
     layer = _read_yaml(path)
+    # `extends` is a key of the file, not of the config: take it out.
     for key, value in layer.root.value:
         if isinstance(key, ScalarNode) and key.value == "extends":
             if not isinstance(value, ScalarNode) or not value.value:
@@ -210,7 +219,7 @@ def _nearby_files(path: Path) -> str:
 
 
 def _override_layer(text: str) -> _Layer:
-    """``key=value`` as a layer of one value."""
+    """Return ``key=value`` as a layer of one value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r}: an override is key=value, such as optim.lr=0.1")
@@ -218,6 +227,7 @@ def _override_layer(text: str) -> _Layer:
         node = yaml_core.compose(value)
     except ValueError as error:
         raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
+    # YAML reads what follows a # as a comment: refuse it instead of losing it.
     rest = value[node.end_mark.index if node else 0 :].strip()
     if rest:
         raise ConfigError(f"{text!r}: {rest!r} is a comment to YAML; put quotes around the value, within the shell's")
@@ -229,7 +239,7 @@ def _override_layer(text: str) -> _Layer:
 
 
 def _parts_of(key: str) -> list[str]:
-    """The parts of a dotted key. What follows the key of a mapping is one part: the name of a layer has dots."""
+    """Return the parts of a dotted key. What follows a mapping's key is one part: names of layers contain dots."""
     for known in all_keys():
         if key.startswith(f"{known}.") and known != "params":
             return [*known.split("."), key.removeprefix(f"{known}.")]
@@ -240,8 +250,11 @@ def _parts_of(key: str) -> list[str]:
 
 
 def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
-    """The keys and values of a section as plain data. Refuses what ``schema`` has no key for, and a value of another
-    type, by the full name and the line."""
+    """Return the keys and values of a section as plain data.
+
+    Raises ConfigError, with the full name and the line, for a key that ``schema`` lacks and for a value of another
+    type.
+    """
     valid = {f.name: f for f in fields(schema)}
     if not isinstance(node, MappingNode):
         name = prefix.removesuffix(".")
@@ -254,6 +267,7 @@ def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[s
             raise layer.error(key_node, f"unknown key {full!r}; {hint}valid here: {', '.join(sorted(valid))}")
         if full == "params" and schema is JobConfig:  # the job says what is in there
             continue
+        # A section is read key by key, any other value by its type.
         hint = hints_of(schema)[key]
         found[key] = (
             _section(layer, value, hint, f"{full}.") if is_dataclass(hint) else _value(layer, value, hint, full)
@@ -262,7 +276,7 @@ def _section(layer: _Layer, node: Node, schema: Any, prefix: str = "") -> dict[s
 
 
 def _nearest_key(full: str, here: list[str]) -> str:
-    """The likeliest key meant: a misspelt one of this section, one of this name in another, or one of the job's own."""
+    """Return a hint at the likeliest key: misspelled in this section, of this name in another, or the job's own."""
     leaf = full.rpartition(".")[2]
     elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
     there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
@@ -278,7 +292,7 @@ def _pairs(layer: _Layer, node: MappingNode) -> Pairs:
 
 
 def _value(layer: _Layer, node: Node, hint: Any, full: str) -> Any:
-    """The plain value of a node, of the type ``hint``."""
+    """Return the plain value of a node, of the type ``hint``."""
     listed, mapping = container_of(hint, list, tuple), container_of(hint, dict)
     if listed is not None and isinstance(node, SequenceNode):
         try:
@@ -297,7 +311,7 @@ def _value(layer: _Layer, node: Node, hint: Any, full: str) -> Any:
 
 
 def _mapping(layer: _Layer, node: Node, full: str) -> dict[str, Any]:
-    """The plain values of a mapping, of any type."""
+    """Return the plain values of a mapping, of any type."""
     if not isinstance(node, MappingNode):
         raise layer.error(node, f"{full} is a section: give it keys")
     return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in _pairs(layer, node).items()}
@@ -319,10 +333,12 @@ def _scalar(layer: _Layer, node: Node, hint: Any, full: str) -> Scalar:
         value = scalar_of(node)
     except ValueError as error:
         raise layer.error(node, f"{full}: {error}") from None
+    # A reference has the type of what it refers to, which is known when all layers are merged.
     if isinstance(value, str) and _refers(value):
         if "oc.env" in value:
             raise layer.error(node, f"{full}: {value} {_NO_ENVIRONMENT}")
         return value
+    # Keep a number as it is written where YAML would write it differently.
     if full.startswith(f"{_AS_WRITTEN}.") and not isinstance(value, (str, bool, type(None))):
         return value if yaml_core.dump(value).split("\n")[0] == node.value else str(node.value)
     if value == _MISSING:
@@ -356,7 +372,8 @@ def _told(kinds: tuple[type, ...]) -> str:
 
 
 def _misfit(layer: _Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
-    """What to write instead of a value of another type."""
+    """Return what to write instead of a value of another type."""
+    # Each branch is a mistake of its own: an empty value, missing quotes, a time as Slurm writes it.
     if value is None:
         return f"{full}: is empty (null), and this key takes {_told(kinds)}"
     if not isinstance(value, str) and str in kinds:
@@ -368,11 +385,12 @@ def _misfit(layer: _Layer, written: str, value: Any, kinds: tuple[type, ...], fu
 
 
 def _minutes(text: Any) -> int | None:
-    """The minutes that Slurm's notation of a time (``[D-][HH:]MM[:SS]``) stands for, rounded up."""
+    """Return the minutes that a time in Slurm's notation (``[D-][HH:]MM[:SS]``) stands for, rounded up."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text))
     if match is None:
         return None
     days, (first, second, third) = int(match[1] or 0), (int(match[group] or 0) for group in (2, 3, 4))
+    # With days, or with three parts, the first part is hours, else minutes.
     by_hours = match[1] is not None or match[4] is not None
     seconds = 3600 * first + 60 * second + third if by_hours else 60 * first + second
     return -(-(86400 * days + seconds) // 60)
@@ -384,7 +402,7 @@ _Path = tuple[str | int, ...]
 
 
 def _build(schema: Any, values: dict[str, Any], references: _References, path: _Path = ()) -> Any:
-    """An object of the dataclass ``schema``, with what references stand for in their place."""
+    """Return an object of the dataclass ``schema``, with all references replaced by their values."""
     made: dict[str, Any] = {}
     for f in fields(schema):
         value, hint, here = values[f.name], hints_of(schema)[f.name], (*path, f.name)
@@ -401,7 +419,7 @@ def _build(schema: Any, values: dict[str, Any], references: _References, path: _
 
 
 def _resolved(value: Any, hint: Any, references: _References, path: _Path) -> Any:
-    """``value`` with what references stand for in their place."""
+    """Return ``value`` with all references replaced by their values."""
     if isinstance(value, list):
         listed = container_of(hint, list, tuple)
         hints = [hint] * len(value) if listed is None else item_hints(listed, len(value))
@@ -425,6 +443,7 @@ def _final(value: Scalar, hint: Any, references: _References, path: _Path) -> Sc
     if not _refers(value):
         return _MARK.sub(lambda match: "\\" * (len(match[1]) // 2) + "${", value)
     found = references.at(path)
+    # A text for a key of another type is read as YAML would read it.
     if isinstance(found, str) and str not in kinds:
         node = yaml_core.compose(found)
         found = scalar_of(node) if isinstance(node, ScalarNode) else node
@@ -437,7 +456,7 @@ def _final(value: Scalar, hint: Any, references: _References, path: _Path) -> Sc
 
 
 def _refers(text: str) -> bool:
-    """Whether any ``${`` in it begins a reference: those behind an odd number of backslashes do not."""
+    """True if any ``${`` in ``text`` begins a reference: those after an odd number of backslashes do not."""
     return any(len(match[1]) % 2 == 0 for match in _MARK.finditer(text))
 
 
@@ -446,7 +465,7 @@ def _full(path: _Path) -> str:
 
 
 class _References:
-    """What the references in merged layers stand for, by OmegaConf."""
+    """The values of the references in merged layers, computed by OmegaConf."""
 
     def __init__(self, merged: dict[str, Any]) -> None:
         self._merged = merged
@@ -458,7 +477,7 @@ class _References:
         return OmegaConf.create(self._merged)
 
     def at(self, path: _Path) -> Any:
-        """The value at ``path``. Raises ConfigError that names its key."""
+        """Return the value at ``path``. Raises ConfigError that names its key."""
         from omegaconf.errors import OmegaConfBaseException
 
         try:

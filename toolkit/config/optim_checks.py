@@ -1,4 +1,4 @@
-"""What a config may ask of the optimizer and its learning rate, as far as that can be said without importing it."""
+"""What a config may ask of the optimizer and its learning rate, checked without importing the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.config.schema import OPTIMIZERS, SHARDED, JobConfig, OptimConfig
 from toolkit.config.words import one_of, within
 from toolkit.errors import ConfigError
 
-#: Which optimizers have a key that is not for all; ``arguments`` are also for a class by its path.
+#: The optimizers that have a key which others lack; ``arguments`` are also for a class by its path.
 _ONLY: Mapping[str, tuple[str, ...]] = {
     "nesterov": ("sgd", "muon"),
     "betas": ("adam", "adamw", "muon"),
@@ -18,16 +18,17 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
     "arguments": ("muon",),
 }
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-#: Of torch's Muon, beside those that have a key.
+#: Arguments of torch's Muon besides those that have a key.
 _MUON_ARGUMENTS = ("adjust_lr_fn", "ns_coefficients", "ns_steps")
 _ADJUSTMENTS = ("match_rms_adamw", "original", "spectral_unclamped")
 
 
 def check_optim(config: JobConfig) -> None:
-    """Refuse what no optimizer, or not this one, can do. Raises ConfigError."""
+    """Refuse what no optimizer, or not the chosen one, can do. Raises ConfigError."""
     optim, strategy = config.optim, config.strategy
     if not is_path(optim.name):
         one_of("optim.name", optim.name, [*OPTIMIZERS, "package.module.Class"])
+    # A key that is not at its empty default must be one that the optimizer has.
     for key, names in _ONLY.items():
         is_theirs = optim.name in names or (key == "arguments" and is_path(optim.name))
         if getattr(optim, key) not in (None, [], {}) and not is_theirs:
@@ -87,7 +88,7 @@ def _check_muon(config: JobConfig) -> None:
 
 
 def _check_group(optim: OptimConfig, key: str, settings: Mapping[str, Any]) -> None:
-    """A class by its path may have settings of any name; whether it has them shows when it is made."""
+    """Refuse a setting that the optimizer lacks. A class by its path is only checked when it is made."""
     valid = ["lr_scale", "weight_decay", *(["optimizer"] if optim.name == "muon" else [])]
     for name, value in settings.items():
         if name in ("lr_scale", "weight_decay"):

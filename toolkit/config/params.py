@@ -16,9 +16,9 @@ T = TypeVar("T")
 def filled(kind: type[T], values: Mapping[str, Any], key: str = "params") -> T:
     """Return an object of the dataclass ``kind`` with the values of a config: ``filled(Params, config.params)``.
 
-    Sections become the dataclasses that their fields are annotated with, lists become tuples and names members of an
-    Enum where the annotation says so. What ``values`` lacks has its default. Raises ConfigError for a key that ``kind``
-    does not have, and for one without a default that is missing.
+    Sections become the dataclasses that their fields are annotated with. Lists become tuples, and names members of an
+    Enum, where the annotation says so. Missing values get their defaults. Raises ConfigError for a key that ``kind``
+    does not have, and for a missing one without a default.
     """
     valid = {f.name: f for f in fields(kind) if f.init}  # type: ignore[arg-type]
     for name in values:
@@ -49,7 +49,7 @@ def _as_declared(value: Any, hint: Any, key: str) -> Any:
 
 
 def leaves(values: Mapping[str, Any], key: str = "params") -> Iterator[tuple[str, Any]]:
-    """Yield each value that is no section, by its full key: ``params.optimizer.lr``."""
+    """Yield each value that is not a section, by its full key: ``params.optimizer.lr``."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{key}.{name}")

@@ -1,4 +1,4 @@
-"""Whether the programs and folders that a config names are there, as far as the login node can tell."""
+"""Whether the programs and folders that a config names exist, as far as the login node can tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.errors import ConfigError
 
 
 def check_places(config: JobConfig) -> None:
-    """Refuse a program that is not there, and a folder that is not, or cannot be written. Raises ConfigError."""
+    """Refuse a missing program, and a folder that is missing or cannot be written. Raises ConfigError."""
     if config.cluster.container is not None:
         container.refuse_missing(config.cluster.container)
     for folder in config.cluster.container_mounts:
@@ -28,7 +28,7 @@ def check_places(config: JobConfig) -> None:
 
 
 def _check_writable(key: str, folder: Path) -> None:
-    """By a folder made and removed again: permissions say nothing of a disk that is read-only, full or /proc."""
+    """Create and remove a folder there. Permissions do not show that a disk is read-only, full or /proc."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=there):

@@ -11,10 +11,10 @@ from toolkit.errors import ConfigError
 
 
 def micro_batches(config: PipelineConfig, stages: int, samples: int, *, least: int = 1) -> int:
-    """Into how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch.
+    """Return how many parts a pipeline of ``stages`` ranks cuts its ``samples`` of a global batch into.
 
-    Without a number in the config four for each rank, or ``least`` if that is more, as long as each has two samples (a
-    batch norm needs them); interleaved wants a multiple of the ranks.
+    Without a number in the config there are four for each rank, or ``least`` if that is more, as long as each has two
+    samples (a batch norm needs them). interleaved needs a multiple of the ranks.
     """
     if config.micro_batches is not None:
         return config.micro_batches
@@ -44,6 +44,7 @@ def _check_micro_batches(config: PipelineConfig, stages: int, accumulate: int) -
             f"strategy.pipeline.split: {len(config.split)} layers begin a stage, and {parts} stages need {parts - 1} "
             "of them (the first stage begins with the model); name so many, or none"
         )
+    # Without a number a fitting one is chosen, see :func:`micro_batches`.
     if count is None:
         return
     if count < stages:
@@ -69,9 +70,11 @@ def check_batch(config: JobConfig, ranks: int) -> None:
         check_pipeline(config.strategy, ranks, config.data.global_batch_size, config.train.accumulate)
         return
     size = config.data.global_batch_size
+    # Ranks that compute a layer together get the same samples, and servers get none.
     together = mesh_of(config.strategy, ranks).tensor or 1
     ranks = (ranks - _servers(config, ranks)) // together
     who = "ranks" if together == 1 else f"groups of {together} ranks"
+    # Every share needs a sample, and so does each part of a share.
     if size < ranks:
         raise ConfigError(
             f"data.global_batch_size: {size} samples cannot be shared by {ranks} {who}; use {ranks} or more, "
@@ -91,7 +94,7 @@ def check_batch(config: JobConfig, ranks: int) -> None:
 
 
 def _servers(config: JobConfig, ranks: int) -> int:
-    """How many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
+    """Return how many of ``ranks`` ranks get no samples. Raises ConfigError when that leaves none that does."""
     if config.strategy.name != "parameter_server":
         return 0
     servers = config.strategy.parameter_server.servers
@@ -114,7 +117,7 @@ _DIMENSIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
-    """``strategy.mesh`` for so many ranks, every dimension a number. Raises ConfigError where they do not match."""
+    """Return ``strategy.mesh`` for ``ranks`` ranks, every dimension a number. Raises ConfigError for a mismatch."""
     dimensions = _DIMENSIONS.get(strategy.name, ("replicas",))
     given = {f.name: size for f in fields(MeshConfig) if (size := getattr(strategy.mesh, f.name)) is not None}
     for name, size in given.items():
@@ -124,6 +127,7 @@ def mesh_of(strategy: StrategyConfig, ranks: int) -> MeshConfig:
                 f"strategy.mesh.{name}: strategy.name {strategy.name} has no such dimension; leave it at null, or use "
                 f"a strategy that has it: {other}"
             )
+    # What the given dimensions leave goes to the first that is free.
     product = math.prod(given.values())
     free = [name for name in dimensions if name not in given]
     if ranks % product or (product != ranks and not free):

@@ -14,7 +14,7 @@ from toolkit.errors import ConfigError
 
 
 def check_cluster(config: JobConfig) -> None:
-    """Refuse what sbatch would not take, or would take for something else. Raises ConfigError."""
+    """Refuse what sbatch would not accept, or would take for something else. Raises ConfigError."""
     cluster = config.cluster
     check_extra(cluster)
     if cluster.exclude is not None:
@@ -34,12 +34,13 @@ def check_cluster(config: JobConfig) -> None:
 
 
 def _check_setup(lines: Sequence[str]) -> None:
-    """Refuse shell lines that bash cannot read, or that would change what follows them in the job's script."""
+    """Refuse shell lines that bash cannot read, or that would change the lines after them in the job's script."""
     for line in lines:
         if line.startswith(("#SBATCH", "#PBS", "#BSUB")):
             raise ConfigError(f"cluster.setup: {line!r} is an option of sbatch; use cluster.extra")
     if re.search(r"(?<!\\)(?:\\\\)*\\$", lines[-1]):
         raise ConfigError(f"cluster.setup: {lines[-1]!r} ends with a backslash, which would take the next line along")
+    # bash -n reads the lines without running them.
     if bash := shutil.which("bash"):
         checked = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
         if checked.stderr:

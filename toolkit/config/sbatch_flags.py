@@ -1,6 +1,6 @@
-"""Which flags of sbatch ``cluster.extra`` may hold: sbatch's own, but for those that the toolkit sets or relies on.
+"""The flags of sbatch that ``cluster.extra`` may hold: all but those that the toolkit sets or relies on.
 
-sbatch_flags.txt lists them all, and says where they are from.
+sbatch_flags.txt lists all flags and says where they are from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ConfigError, RequestError, SlurmError, nearest
 
 _LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()[1:]
-#: By the long name: whether a value follows: value, none or optional.
+#: Whether a value follows a flag, by the flag's long name: value, none or optional.
 FLAGS: Mapping[str, str] = {name: follows for name, _, follows in map(str.split, _LINES)}
 #: The long names by the short ones.
 SHORT: Mapping[str, str] = {short: name for name, short, _ in map(str.split, _LINES) if short != "-"}
@@ -98,11 +98,13 @@ def check_extra(cluster: ClusterConfig) -> None:
         if flag in seen:
             raise ConfigError(f"{where}: is there twice, as {seen[flag]}, too")
         seen[flag] = key
+        # Only long names: a short one could stand for a flag that is refused or given already.
         if flag in SHORT or flag.startswith("-"):
             name = SHORT.get(flag.lstrip("-"), flag.lstrip("-"))
             raise ConfigError(f"{where}: {REFUSED.get(name) or f'write the long name of the flag, {name}'}")
         if flag in REFUSED:
             raise ConfigError(f"{where}: {REFUSED[flag]}")
+        # SPANK plugins of the site add flags that the list does not have.
         if flag not in FLAGS and flag not in _plugins_flags():
             raise ConfigError(f"{where}: sbatch has no flag --{flag}; {nearest(flag, FLAGS.keys() - REFUSED.keys())}")
         _check_value(where, flag, value)
@@ -133,9 +135,9 @@ def _check_together(cluster: ClusterConfig, flags: Mapping[str, str]) -> None:
 
 
 def check_hosts(key: str, text: str) -> None:
-    """Refuse a list of hosts that Slurm would read as other hosts: ``n[1`` is a host ``n]`` to it.
+    """Refuse a list of hosts that Slurm would read as other hosts: to Slurm ``n[1`` is a host ``n]``.
 
-    With a slash it is a file to sbatch, which holds a list.
+    A text with a slash is a file for sbatch, which holds a list. Raises ConfigError.
     """
     if "/" in text:
         if not Path(text).is_file():
@@ -151,7 +153,7 @@ def check_hosts(key: str, text: str) -> None:
 
 
 def _plugins_flags() -> frozenset[str]:
-    """The long names that this site's sbatch knows, those of SPANK plugins among them; none without an sbatch."""
+    """Return the long names that this site's sbatch knows, also those of SPANK plugins; none without an sbatch."""
     try:
         return commands.Slurm().sbatch_flags()
     except SlurmError:

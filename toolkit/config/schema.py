@@ -15,7 +15,7 @@ COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk", "powersgd")
 SERVER_MODES = ("sync", "async", "bounded")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 OUTER_STEPS = ("average", "diloco")
-#: What a pattern of ``strategy.tensor_plan`` may stand for: see strategies/layouts/plan.py.
+#: Values in ``strategy.tensor_plan``: see strategies/layouts/plan.py.
 TENSOR_STYLES = ("colwise", "gathered", "rowwise", "sequence")
 #: ``optim.name`` may also be the path of a class.
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
@@ -28,10 +28,10 @@ SHARES = ("even", "auto")
 SPLITS = ("global", "blocks", "hash")
 #: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
 OWN_TIME = ("ddp",)
-#: ``job`` of a run whose ranks are somebody else's script: `toolkit exec`.
+#: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
 FOREIGN_JOB = "toolkit.launch.foreign"
 
-#: What a resume may not change: the data order and the shape of the state follow from these.
+#: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (
     "job",
     "strategy.name",
@@ -44,16 +44,16 @@ FIXED_ON_RESUME = (
     "optim.name",
     "train.seed",
 )
-#: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean): a run of one
-#: may be continued by another, to rounding.
+#: Strategies whose state has the same names and values (local_sgd: at the end of a round, with the mean). Another of
+#: them may continue a run, to rounding.
 SAME_STATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "parameter_server", "local_sgd", "dp", "auto")
-#: Those that do all that train: asks for between gradients and weights.
+#: Strategies that do everything that `train:` asks for between gradients and weights.
 WHOLE_UPDATE = ("ddp", "fsdp", "zero", "tensor", "pipeline", "dp", "auto")
-#: Those in which BatchNorm may see all ranks' samples.
+#: Strategies in which BatchNorm may use all ranks' samples.
 SYNC_BATCH_NORM = ("ddp", "fsdp", "zero", "auto")
-#: Those of which a rank holds a part of each weight, or of many.
+#: Strategies in which a rank holds a part of each weight, or of many.
 SHARDED = ("fsdp", "zero", "tensor")
-#: And kinds of compression that keep nothing from one step to the next.
+#: Kinds of compression that keep nothing from one step to the next.
 STATELESS = ("none", "fp16", "bf16")
 
 
@@ -188,7 +188,7 @@ class ModelConfig:
     init_weights: str | None = None  #: average or raw; null: the average of the weights where there is one
 
 
-#: What an optimizer may be given by name.
+#: What an optimizer's argument may be.
 Setting: TypeAlias = str | int | float | bool | list[float]
 
 
@@ -286,7 +286,7 @@ class JobConfig:
 
 
 def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
-    """Every dotted key that a config can hold."""
+    """Return every dotted key that a config can hold."""
     keys: list[str] = []
     for f in fields(schema):
         if is_dataclass(f.default_factory):
@@ -297,7 +297,7 @@ def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key."""
+    """Return the value at a dotted key."""
     for name in key.split("."):
         config = getattr(config, name)
     return config

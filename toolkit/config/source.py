@@ -1,4 +1,4 @@
-"""A Python file of the user's, read by its syntax tree. It is not imported: that may take torch, and seconds."""
+"""A user's Python file, read by its syntax tree. It is not imported: that may import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit.errors import ConfigError
 
-#: What a comment says to tools.
+#: Parts of a comment that are for tools.
 _FOR_TOOLS = re.compile(r"#\s*(?:noqa|type: *ignore|pragma|fmt:|pylint:|pyright:).*")
 
 
@@ -30,7 +30,7 @@ class PythonSource:
             raise ConfigError(f"job: {path}{line}: is no Python that can be imported: {why}") from None
         #: The classes at the top level, by name.
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
-        #: What stands behind the = of a name at the top level; of one that is given several values the last.
+        #: The expressions assigned to names at the top level; of several for one name the last.
         self.assigned = dict(_assigned(self.tree))
 
     def place(self, node: ast.AST) -> str:
@@ -38,9 +38,9 @@ class PythonSource:
         return f"{self.path}, line {getattr(node, 'lineno', 1)}"
 
     def full_name(self, node: ast.expr) -> str:
-        """Return a dotted name with what its first part is imported from: ``dataclasses.field`` of ``field``.
+        """Return a dotted name with what its first part is imported from: ``dataclasses.field`` for ``field``.
 
-        Empty for an expression that is no name.
+        Empty for an expression that is not a name.
         """
         parts = []
         while isinstance(node, ast.Attribute):
@@ -52,7 +52,7 @@ class PythonSource:
 
     @cached_property
     def _imported(self) -> dict[str, str]:
-        """Local names, with the full name of what they stand for."""
+        """Return the full names of imported objects, by their local names."""
         names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -63,7 +63,7 @@ class PythonSource:
         return names
 
     def docstring(self, name: str) -> str:
-        """Return what a class says of itself."""
+        """Return the docstring of a class, or an empty text."""
         return ast.get_docstring(self.classes[name]) or ""
 
     def imports(self, name: str) -> bool:
@@ -71,7 +71,8 @@ class PythonSource:
         return name in self._imported
 
     def comment_at(self, node: ast.stmt) -> str:
-        """Return the comment of a statement: behind it, or in the lines before it that begin with ``#:``."""
+        """Return the comment of a statement: after it, or in the lines before it that begin with ``#:``."""
+        # A statement of several lines may have its comment after the first or the last.
         last = node.end_lineno or node.lineno
         trailing = next((self._comments[line][1] for line in (last, node.lineno) if line in self._comments), "")
         if trailing:
@@ -85,7 +86,7 @@ class PythonSource:
 
     @cached_property
     def _comments(self) -> dict[int, tuple[str, str]]:
-        """By line: how the comment begins (``#:``, or ``#``; behind code nothing), and its text."""
+        """Return, by line, how the comment begins (``#:``, ``#``, or nothing after code), and its text."""
         found = {}
         for token in tokenize.tokenize(io.BytesIO(self._content).readline):
             if token.type == tokenize.COMMENT:

@@ -18,7 +18,10 @@ from toolkit.errors import ConfigError
 
 
 def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
-    """Refuse what cannot be done between the gradients and the weights of a step, by itself or with this strategy."""
+    """Refuse what cannot be done between the gradients and the weights of a step. Raises ConfigError.
+
+    A key is refused by itself, or with this strategy.
+    """
     for key in ("spike_factor", "rollback_after"):
         if getattr(train, key) is not None and not train.skip_bad_steps:
             raise ConfigError(f"train.{key}: nothing is left out without train.skip_bad_steps: true; set that, too")
@@ -26,6 +29,7 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
         raise ConfigError(f"train.ema_decay: {train.ema_decay} is refused; between 0 and 1, such as 0.999")
     if strategy.name not in WHOLE_UPDATE:
         _check_some_of_step(train, strategy)
+    # Single keys that go with some strategies only.
     if train.pruning.amount and train.pruning.structured and strategy.name == "pipeline":
         raise ConfigError(
             "train.pruning.structured: with strategy.name pipeline each rank would leave the outputs of its own last "
@@ -47,8 +51,11 @@ def check_step(train: TrainConfig, strategy: StrategyConfig) -> None:
 
 
 def _check_some_of_step(train: TrainConfig, strategy: StrategyConfig) -> None:
-    """Of strategies outside of ``WHOLE_UPDATE``: local_sgd clips each rank's gradient by its own norm, a parameter
-    server that is the only one does what does not concern its workers."""
+    """Refuse what strategies outside of ``WHOLE_UPDATE`` cannot do.
+
+    local_sgd clips each rank's gradient by its own norm. A parameter server that is the only one does what does not
+    concern its workers.
+    """
     asked = [key for key in ("clip_norm", "skip_bad_steps", "ema_decay") if getattr(train, key)]
     asked += ["pruning"] if train.pruning.amount else []
     for key in asked:
@@ -84,6 +91,7 @@ def _check_pruning(pruning: PruningConfig) -> None:
 
 
 def check_compression(config: JobConfig) -> None:
+    # Combinations first, then the values of single keys.
     strategy, kind = config.strategy, config.strategy.compression
     if strategy.find_unused and (strategy.name != "ddp" or kind != "none"):
         other = f"strategy.name: {strategy.name}" if strategy.name != "ddp" else f"strategy.compression: {kind}"

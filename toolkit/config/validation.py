@@ -57,14 +57,14 @@ def validate(
 ) -> None:
     """Refuse what cannot work, before anything is queued. Raises ConfigError or DataMissingError with the remedy.
 
-    ``ranks`` is the number of ranks that an allocation really has; None takes it from ``cluster``. ``login_node=False``
-    leaves out what the submitting side checks of its request: GPUs, and the programs and folders that it names.
-    ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` needs no first
-    weights: they may be gone.
+    ``ranks`` is the number of ranks that an allocation really has; None computes it from ``cluster``.
+    ``login_node=False`` leaves out what the submitting side checks of its request: GPUs, and the programs and folders
+    that it names. ``project`` is the folder that holds the job, the current one if None. A run that ``goes_on`` (a
+    resume) needs no first weights: they may be gone.
     """
     try:
         _validate(config, ranks, login_node, project, goes_on)
-    except OSError as error:  # of a path: a name that is too long, say
+    except OSError as error:  # from a path, for example a name that is too long
         path = str(error.filename)
         raise ConfigError(f"{_key_of(config, path)}: {path[:200]}: {error.strerror}") from None
 
@@ -75,7 +75,7 @@ def _key_of(config: JobConfig, path: str) -> str:
     for key in all_keys():
         value = value_of(config, key)
         texts = [str(text) for text in (value if isinstance(value, list) else [value]) if text]
-        # the name of a module is a path with dots
+        # The name of a module is a path with dots.
         found += [(len(text), key) for text in texts if text in path or text.replace(".", "/") in path]
     return max(found)[1]
 
@@ -85,7 +85,7 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: P
     check_cluster(config)
     if login_node:
         check_places(config)
-    if config.job == FOREIGN_JOB:  # the rest is the script's own business
+    if config.job == FOREIGN_JOB:  # the script itself is responsible for the rest
         return
     if not is_loop(config.job, project):
         _check_training(config, ranks, login_node, project, goes_on)
@@ -99,13 +99,14 @@ def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: P
 def _check_training(
     config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool
 ) -> None:
-    """Check what a job with the Trainer makes of its config; a loop of one's own does that by itself."""
+    """Check the config of a job that uses the Trainer. A job with its own loop checks its own."""
     check_job(config, project)
     if config.strategy.name == "dp" and (ranks or config.cluster.nodes * config.cluster.tasks_per_node) > 1:
         raise ConfigError(
             "strategy.name: dp is one process with all GPUs of a node; use ddp, or set cluster.nodes and "
             "cluster.tasks_per_node to 1"
         )
+    # A run that has begun needs no first weights.
     if config.model.init_from is not None and not goes_on and rundir.RUN_DIR_VARIABLE not in os.environ:
         origin.find(config.model.init_from)
     ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
@@ -118,7 +119,7 @@ def _check_training(
 
 
 def check_change(then: JobConfig, now: JobConfig) -> None:
-    """Refuse a change that a run cannot go on with. Raises ConfigError with every such key."""
+    """Refuse a change that a run cannot continue with. Raises ConfigError with every such key."""
     keys = [key for key in FIXED_ON_RESUME if not goes_on_with(key, value_of(then, key), value_of(now, key))]
     if then.name != now.name:
         keys.insert(0, "name")
@@ -131,7 +132,7 @@ def check_change(then: JobConfig, now: JobConfig) -> None:
 
 
 def goes_on_with(key: str, then: Any, now: Any) -> bool:
-    """True if a run that had the value ``then`` may have ``now``: strategies that keep the same state may change."""
+    """True if a run that had the value ``then`` may have ``now``. Strategies that keep the same state may change."""
     alike: tuple[Any, ...] = {"strategy.name": SAME_STATE, "strategy.compression": STATELESS}.get(key, ())
     return bool(then == now or (then in alike and now in alike))
 
@@ -142,6 +143,7 @@ def _check_values(config: JobConfig) -> None:
             f"name: {config.name!r} names a folder: 100 letters, digits, . _ - at most, the first a letter or a digit; "
             "without the key it is the config file's name"
         )
+    # Single words and numbers first: the checks below rely on them.
     for key, words in WORDS.items():
         if value_of(config, key) is not None:
             one_of(key, value_of(config, key), words)
@@ -151,6 +153,7 @@ def _check_values(config: JobConfig) -> None:
     for key in ("optim.momentum", "strategy.local_sgd.outer_momentum"):
         if value_of(config, key) == 1:
             raise ConfigError(f"{key}: 1 never forgets anything; use less than 1, such as 0.9")
+    # Then keys that depend on each other.
     _check_strategy(config.strategy)
     _check_local_sgd(config)
     _check_custom(config)
@@ -184,15 +187,16 @@ def _check_values(config: JobConfig) -> None:
     check_compression(config)
 
 
-#: Lists of words for a shell or a program, which may have these control characters.
+#: Control characters that keys may contain besides: their words are for a shell or a program.
 _ALSO = {"cluster.setup": "\t", "notify": "\t\r\n", "params": "\t\r\n"}
 _PATHS = ("cluster.container_mounts", "data.root", "model.init_from", "checkpoint.copy_to")
 
 
 def _check_texts(config: JobConfig) -> None:
-    """Refuse control characters: a line break would start a line of its own in the job's script."""
+    """Refuse control characters: a line break would start a new line in the job's script."""
     for key in all_keys():
         value, also = value_of(config, key), _ALSO.get(key, "")
+        # Name each word of a list or a mapping in the error.
         words = {key: value}
         if isinstance(value, list):
             words = {f"{key}[{index}]": word for index, word in enumerate(value)}
@@ -208,7 +212,7 @@ def _check_texts(config: JobConfig) -> None:
 
 
 def _check_path(key: str, path: str) -> None:
-    """Refuse a path that the system does not even look for."""
+    """Refuse a path that the system cannot look up."""
     try:
         Path(path).expanduser().exists()
     except RuntimeError:
@@ -218,7 +222,7 @@ def _check_path(key: str, path: str) -> None:
 
 
 def _check_strategy(strategy: StrategyConfig) -> None:
-    """Keys that concern some strategies only are refused for the others, never silently ignored."""
+    """Refuse keys for the strategies that do not use them, instead of ignoring them silently."""
     if strategy.cpu_offload and strategy.name != "fsdp":
         raise ConfigError(
             f"strategy.cpu_offload: only fsdp lets go of the weights between blocks, and strategy.name is "
@@ -245,7 +249,7 @@ def _check_local_sgd(config: JobConfig) -> None:
 
 
 def _check_custom(config: JobConfig) -> None:
-    """The job's own step takes no notice of these."""
+    """Refuse keys that the job's own step would ignore."""
     if config.strategy.name != "custom":
         return
     defaults = JobConfig()
@@ -257,7 +261,7 @@ def _check_custom(config: JobConfig) -> None:
             )
 
 
-#: The texts that a key may have.
+#: The words that a key may have.
 WORDS: Mapping[str, Collection[str]] = {
     "strategy.name": STRATEGIES,
     "strategy.compression": COMPRESSIONS,
@@ -277,7 +281,7 @@ WORDS: Mapping[str, Collection[str]] = {
 #: Slurm counts nodes, tasks and CPUs of a task in 16 bits.
 _16_BITS = 65_533
 _STEPS, _MANY = 10**12, 10**9
-#: The least and the most that a number may be. What is beyond cannot be meant, and would overflow somewhere.
+#: The least and the most that a number may be. Numbers beyond are mistakes, and would overflow somewhere.
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "cluster.nodes": (1, _16_BITS),
     "cluster.tasks_per_node": (1, _16_BITS),
@@ -333,7 +337,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 
 def _check_parts(config: JobConfig) -> None:
-    """Who may be given which samples: what goes with shares that move, and with parts that never do."""
+    """Refuse keys that do not go with shares that change, or with parts that never do."""
     data, name = config.data, config.strategy.name
     if data.share == "auto" and name not in OWN_TIME:
         raise ConfigError(
@@ -342,6 +346,7 @@ def _check_parts(config: JobConfig) -> None:
         )
     if data.split == "global":
         return
+    # With a split, refuse keys that would change which samples a rank reads.
     for key, value, why in (
         ("data.share", data.share == "auto", "auto would change how far each rank is in its part; use even"),
         ("data.bad_samples", data.bad_samples == "skip", "skip takes another sample, of any part; use fail"),

@@ -16,18 +16,21 @@ def one_of(key: str, value: str, valid: Iterable[str]) -> None:
 
 
 def within(key: str, value: float | None, least: float, most: float) -> None:
-    """Refuses infinity and what is no number, too."""
+    """Refuse a number outside of the bounds, and infinity and NaN, too. Raises ConfigError."""
     if value is not None and not least <= value <= most:
         raise ConfigError(f"{key}: {value} is refused; it must be a number of {least} or more, {most:g} at most")
 
 
 def is_one_line(text: str, also: str = "") -> bool:
-    """True if ``text`` has no line break or other control character but those in ``also``, and can be UTF-8."""
+    """True if ``text`` has no line break or other control character except those in ``also``, and can be UTF-8."""
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in also for char in text)
 
 
 def tensor_style(key: str, style: str, valid: Iterable[str]) -> tuple[str, int]:
-    """Return the kind of a style of ``strategy.tensor_plan`` and in how many parts it cuts: of ``colwise:3``, three."""
+    """Return the kind of a style of ``strategy.tensor_plan``, and the parts it cuts: three for ``colwise:3``.
+
+    Raises ConfigError.
+    """
     kind, colon, parts = style.partition(":")
     if not colon or kind != "colwise":
         one_of(key, style, [*valid, "colwise:N"])

@@ -1,7 +1,7 @@
 """YAML as version 1.2 means it (https://yaml.org/spec/1.2.2/#103-core-schema), read as nodes that know their line.
 
 PyYAML and OmegaConf follow YAML 1.1, in which ``no`` is false, ``16:00`` is 960 and ``0755`` is 493. Here these are
-text, text and 755. Texts are written such that readers of both versions read them back as they were.
+text, text and 755. Texts are written such that readers of both versions read them back unchanged.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ _PLAIN = (
         ),
         list("-+0123456789."),
     ),
-    ("merge", re.compile(r"<<\Z"), ["<"]),  # not of version 1.2, and common all the same
+    ("merge", re.compile(r"<<\Z"), ["<"]),  # not in version 1.2, but common
 )
 
 
 class _Loader(yaml.SafeLoader):
-    """Not the one in C: it crashes the process where brackets nest too deep."""
+    """A loader in Python. The one in C crashes the process where brackets nest too deep."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse what no config has: each bracket costs as much time as all those around it."""
+        """Refuse deep nesting, which no config needs: each bracket costs as much time as all those around it."""
         if self.flow_level >= 50:
             raise yaml.YAMLError("its brackets nest too deep")
         super().fetch_flow_collection_start(token)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than text."""
+    """A dumper that quotes what YAML 1.1 or 1.2 would take for something other than text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Escaped where a character is not for printing: in other styles some of them are line breaks."""
+        """Write a text, escaped where a character is not printable: in other styles some of them are line breaks."""
         return self.represent_scalar(_PREFIX + "str", data, style=None if data.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-_Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1
+_Loader.yaml_implicit_resolvers = {}  # removes those of YAML 1.1
 for _name, _pattern, _first in _PLAIN:
     _Loader.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
     _Dumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
 
 
 def compose(text: str) -> Node | None:
-    """The root of the one document in ``text``; None for an empty one. Raises ValueError that says what is wrong."""
+    """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason."""
     try:
         node: Node | None = yaml.compose(text, _Loader)
     except RecursionError:
@@ -73,13 +73,16 @@ def compose(text: str) -> Node | None:
 
 
 def dump(value: Any) -> str:
-    """``value``, made of mappings, lists and scalars, as block YAML in which every text stays on its line."""
+    """Return ``value``, made of mappings, lists and scalars, as block YAML in which every text stays on its line."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31 - 1)
     return text
 
 
 def scalar_of(node: ScalarNode) -> Scalar:
-    """What a scalar stands for. Raises ValueError for a tag outside of the core schema, or one that does not fit."""
+    """Return what a scalar stands for.
+
+    Raises ValueError for a tag outside of the core schema, or one that does not fit.
+    """
     kind, text = node.tag.removeprefix(_PREFIX), str(node.value)
     if kind in ("str", "merge"):
         return text
@@ -98,9 +101,10 @@ def scalar_of(node: ScalarNode) -> Scalar:
 
 
 def pairs_of(node: MappingNode) -> Pairs:
-    """The keys of a mapping as they are written, each with its node and its value's; merged ones (``<<``) first.
+    """Return the keys of a mapping as they are written, each with its node and its value's.
 
-    Raises ValueError for a key that is there twice, and for one that is no single word.
+    Merged keys (``<<``) come first. Raises ValueError for a key that is there twice, and for one that is not a single
+    word.
     """
     return _pairs(node, {})
 
@@ -111,12 +115,14 @@ def _pairs(node: MappingNode, done: dict[int, Pairs | None]) -> Pairs:
         if known is None:
             raise ValueError(f"{_place(node)}: a mapping that merges itself")
         return known
+    # None marks a mapping that is being read: one that merges itself comes back here.
     done[id(node)] = None
     merged: Pairs = {}
     own: Pairs = {}
     for key, value in node.value:
         if not isinstance(key, ScalarNode):
             raise ValueError(f"{_place(key)}: a key must be a single word")
+        # A merged key never replaces one of the mapping itself; of several bases the first wins.
         if key.tag == MERGE:
             for base in value.value if isinstance(value, SequenceNode) else [value]:
                 if not isinstance(base, MappingNode):
