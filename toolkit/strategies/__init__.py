@@ -1,4 +1,4 @@
-"""How the ranks share one optimizer step; :func:`build_strategy` picks the class by the config's name."""
+"""The strategies: how the ranks share one optimizer step. :func:`build_strategy` picks one by the config's name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ __all__ = [
     "of_pairs",
 ]
 
-#: A strategy of each name, not built yet. Imported only where it is used: torch's pipelining alone takes a second.
+#: Functions that make the strategy of each name, not built yet. Each imports its module only when it is called, since
+#: importing torch's pipelining alone takes a second.
 _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
     "ddp": lambda *given: _spmd("ddp", *given),
     "fsdp": lambda *given: _spmd("fsdp", *given),
@@ -49,10 +50,11 @@ _BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]]
 
 
 def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig | None = None) -> Strategy:
-    """The strategy that ``config.name`` stands for, not built yet: its ``share`` is known, its model is not.
+    """Return the strategy that ``config.name`` names; its model is not built yet.
 
-    Of ``train`` it takes how a step is computed: precision, accumulation, compiling. Raises ConfigError for an unknown
-    name, for a mesh that does not match the number of ranks, and where ``train`` asks for what this strategy cannot do.
+    Its ``share`` is known already. ``train`` says how a step is computed: precision, accumulation, compiling. Raises
+    ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` asks for
+    what this strategy cannot do.
     """
     if config.name not in _BUILDERS:
         hint = nearest(config.name, _BUILDERS)
@@ -95,7 +97,7 @@ def _parameter_server(config: StrategyConfig, session: Session, train: TrainConf
 def _local_sgd(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
     from toolkit.strategies.local_sgd import LocalSgd
 
-    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets are as large as the model
+    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
     return LocalSgd(session, config.local_sgd, _layout(name, config, session, train), train)
 
 
@@ -116,12 +118,15 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
     if name == "ddp":
         return _replicas(config, session, train, how)
     if name in ("alone", "dp"):
+        # "alone" sends nothing (local SGD without after_steps); dp is one process with all GPUs of a node.
         return Alone(session, **how) if name == "alone" else data_parallel(session, **how)
     if name != "tensor":
+        # fsdp and zero differ only in whether a block's gathered weights are freed after its forward pass.
         return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
     from toolkit.strategies.layouts.plan import Plan
     from toolkit.strategies.layouts.tensor import TensorParallel
 
+    # The plan says which layers are cut. With strategy.mesh.shards the cut layers are sharded over ranks as well.
     plan = Plan(config.tensor_plan, config.sequence_parallel)
     if sizes.shards == 1:
         return TensorParallel(session, sizes, plan, **how)

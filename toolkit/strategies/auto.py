@@ -1,12 +1,12 @@
-"""auto: ddp while the model leaves room on the device, else zero, else fsdp; the log says which, and why.
+"""auto: ddp if the model leaves room on the device, else zero, else fsdp. The log says which, and why.
 
-What a rank must keep is known before the training: the bytes of weights, gradients and the optimizer's state, found by
-making the model and one step of its optimizer without memory (torch's ``meta`` device). The activations are not: they
-depend on the batch. So the first strategy is taken whose need leaves ``ROOM`` of the memory to them; ddp comes first,
-for it sends least, then zero (https://arxiv.org/abs/1910.02054 gives the sums below).
+What a rank must keep is known before the training: the bytes of weights, gradients and the optimizer's state. They are
+found by making the model and one step of its optimizer without memory (torch's ``meta`` device). The activations are
+not known, since they depend on the batch. So the first strategy is taken that leaves ``ROOM`` of the memory to them.
+ddp comes first, for it sends least, then zero (https://arxiv.org/abs/1910.02054 gives the sums below).
 
 Rank 0 decides, by the smallest memory of all ranks. The choice is kept in the run folder, so that a resume on as many
-ranks makes the same one, be it on nodes with more memory.
+ranks makes the same one, even on nodes with more memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ log = logs.get(__name__)
 
 
 class Auto(Spmd):
-    """See :class:`~.protocol.Strategy`; ``layout`` makes that of ddp, zero or fsdp, all of one share for each rank."""
+    """See :class:`~.protocol.Strategy`.
+
+    ``layout`` makes the layout of ddp, zero or fsdp; each rank has its own share in all three.
+    """
 
     def __init__(self, session: Session, layout: Callable[[str], Layout], train: TrainConfig) -> None:
         super().__init__(session, layout("ddp"), train)
@@ -69,7 +72,7 @@ class Auto(Spmd):
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a model that one process would keep; of ``block`` and ``rest`` the weights only."""
+    """Bytes of a model that one process would keep. ``block`` and ``rest`` count the weights only."""
 
     weights: int
     gradients: int
@@ -79,25 +82,28 @@ class Size:
 
     @property
     def kept(self) -> int:
-        """From one step to the next, and the gradients in between."""
+        """Return the bytes kept from one step to the next, and the gradients in between."""
         return self.weights + self.gradients + self.slots
 
 
 def needs(size: Size, ranks: int, *, bf16: bool = False, accumulates: bool = False) -> dict[str, float]:
-    """Bytes on a rank, activations aside, of each strategy, the one that sends least first."""
-    part = size.kept / ranks + (size.gradients if accumulates else 0)  # whole until the last part of a batch
-    width = 0.5 if bf16 else 1.0  # of gathered weights; those that are kept are as made
+    """Return the bytes on a rank for each strategy, activations aside, the one that sends least first."""
+    part = size.kept / ranks + (size.gradients if accumulates else 0)  # gradients stay whole until the last micro-batch
+    width = 0.5 if bf16 else 1.0  # only gathered weights are bf16; kept ones stay as made
     return {
         "ddp": size.kept,
         "zero": part + width * size.weights,
-        "fsdp": part + width * (size.rest + 2 * size.block),  # a block, and the next one on its way
+        "fsdp": part + width * (size.rest + 2 * size.block),  # a block, and the next one, gathered ahead
     }
 
 
 def pick(
     size: Size, ranks: int, memory_bytes: int, *, bf16: bool = False, accumulates: bool = False
 ) -> tuple[str, str]:
-    """The strategy for a model of this size on so many ranks with so much memory each, and why, in a sentence."""
+    """Return the strategy for a model of this size, and why, in a sentence.
+
+    ``memory_bytes`` is what each of the ``ranks`` has.
+    """
     found = needs(size, ranks, bf16=bf16, accumulates=accumulates)
     room = (1 - ROOM) * memory_bytes
     name = "ddp" if ranks == 1 else next((name for name, need in found.items() if need <= room), "fsdp")
@@ -121,7 +127,7 @@ def _shown(size_bytes: float) -> str:
 
 
 def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
-    """Rank 0's choice, on every rank; of a run that has made one for as many ranks, that one."""
+    """Return rank 0's choice, on every rank. A choice that the run made earlier for as many ranks stands."""
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
     told = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
@@ -144,8 +150,8 @@ def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[st
 
 
 def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
-    """Bytes of the model and of its optimizer's state after a step; no random number is drawn for good."""
-    with same_randomness():  # a model that is made once more must come out as if it had not been made before
+    """Return the bytes of the model and of its optimizer's state after a step. No random number is drawn for good."""
+    with same_randomness():  # the training makes the model again and must draw the same numbers
         model = without_memory(make).to("meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         slots = _slots(model, optimizer, trained)
@@ -160,7 +166,7 @@ def _slots(model: nn.Module, optimizer: OptimizerFactory, trained: list[nn.Param
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         stepper.step()
-    except Exception as error:  # whatever an optimizer makes of tensors without values
+    except Exception as error:  # any optimizer may fail in its own way on tensors without values
         log.warning("the optimizer's state is taken to be two values for each weight (%s)", error)
         return 2 * _bytes(trained)
     return _bytes(value for slots in stepper.state.values() for value in slots.values() if isinstance(value, Tensor))
@@ -171,7 +177,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None) -> int:
-    """Of the rank's GPU; without one, the rank's part of what its node, or its job on the node, may use."""
+    """Return the bytes of the rank's GPU.
+
+    Without a GPU: the rank's part of what its node, or its job on the node, may use.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1"))
@@ -179,16 +188,17 @@ def memory_bytes(device: torch.device, environ: Mapping[str, str] | None = None)
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory of this host, or the least limit of the control groups that this process is in."""
+    """Return this host's memory in bytes, or the least limit of this process's control groups."""
     limits = [1024 * int(line.split()[1]) for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")]
     for line in _lines(proc / "self/cgroup"):  # "0::/a/b" in version 2, "9:memory:/a/b" in version 1
         _, kinds, path = line.split(":", 2)
         root, file = (groups, "memory.max") if not kinds else (groups / "memory", "memory.limit_in_bytes")
         if kinds and "memory" not in kinds.split(","):
             continue
+        # A parent group's limit holds for its children as well.
         own = root / path.lstrip("/")
         for folder in [own, *own.parents][: len(own.relative_to(root).parts) + 1]:
-            limits += [int(text) for text in _lines(folder / file) if text.isdigit()]  # else "max"
+            limits += [int(text) for text in _lines(folder / file) if text.isdigit()]  # "max": no limit
     return min(limits)
 
 

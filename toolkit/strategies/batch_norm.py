@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: statistics that are made equal for an evaluation or a save, or shared in each step."""
+"""BatchNorm over ranks: its statistics are made equal for an evaluation or a save, or shared in each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 
 def synchronised(make: ModelFactory) -> ModelFactory:
-    """Return a factory of the same model, whose BatchNorm layers see the samples of all ranks while they train."""
+    """Return a factory of the same model whose BatchNorm layers train on the samples of all ranks."""
 
     def made() -> nn.Module:
         model = make()
@@ -40,26 +40,30 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm of a batch (n, c, ...) that is shared by all ranks, in parts of any size.
+    """A BatchNorm of a batch (n, c, ...) that all ranks share, in parts of any size.
 
-    As torch.nn.SyncBatchNorm, which is for GPUs only. Each forward and backward pass is one small collective.
+    It does what torch.nn.SyncBatchNorm does, which is for GPUs only. Each forward and backward pass is one small
+    collective.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """The layer that it was made of has its own shapes; torch checks them in evaluation mode."""
+        """Accept any shape. The original layer has its own shapes, which torch checks in evaluation mode."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        # Statistics of half-precision values are computed in fp32 and summed in fp64.
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [0, *range(2, values.dim())]
         count = torch.full((1,), values.numel() // values.shape[1], dtype=torch.float64, device=values.device)
         var, mean = torch.var_mean(values, dims, correction=0)
         var, mean = var.double(), mean.double()
+        # One message: count, sums and sums of squares. Ranks may have different numbers of samples.
         sums: Tensor = _Sum.apply(torch.cat([count, count * mean, count * (var + mean.square())]))
         count, mean, square = sums[0], *sums[1:].view(2, -1)
         mean, square = mean / count, square / count
         var = square - mean.square()
+        # The running variance is the unbiased one, as torch has it.
         self._follow(mean.detach(), (var * count / (count - 1).clamp(min=1)).detach())
         shape = [1, -1, *[1] * (values.dim() - 2)]
         scale = (var + self.eps).rsqrt() if self.weight is None else self.weight * (var + self.eps).rsqrt()
@@ -78,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks; what each rank's loss makes of it comes back as a sum over all ranks, too."""
+    """The sum over all ranks. The gradient of each rank's loss for it is summed over all ranks as well."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

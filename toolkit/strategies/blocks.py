@@ -1,4 +1,4 @@
-"""The blocks of a model: the parts that it repeats, such as the layers of a transformer or of a residual network."""
+"""The blocks of a model: the parts that it repeats, such as the layers of a transformer or a residual network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of which a list or a sequence in ``model`` holds several of one class, in order.
+    """Return the blocks of ``model``, in order.
 
-    A single layer (Linear) is no block, however often it comes.
+    A block is an outermost module of which a list or sequence holds several of one class. A single layer (Linear) is
+    not a block, however often it occurs.
     """
     found: list[nn.Module] = []
     kinds = Counter(type(child) for child in model.children()) if isinstance(model, _CONTAINERS) else Counter()
@@ -30,9 +31,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Each block keeps only its inputs for the backward pass and computes the rest again there; names stay.
+    """Let each block keep only its inputs for the backward pass and compute the rest again there. Names stay.
 
-    Raises ConfigError where there is no block, or where a second pass would change more than it computes.
+    Raises ConfigError if there is no block, or if a second pass would change more than it computes.
     """
     parts = blocks(model)
     if not parts:
@@ -40,6 +41,7 @@ def checkpoint_activations(model: nn.Module) -> None:
             "strategy.activation_checkpointing: this model repeats no block (several modules of one class in a "
             "ModuleList or Sequential) whose activations could be computed again; set it to false"
         )
+    # A recomputed forward pass updates running statistics a second time.
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             raise ConfigError(

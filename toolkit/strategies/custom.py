@@ -1,7 +1,7 @@
-"""A step of a job's own: replicas of several networks, each with its optimizer, trained as the job says.
+"""The strategy of a job that writes its own step: replicas of several networks, each with its own optimizer.
 
-A job that needs two optimizers, two backward passes or a loss of several models has one method for its step, and keeps
-the loop, the loader, checkpoints, stops and TensorBoard::
+A job that needs two optimizers, two backward passes or a loss of several models writes one method for its step. It
+keeps the loop, the loader, checkpoints, stops and TensorBoard::
 
     class Gan(toolkit.Job):
         def train_step(self, step, batch):
@@ -11,8 +11,8 @@ the loop, the loader, checkpoints, stops and TensorBoard::
             ...
             return loss.detach()
 
-Gradients are added up over the ranks after the backward pass, in one order: nothing hooks into it, so any number of
-passes in any order is right, and nothing has to be primed.
+Gradients are added up over the ranks after the backward pass, in one order. No hook sits in the backward pass, so any
+number of passes in any order is right, and priming is not needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Custom(AllNeeded):
-    """A :class:`~.protocol.Strategy` whose step is ``train_step(step, batch)`` of a job; ``step`` is this::
+    """A :class:`~.protocol.Strategy` whose step is a job's ``train_step(step, batch)``; ``step`` is this object::
 
     >>> class Autoencoder(toolkit.Job):
     ...     def train_step(self, step: toolkit.Custom, batch: toolkit.Batch) -> torch.Tensor:
@@ -54,14 +54,15 @@ class Custom(AllNeeded):
 
     evaluates_together = False
 
-    #: By the names given to :meth:`build`; in checkpoints their weights are ``model/<network>.<name>``.
+    #: The networks, by the names given to :meth:`build`. Checkpoints have their weights as ``model/<network>.<name>``.
     networks: nn.ModuleDict
     _updates: dict[str, Update]
 
     def __init__(self, config: StrategyConfig, session: Session, train_step: Callable[[Custom, Batch], Tensor]) -> None:
-        """``train_step`` returns what is logged as the loss: this rank's part of it, a scalar.
+        """Take the job's ``train_step``, which returns the loss to log: this rank's part of it, a scalar.
 
-        Raises ConfigError where the config asks for one of the toolkit's own strategies."""
+        Raises ConfigError if the config asks for one of the toolkit's own strategies.
+        """
         if config.name != "custom":
             raise ConfigError(
                 f"strategy.name: {config.name!r} is not what this job does: its step is its own, on replicas; set it "
@@ -71,14 +72,14 @@ class Custom(AllNeeded):
         self.device = self._device = session.device
         self.own_time = stopwatch(session.device)
         self._train_step = train_step
-        self.lr = 0.0  #: of the step in progress
+        self.lr = 0.0  #: the schedule's rate in this step
         self._is_timed = False
         self._buffers_equal = False
 
     # ------------------------------------------------------------------------------------------- what a job may call
 
     def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
-        """Make the networks, in evaluation mode only while evaluated, with the first weights of rank 0."""
+        """Make the networks with rank 0's first weights. They are in evaluation mode only while evaluated."""
         made = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
         self.networks = nn.ModuleDict(made)
         broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
@@ -87,13 +88,15 @@ class Custom(AllNeeded):
         self._updates = {name: Update(self.networks[name], optimizer) for name, optimizer in optimizers.items()}
 
     def descend(self, network: str, loss: Tensor, lr: float | None = None) -> None:
-        """One step of a network's optimizer along the gradient that ``loss`` has for its weights, and for no others'.
+        """Make one step of a network's optimizer along the gradient of ``loss``.
 
-        ``loss`` is this rank's part; the gradients are added up over the ranks. Summed over the samples of the batch
-        and divided by its ``global_count`` it makes that of the mean over the global batch, however it is shared.
-        ``lr`` is by default the schedule's. Raises ConfigError when the loss does not depend on every weight.
+        No other network's weights get a gradient. ``loss`` is this rank's part; the gradients are added up over the
+        ranks. A loss that is summed over the samples of the batch and divided by its ``global_count`` gives the
+        gradient of the mean over the global batch, however it is shared. ``lr`` is the schedule's by default. Raises
+        ConfigError if the loss does not depend on every weight.
         """
         named = [(name, weight) for name, weight in self.networks[network].named_parameters() if weight.requires_grad]
+        # Only this network's weights get a gradient, though the loss may run through other networks.
         loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
         if unused := [name for name, weight in named if weight.grad is None]:
             raise ConfigError(unused_message([f"{network}.{name}" for name in unused]))
@@ -123,7 +126,7 @@ class Custom(AllNeeded):
             return measured(measure, self.networks, batch)
 
     def state(self) -> dict[str, Entry]:
-        """A collective, since buffers are broadcast first."""
+        """Return the state of all networks. A collective, since buffers are broadcast first."""
         self._equalise_buffers()
         found: dict[str, Entry] = {f"model/{name}": Replicated(value) for name, value in self._tensors().items()}
         for network, update in self._updates.items():
@@ -139,6 +142,7 @@ class Custom(AllNeeded):
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         for network, update in self._updates.items():
+            # Each network's update gets its own entries, under the names that it has without the network.
             own = {name: value for name, value in values.items() if name.partition("/")[2].startswith(f"{network}.")}
             update.loaded({name.replace(f"/{network}.", "/", 1): value for name, value in own.items()})
         self._buffers_equal = True
@@ -151,20 +155,23 @@ class Custom(AllNeeded):
         return {name: value.detach() for name, value in self.networks.state_dict().items()}
 
     def _equalise_buffers(self) -> None:
-        """As under ddp."""
+        """Equalize the buffers, as under ddp."""
         if not self._buffers_equal:
             for update in self._updates.values():
                 update.equalise()
             self._buffers_equal = True
 
     def _stop_watch(self) -> None:
-        """Before the first wait of a step."""
+        """Stop the stopwatch before the first wait of a step."""
         if not self._is_timed:
             self.own_time.stop()
             self._is_timed = True
 
 
 def _of(network: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """``optim/0.weight/exp_avg`` as ``optim/generator.0.weight/exp_avg``."""
+    """Return the entries with the network in their names.
+
+    ``optim/0.weight/exp_avg`` becomes ``optim/generator.0.weight/exp_avg``.
+    """
     parts = ((name.partition("/"), entry) for name, entry in entries.items())
     return {f"{kind}/{network}.{rest}": entry for (kind, _, rest), entry in parts}

@@ -1,4 +1,4 @@
-"""What modules keep in a checkpoint beside parameters and buffers: ``get_extra_state`` and ``set_extra_state``."""
+"""What modules keep in a checkpoint besides parameters and buffers: ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError, listing
 from toolkit.strategies.priming import has_extra_state
 
-SUFFIX = "_extra_state"  #: torch's, in a state_dict
+SUFFIX = "_extra_state"  #: torch's suffix in a state_dict
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of ``model`` that have one, by their state's name in its ``state_dict``."""
+    """Return the modules of ``model`` that have extra state, by that state's name in its ``state_dict``."""
     named = ((name, module) for name, module in model.named_modules() if has_extra_state(module))
     return {f"{name}.{SUFFIX}" if name else SUFFIX: module for name, module in named}
 
 
 class ExtraState:
-    """``model/<module>._extra_state``, with ``prefix`` for ``model/``: rank 0's counts, as a buffer's does.
+    """``model/<module>._extra_state``, with ``prefix`` for ``model/``. As with buffers, rank 0's counts.
 
-    Raises ConfigError for one that a checkpoint cannot hold: it must be a tensor, or what JSON gives back as it was.
+    Raises ConfigError for extra state that a checkpoint cannot hold. It must be a tensor, or a value that a round trip
+    through JSON leaves equal.
     """
 
     def __init__(self, model: nn.Module, prefix: str = "model/") -> None:
@@ -39,7 +40,7 @@ class ExtraState:
             )
 
     def entries(self) -> dict[str, Entry]:
-        """What a checkpoint stores, equal on all ranks from now on; a collective where there is any."""
+        """Return what a checkpoint stores, equal on all ranks from now on. A collective if there is any extra state."""
         if not self._modules:
             return {}
         told: list[Any] = [{name: module.get_extra_state() for name, module in self._modules.items()}]
@@ -50,7 +51,7 @@ class ExtraState:
         return self._declared(told[0])
 
     def places(self) -> dict[str, Entry]:
-        """What a checkpoint is read into; no collective."""
+        """Return what a checkpoint is read into; not a collective."""
         return self._declared({name: module.get_extra_state() for name, module in self._modules.items()})
 
     def _declared(self, values: Mapping[str, Any]) -> dict[str, Entry]:
@@ -58,13 +59,13 @@ class ExtraState:
         return {name: Replicated(self._tensors.get(name, value)) for name, value in values.items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Hand each module what a checkpoint had: ``values``, or a tensor of :meth:`entries` that has been filled."""
+        """Hand each module what a checkpoint had: an entry of ``values``, or a filled tensor of :meth:`entries`."""
         for name, module in self._modules.items():
             module.set_extra_state(self._tensors[name] if name in self._tensors else values[name])
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError where ``model`` has one, for a strategy whose ranks cannot keep it."""
+    """Raise ConfigError if ``model`` has extra state, for a strategy whose ranks cannot keep it."""
     if found := modules_with_extra_state(model):
         raise ConfigError(
             f"strategy.name: {listing(list(found), 3)} is kept beside tensors (get_extra_state), and {strategy} does "

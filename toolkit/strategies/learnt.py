@@ -1,4 +1,4 @@
-"""A criterion that learns (a temperature, weights of several losses): its parameters are trained with the model's."""
+"""A criterion that learns (a temperature, weights of several losses). Its parameters are trained with the model's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from toolkit.strategies.objective import Objective
 
 
 def learnt(objective: Objective) -> nn.Module | None:
-    """Return the objective's module where it has parameters that are trained, else None."""
+    """Return the objective's module if it has parameters that are trained, else None."""
     module = objective.module
     return module if module is not None and any(p.requires_grad for p in module.parameters()) else None
 
 
 def placed(objective: Objective, device: torch.device) -> nn.Module | None:
-    """Put what an objective learns on ``device``, with rank 0's first values; every rank calls it."""
+    """Put what an objective learns on ``device``, with rank 0's first values. Every rank calls it."""
     module = learnt(objective)
     if module is not None:
         module.to(device).train()
@@ -26,7 +26,7 @@ def placed(objective: Objective, device: torch.device) -> nn.Module | None:
 
 
 def refuse_learnt(objective: Objective, strategy: str) -> None:
-    """Raise ConfigError for an objective that learns, where ``strategy`` would leave its parameters as they are."""
+    """Raise ConfigError for an objective that learns, whose parameters ``strategy`` would not train."""
     module = learnt(objective)
     if module is not None:
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -1,24 +1,25 @@
-"""local_sgd: each rank steps by itself on its share of every batch, and every ``round_steps`` steps the ranks meet.
+"""local_sgd: each rank steps by itself on its share of every batch. Every ``round_steps`` steps the ranks average.
 
-Two ways to meet. ``average``: the next round begins with the mean of the weights (local SGD, Stich 2019,
-https://arxiv.org/abs/1805.09767), and the inner optimizer's momenta are averaged with them, as Yu, Jin and Yang 2019
-(https://arxiv.org/abs/1905.03817) do, whose speedup with momentum is proved for it: so at a round's end all ranks are
-equal, and any number of them, or ddp, goes on from there. ``diloco`` (Douillard et al. 2023,
+A round ends in one of two ways. ``average``: the next round begins with the mean of the weights (local SGD, Stich 2019,
+https://arxiv.org/abs/1805.09767). The inner optimizer's momenta are averaged with them, as Yu, Jin and Yang 2019
+(https://arxiv.org/abs/1905.03817) do, who prove a speedup with momentum for it. So all ranks are equal at a round's
+end, and any number of them, or ddp, can go on from there. ``diloco`` (Douillard et al. 2023,
 https://arxiv.org/abs/2311.08105): the way from a round's first weights to their mean at its end is a gradient for an
-outer SGD with Nesterov momentum; each rank keeps its inner optimizer's state, which costs no message.
+outer SGD with Nesterov momentum. Each rank keeps its inner optimizer's state, which costs no message.
 
-A rank's gradient is that of the mean over its own share, clipped by its own norm where it is clipped, and its weights
-count in the mean by how much its samples weighed in the round (federated averaging's rule, McMahan et al. 2017,
-https://arxiv.org/abs/1602.05629): so with rounds of one step and SGD it is the step of one process, however uneven the
+A rank's gradient is that of the mean over its own share, and clipping uses that gradient's own norm. In the mean of the
+weights a rank counts by how much its samples weighed in the round (federated averaging's rule, McMahan et al. 2017,
+https://arxiv.org/abs/1602.05629). So rounds of one step with SGD are the steps of one process, however uneven the
 shares are.
 
 With ``after_steps`` the steps before it are those of ddp (post-local SGD, Lin et al. 2020,
-https://arxiv.org/abs/1808.07217). Rounds end after each step whose number ``round_steps`` divides, so the first one
-may be shorter.
+https://arxiv.org/abs/1808.07217). Rounds end after each step whose number ``round_steps`` divides, so the first one may
+be shorter.
 
-Inside a round there are as many models as ranks. What is evaluated there, exported, and stored as ``model/<name>`` is
-their mean; a rank's own weights stand beside it as ``replica/rank3/<name>`` and its optimizer's as
-``optim/rank3/<parameter>/<slot>``, for an exact resume on as many ranks. Buffers are share 0's, as under ddp.
+Inside a round there are as many models as ranks. Their mean is what is evaluated there, exported, and stored as
+``model/<name>``. For an exact resume on as many ranks, a rank's own weights are stored beside it as
+``replica/rank3/<name>`` and its optimizer's state as ``optim/rank3/<parameter>/<slot>``. Buffers are share 0's, as
+under ddp.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from toolkit.strategies.protocol import (
 )
 from toolkit.strategies.spmd import Spmd
 
-#: Slots that count steps: equal on all ranks, and a mean would round them.
+#: Slots that count steps. They are equal on all ranks, and a mean would round them.
 _COUNTERS = ("step", "mu_product")
 _OUTER = "outer/"
 _ANCHOR = "anchor/"
@@ -57,23 +58,26 @@ class Meeting(Protocol):
 
     @property
     def keeps_slots(self) -> bool:
-        """Each rank's inner optimizer goes on with its own state; otherwise that is averaged, too."""
+        """True if each rank's inner optimizer keeps its own state; otherwise that is averaged, too."""
 
     def begin(self) -> None:
-        """A round begins with the weights as they are."""
+        """Begin a round with the weights that the model has now."""
 
     def end(self) -> None:
-        """The weights hold the mean over the ranks: turn them into those of the next round."""
+        """Turn the weights, which hold the mean over the ranks, into those of the next round."""
 
     def enter(self, names: Collection[str]) -> None:
-        """See :class:`~.protocol.InRounds`. Raises ConfigError where the other way to meet has to go on."""
+        """Prepare for a checkpoint, see :class:`~.protocol.InRounds`.
+
+        Raises ConfigError if only the other kind of meeting can go on from it.
+        """
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
-        """What a resume needs, inside a round or at its end."""
+        """Return what a resume needs, inside a round or at its end."""
 
 
 class Averaging:
-    """See :class:`Meeting`: the mean it is."""
+    """See :class:`Meeting`: the next round begins with the mean."""
 
     keeps_slots = False
 
@@ -93,7 +97,7 @@ class Averaging:
 
 
 class DiLoCo:
-    """See :class:`Meeting`: an outer step, algorithm 1 of the paper, with the momentum as torch.optim.SGD has it."""
+    """See :class:`Meeting`: an outer step, algorithm 1 of the paper, with momentum as in torch.optim.SGD."""
 
     def __init__(self, weights: Mapping[str, Tensor], lr: float, momentum: float) -> None:
         self._weights = weights
@@ -103,7 +107,7 @@ class DiLoCo:
 
     @property
     def keeps_slots(self) -> bool:
-        """Before the first round the steps are ddp's, and so is the state."""
+        """False before the first round: the steps are ddp's, and so is the state."""
         return bool(self._anchors)
 
     def begin(self) -> None:
@@ -130,7 +134,7 @@ class DiLoCo:
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
         momenta: dict[str, Entry] = {f"{_OUTER}{name}/momentum": Replicated(m) for name, m in self._momenta.items()}
-        anchors = self._anchors if inside else {}  # at a round's end they are the weights
+        anchors = self._anchors if inside else {}  # at a round's end the anchors are the weights
         return momenta | {f"{_ANCHOR}{name}": Replicated(anchor) for name, anchor in anchors.items()}
 
     def _allocate(self) -> None:
@@ -151,12 +155,12 @@ class LocalSgd(Spmd):
         self._rank = session.rank
         self._step = 0
         self._is_local = False
-        self._inside = False  #: the ranks' weights differ
-        self._shows_mean = False  #: the model has the mean of them, and each rank's are in ``_own``
+        self._inside = False  #: true while the ranks' weights differ
+        self._shows_mean = False  #: true while the model has their mean and ``_own`` this rank's
         self._own: dict[str, Tensor] = {}
-        self._round_weight = torch.zeros((), dtype=torch.float64, device=session.device)  #: by this rank, in this round
+        self._round_weight = torch.zeros((), dtype=torch.float64, device=session.device)  #: of this rank, in this round
         self._steps_since = 0  #: steps since the last figures
-        self._sent = 0  #: bytes in them
+        self._sent = 0  #: bytes sent in these steps
         self._spread: Tensor | None = None
 
     def build(
@@ -170,12 +174,13 @@ class LocalSgd(Spmd):
         self._meeting = DiLoCo(self._weights, *outer) if self._config.outer == "diloco" else Averaging()
 
     def split_data(self) -> None:
-        """Statistics stay share 0's: within a round no rank hears of the others."""
+        """Do nothing: statistics stay share 0's, since ranks exchange nothing within a round."""
 
     @torch.no_grad()
     def _begin_step(self) -> None:
         self._show_own()
-        alone = self.share.count == 1 and self._config.outer == "average"  # then there is nobody to meet
+        alone = self.share.count == 1 and self._config.outer == "average"  # a mean over one rank changes nothing
+        # diloco's outer step changes the weights even of a single rank, so it has rounds there as well.
         self._is_local = self._step >= self._config.after_steps and not alone
         if self._is_local and not self._inside:
             self._meeting.begin()
@@ -200,6 +205,7 @@ class LocalSgd(Spmd):
     def state(self) -> dict[str, Entry]:
         self._show_mean()
         found = super().state()
+        # Where the optimizers' states differ between the ranks, each rank stores its own.
         if self._inside or self._meeting.keeps_slots:
             found = dict(self._as_own(name, entry) for name, entry in found.items())
         if self._inside:
@@ -220,7 +226,10 @@ class LocalSgd(Spmd):
         self._meeting.enter(names)
 
     def figures(self) -> dict[str, float]:
-        """A collective where a round has ended since; the norm of the gradient is this rank's own."""
+        """Return the figures of the last window; the gradient's norm is this rank's own.
+
+        A collective if a round has ended since the last call.
+        """
         found = {
             **super().figures(),
             "local_sgd/bytes_per_step": self._sent / max(1, self._steps_since),
@@ -239,7 +248,7 @@ class LocalSgd(Spmd):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of the mean over this rank's own share in ``.grad``; its part of the global mean loss."""
+        """Leave the gradient of this rank's mean in ``.grad``; return its part of the global mean loss."""
         if not self._is_local:
             return super()._forward_backward(batch)
         passes: list[dict[str, Loss]] = []
@@ -247,22 +256,24 @@ class LocalSgd(Spmd):
             for part in self._parts(batch):
                 self._forward(part, passes, "strategy.name: local_sgd").backward()  # type: ignore[no-untyped-call]
         self.own_time.stop()
+        # How much this share weighs: the sum of the criterion's weights, or else the number of samples.
         given = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
         own = torch.stack(given).sum() if given else torch.full_like(self._round_weight, len(batch))
         self._round_weight += own
+        # The passes assumed that each rank has an equal part of the global batch's weight.
         if given or len(batch) * self.share.count != batch.global_count:
             self._reweigh(own, batch.global_count / self.share.count)
         factor: Tensor | float = 1 / self.share.count
         if not given:
             return means_of(passes, factor)
-        weight = sum_across_ranks(own.clone())  # only for the figure that is reported, and the only message of a step
+        weight = sum_across_ranks(own.clone())  # only for the reported loss; a step's only message
         self._sent += weight.element_size()
         return means_of(passes, factor * (batch.global_count / weight.clamp(min=1e-30)).float())
 
     # ------------------------------------------------------------------------------------------ several models as one
 
     def _show_mean(self) -> None:
-        """The model takes on the mean of the ranks' weights; each rank's own are put aside. Once after each step."""
+        """Give the model the mean of the ranks' weights, once after each step. Each rank's own are put aside."""
         if self._inside and not self._shows_mean:
             self._average(self._part())
 
@@ -283,7 +294,7 @@ class LocalSgd(Spmd):
         self._shows_mean = False
 
     def _part(self) -> Tensor:
-        """How much of the mean is this rank's; equal parts where no sample of the round weighed anything."""
+        """Return this rank's part of the mean; equal parts if no sample of the round weighed anything."""
         mine = self._round_weight.clamp(min=1e-30)
         total = sum_across_ranks(mine.clone())
         self._sent += total.element_size()
@@ -291,9 +302,10 @@ class LocalSgd(Spmd):
 
     @torch.no_grad()
     def _meet(self) -> None:
-        """The end of a round."""
+        """End a round."""
         part = self._part()
         self._average(part)
+        # The divergence is measured before the outer step changes the mean.
         self._spread = part * _distance(self._own.values(), self._weights.values())
         if not self._meeting.keeps_slots:
             self._sent += sum_tensors(self._slots(), part=part)
@@ -302,13 +314,16 @@ class LocalSgd(Spmd):
         self._round_weight.zero_()
 
     def _slots(self) -> list[Tensor]:
-        """What of the update's state follows the gradients, and so differs between the ranks."""
+        """Return the tensors of the update's state that follow the gradients, and so differ between the ranks."""
         entries = self._update.state().items()
         tensors = [entry.value for name, entry in entries if name.rpartition("/")[2] not in _COUNTERS]
         return [value for value in tensors if isinstance(value, Tensor) and value.is_floating_point()]
 
     def _as_own(self, name: str, entry: Entry) -> tuple[str, Entry]:
-        """A tensor of the inner optimizer as this rank's; under another number of ranks each starts from the mean."""
+        """Return a tensor of the inner optimizer as this rank's own.
+
+        On another number of ranks each starts from the mean.
+        """
         kind, _, rest = name.partition("/")
         if kind == "model" or not isinstance(entry.value, Tensor):
             return name, entry
@@ -319,7 +334,7 @@ class LocalSgd(Spmd):
 
 
 def _distance(ones: Collection[Tensor], others: Collection[Tensor]) -> Tensor:
-    """The squared distance of ``ones`` from ``others`` over the squared length of ``others``, float64."""
+    """Return the squared distance of ``ones`` from ``others`` over the squared length of ``others``, float64."""
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(ones), list(others))))
     length = torch.stack(torch._foreach_norm(list(others)))
     return apart.double().square().sum() / length.double().square().sum().clamp(min=1e-30)

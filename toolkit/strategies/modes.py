@@ -1,4 +1,4 @@
-"""Training and evaluation mode, module by module: what a job has frozen (a BatchNorm in ``eval()``) stays frozen."""
+"""Training and evaluation mode, module by module. What a job has frozen (a BatchNorm in ``eval()``) stays frozen."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logs.get(__name__)
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return ``model`` in training mode, but for the modules in it that its factory left in evaluation mode.
+    """Return ``model`` in training mode, except for the modules that its factory left in evaluation mode.
 
-    One that is in evaluation mode as a whole, as some libraries hand them out, goes into training mode as a whole.
+    A model that is in evaluation mode as a whole, as some libraries return them, goes into training mode as a whole.
     """
     if not model.training:
         model.train()
@@ -28,7 +28,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode; afterwards each module is in its own mode again."""
+    """Put ``model`` into evaluation mode; afterwards each module returns to its own mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

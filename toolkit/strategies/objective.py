@@ -1,7 +1,7 @@
-"""What a strategy trains on: losses over a batch, each with what its sum is divided by over the whole global batch.
+"""What a strategy trains on: losses over a batch, each with the weight that divides its sum over the global batch.
 
-A job says of a loss whether it is a sum or a mean. A strategy adds the sums up over micro-batches and ranks and divides
-once, so that the length of a step does not depend on how a batch is shared.
+A job says for each loss whether it is a sum or a mean. A strategy adds the sums up over micro-batches and ranks and
+divides once, so that the length of a step does not depend on how a batch is shared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from toolkit.errors import ConfigError, JobFailedError
 #: A pass through the model, with whatever arguments its ``forward`` takes.
 Forward: TypeAlias = Callable[..., Any]
 
-#: Stands behind a figure's name in the sums of an evaluation: what the figure is divided by.
+#: Suffix of a figure's name in the sums of an evaluation: the entry holds what the figure is divided by.
 WEIGHT = "\0weight"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, or another figure, of a batch: a sum, and what that sum is to be divided by over the global batch.
+    """A loss, or another figure, of a batch: a sum, and what it is divided by.
 
-    Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss`` is a multiple of it. Of a batch, of several losses by
-    name, and of those tokens of a batch that are real::
+    The sum and the divisor are both added up over the global batch. Made by :meth:`sum` or :meth:`mean`; ``0.1 * loss``
+    is a multiple of it. The examples: a loss of a batch, several losses by name, and a loss of those tokens of a batch
+    that are real::
 
         >>> errors, is_real = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
         >>> loss = toolkit.Loss.mean(errors.mean())
@@ -44,15 +45,15 @@ class Loss:
 
     @classmethod
     def sum(cls, value: Tensor, weight: Tensor | float | None = None) -> Loss:
-        """Make a loss of ``value``, a scalar summed over the batch; ``weight``: what the sums of all are divided by.
+        """Make a loss of ``value``, a scalar summed over the batch.
 
-        Without a weight each sample weighs one.
+        The sum over the global batch is divided by that of the weights. Without ``weight`` each sample weighs one.
         """
         return cls(value, _weight(weight, value))
 
     @classmethod
     def mean(cls, value: Tensor, count: Tensor | float | None = None) -> Loss:
-        """Make a loss of ``value``, a scalar that is the mean over ``count`` things, by default the batch's samples."""
+        """Make a loss of ``value``, a scalar: the mean over ``count`` things, by default the batch's samples."""
         if count is None:
             return cls(value, None, is_mean_over_samples=True)
         weight = _weight(count, value)
@@ -60,7 +61,7 @@ class Loss:
         return cls(value * weight, weight)
 
     def summed(self, samples: int) -> Loss:
-        """Return this loss as a sum over a batch of so many samples, a tensor without dimensions."""
+        """Return this loss as a sum over a batch of ``samples`` samples, a tensor without dimensions."""
         total = self.total.reshape(())
         return Loss(total * samples if self.is_mean_over_samples else total, self.weight)
 
@@ -79,7 +80,7 @@ def _weight(value: Tensor | float | None, like: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """A figure of an evaluation that is gathered and not averaged: one row for each sample, (n, ...).
+    """A figure of an evaluation that is gathered, not averaged: a row for each sample, (n, ...).
 
     A job's ``summary`` gets the rows of the whole eval set, in its order, on the CPU::
 
@@ -102,16 +103,16 @@ Criterion: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 
 @dataclass
 class Objective:
-    """``loss(model, batch)`` of a job; ``module`` has parameters that are trained beside the model's.
+    """A job's ``loss(model, batch)``; ``module`` has parameters that are trained besides the model's.
 
-    Calling it gives the losses by name, as sums; a loss without a name has the name "".
+    A call returns the losses by name, as sums. A loss without a name has the name "".
     """
 
     loss: Callable[[Forward, Batch], Losses]
     module: nn.Module | None = None
 
     def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
-        """Raises JobFailedError for what is no loss."""
+        """Return the losses by name. Raises JobFailedError for a value that is not a loss."""
         given = self.loss(model, batch)
         if isinstance(given, Mapping):
             return {name: self._summed(name, value, len(batch)) for name, value in given.items()}
@@ -132,7 +133,7 @@ class Objective:
 
     @property
     def where(self) -> str:
-        """The file and line of the job's loss."""
+        """Return the file and line of the job's loss."""
         return where(self.loss)
 
 
@@ -147,7 +148,7 @@ def _called(name: str) -> str:
 
 
 def where(function: Callable[..., Any]) -> str:
-    """Return ``file:line`` of a function, or its name where that is not known."""
+    """Return ``file:line`` of a function, or its name if that is not known."""
     try:
         function = inspect.unwrap(function)
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
@@ -156,7 +157,7 @@ def where(function: Callable[..., Any]) -> str:
 
 
 def of_pairs(criterion: Criterion) -> Objective:
-    """Return the objective that a criterion of (outputs, targets) is, where samples are pairs (input, target).
+    """Return the objective of a criterion of (outputs, targets), for samples that are pairs (input, target).
 
     A criterion that is a module with parameters learns.
     """
@@ -171,13 +172,13 @@ def of_pairs(criterion: Criterion) -> Objective:
 
 
 def common_weight(losses: Mapping[str, Loss]) -> bool:
-    """True if the sums of all losses are divided by the same."""
+    """True if the sums of all losses are divided by the same weight."""
     first, *others = losses.values()
     return all(other.weight is first.weight for other in others)
 
 
 def refuse_other_weights(losses: Mapping[str, Loss], key: str) -> None:
-    """Raise ConfigError, naming ``key``, unless the sums of all losses are divided by the same."""
+    """Raise ConfigError, naming ``key``, unless the sums of all losses are divided by the same weight."""
     if not common_weight(losses):
         names = ", ".join(
             f"{name} ({'samples' if loss.weight is None else 'its own'})" for name, loss in losses.items()
@@ -189,7 +190,7 @@ def refuse_other_weights(losses: Mapping[str, Loss], key: str) -> None:
 
 
 def weights_of(passes: Sequence[Mapping[str, Loss]]) -> list[Tensor | None]:
-    """Return what the losses of each pass, all alike, are divided by."""
+    """Return the weight of each pass, by which all of its losses are divided."""
     return [next(iter(losses.values())).weight for losses in passes]
 
 
@@ -214,12 +215,15 @@ class Sums:
     positions: Tensor | None = None
 
     def uncounted(self) -> Sums:
-        """Return the same names with nothing in them: another rank's count."""
+        """Return the same names with zeros: another rank's values count."""
         return Sums({name: torch.zeros_like(value) for name, value in self.values.items()}, 0)
 
 
 def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
-    """Return the sums of an evaluation's figures over ``batch``. Raises JobFailedError for what is no figure."""
+    """Return the sums of an evaluation's figures over ``batch``.
+
+    Raises JobFailedError for a value that is not a figure.
+    """
     figures = measure(model, batch)
     if not isinstance(figures, Mapping):
         raise JobFailedError(f"{where(measure)}: it returned a {type(figures).__name__}; return figures by name")
@@ -257,7 +261,7 @@ def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:
 
 
 class Captured(BaseException):
-    """Carries what the model would have been given; not an Exception, for a job may catch these."""
+    """Carries the arguments that the model would have been given. Not an Exception, which a job might catch."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -267,7 +271,7 @@ class Captured(BaseException):
 def given_to_model(
     call: Callable[[Forward, Batch], object], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments that ``call`` gives the model first, or None where it does not call it."""
+    """Return the arguments with which ``call`` first calls the model, or None if it does not."""
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise Captured(args, kwargs)
@@ -280,14 +284,14 @@ def given_to_model(
 
 
 class TrialPass:
-    """A pass of two samples of a real batch through a model, with the arguments that the objective gives it."""
+    """A pass of two samples through a model, called as the objective calls it on a real batch."""
 
     def __init__(self, objective: Objective, batch: Batch, device: torch.device) -> None:
         self._objective, self._batch = objective, batch
         self.device = device  #: of this rank
 
     def __call__(self, model: nn.Module) -> Any:
-        """Return the model's output. Raises ConfigError where the loss does not call the model."""
+        """Return the model's output. Raises ConfigError if the loss does not call the model."""
         two = self._batch.part(0, min(2, len(self._batch))).to(next(model.parameters()).device)
         given = given_to_model(self._objective, two)
         if given is None:

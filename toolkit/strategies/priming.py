@@ -1,7 +1,7 @@
-"""What a start tries before the first step: passes that must agree, and leave nothing behind.
+"""What a start tries before the first step: passes whose results must agree, and which leave nothing behind.
 
-A strategy that cuts a model, or cuts the batch that a criterion sees, would train something else in silence where the
-model or the criterion does what the cut does not allow for. So every start compares, on two samples:
+A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
+criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
 
 * the model whose layers ranks compute together with the whole one (:class:`WholePass`),
 * a pass in training mode with one in evaluation mode, of a pipeline's layers (:mod:`.pipeline.stages`),
@@ -35,9 +35,9 @@ from toolkit.errors import ConfigError, JobFailedError, listing
 from toolkit.strategies.layouts import local
 from toolkit.strategies.objective import HOW, Forward, Loss, Objective, TrialPass
 
-#: So many values of a layer's input are compared, the same ones of the whole tensor on every rank.
+#: The number of values of a layer's input that are compared, the same ones of the whole tensor on every rank.
 SAMPLED = 256
-#: How far two passes may be apart by rounding, relative to their values; in bf16 each layer adds half a percent.
+#: How much two passes may differ by rounding, relative to their values. In bf16 each layer adds half a percent.
 TOLERANCE, TOLERANCE_BF16 = 0.01, 0.1
 OUTPUT = "the model's output"
 
@@ -49,7 +49,7 @@ log = logs.get(__name__)
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
-    """Random numbers go on afterwards as if none had been drawn: torch's, Python's and numpy's."""
+    """Restore torch's, Python's and numpy's random state afterwards, as if no number had been drawn."""
     plain, legacy = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(gpus):
@@ -61,7 +61,7 @@ def same_randomness() -> Iterator[None]:
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return what differs once a random number has been drawn."""
+    """Return a value that differs once a random number has been drawn."""
     tensors = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors.append(torch.cuda.get_rng_state())
@@ -73,8 +73,9 @@ def random_state() -> tuple[Any, ...]:
 def undone(*parts: object) -> Iterator[None]:
     """Undo what passes change in the modules among ``parts``, gradients aside, and in random numbers.
 
-    That is their buffers, their mode, their extra state, and attributes that hold tensors or plain values: numbers,
-    texts, and lists, sets and dictionaries of these. What hides in objects of the model's own cannot be put back.
+    In the modules these are buffers, mode, extra state, and attributes that hold tensors or plain values: numbers,
+    texts, and lists, sets and dictionaries of these. What is inside objects of the model's own classes cannot be
+    restored.
     """
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     kept = [_Kept(module) for module in modules]
@@ -91,7 +92,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
 class _Kept:
-    """What one module has now."""
+    """A copy of what one module has now."""
 
     def __init__(self, module: nn.Module) -> None:
         own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
@@ -123,7 +124,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _refilled(value: Any, before: Any) -> Any:
-    """The same object, which others may hold, with what it held before."""
+    """Return the same object, which others may hold, with its earlier contents."""
     if isinstance(value, (dict, set)):
         value.clear()
         value.update(before)
@@ -134,7 +135,7 @@ def _refilled(value: Any, before: Any) -> Any:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """True if ``module`` keeps something in a checkpoint beside tensors."""
+    """True if ``module`` keeps something in a checkpoint besides tensors."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
@@ -142,7 +143,10 @@ def has_extra_state(module: nn.Module) -> bool:
 
 
 def refuse_together(refusal: str | None) -> None:
-    """Raise ConfigError on every rank where any rank has a ``refusal``; the others would wait for it. All call it."""
+    """Raise ConfigError on every rank if any rank has a ``refusal``.
+
+    All call it; the others would wait for that rank.
+    """
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, refusal)
     for text in found:
@@ -151,7 +155,7 @@ def refuse_together(refusal: str | None) -> None:
 
 
 def refuse_unused(model: nn.Module, criterion: nn.Module | None = None) -> None:
-    """Raise ConfigError for parameters, also of a criterion that learns, that a pass has left without a gradient."""
+    """Raise ConfigError for parameters, also a criterion's, that a pass has left without a gradient."""
     unused = without_gradient(model)
     if criterion is not None:
         unused += [f"criterion.{name}" for name in without_gradient(criterion)]
@@ -160,12 +164,12 @@ def refuse_unused(model: nn.Module, criterion: nn.Module | None = None) -> None:
 
 
 def without_gradient(model: nn.Module) -> list[str]:
-    """The names of parameters that are trained and have no gradient."""
+    """Return the names of parameters that are trained and have no gradient."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
 def unused_message(names: Sequence[str]) -> str:
-    """Of parameters that get no gradient."""
+    """Return the error text for parameters that get no gradient."""
     return (
         f"model: the loss does not depend on {listing(list(names), 5)}; freeze such parameters "
         "(requires_grad_(False)) or use them in forward(), in every step and on every rank"
@@ -176,15 +180,15 @@ def unused_message(names: Sequence[str]) -> str:
 
 
 class CheckedObjective(Objective):
-    """An objective that is looked at in every call; ``refusal`` says what is wrong with it.
+    """An objective that checks the losses of every call. ``refusal`` says what is wrong with it.
 
-    The first call may tell nothing: torch's pipelining tries the loss on memory that nobody has filled.
+    The first call may be meaningless: torch's pipelining tries the loss on uninitialized memory.
     """
 
     def __init__(self, objective: Objective, train: TrainConfig, *, probes: int = 0) -> None:
-        """Where ``train`` does not train on after it, a loss that is not finite is refused, too.
+        """Refuse losses that are not finite as well, unless ``train`` continues after them.
 
-        The first ``probes`` calls are not looked at for that.
+        The first ``probes`` calls are not checked for that.
         """
         super().__init__(objective.loss, objective.module)
         self.refusal: str | None = None
@@ -195,6 +199,7 @@ class CheckedObjective(Objective):
     def __call__(self, model: Forward, batch: Batch) -> dict[str, Loss]:
         outputs: list[Any] = []
 
+        # The model's outputs are kept, so that the check below can call the loss again without the model.
         def recorded(*args: Any, **kwargs: Any) -> Any:
             outputs.append(model(*args, **kwargs))
             return outputs[-1]
@@ -220,26 +225,29 @@ class CheckedObjective(Objective):
 
 @torch.no_grad()
 def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str | None:
-    """Why a loss is no sum over samples; None if all are, or draw random numbers, and nobody can tell.
+    """Return why a loss is not a sum over samples.
 
-    Of samples that are given twice a sum is twice as large, and a mean is not. ``outputs`` are those of the model for
-    ``batch``, from which those for two samples are taken.
+    None if all are sums, or draw random numbers, so that two calls cannot be compared. For samples that are given twice
+    a sum is twice as large, and a mean is not. ``outputs`` are those of the model for ``batch``, of which those for two
+    samples are taken.
     """
     two = slice(0, 2)
     try:
         few = [nested.rows(output, len(batch), two) for output in outputs]
+        # Two samples once, and the same two twice, with the model's outputs repeated in the same way.
         small = batch.part(0, 2)
         positions = torch.cat([small.positions] * 2)
         given = [small, replace(small, data=nested.twice(small.data), positions=positions)]
         both = [few, [nested.twice(output) for output in few]]
     except (nested.NestingError, JobFailedError):
-        return None  # not one row for each sample
+        return None  # the outputs do not have one row for each sample
     if not len(batch):
         return None
     with undone(objective.module):
         before = random_state()
         found = []
         for samples, replayed in zip(given, both, strict=True):
+            # The loss calls a stand-in for the model that returns the recorded outputs in turn.
             outputs_left = iter(replayed)
             found.append(Objective.__call__(objective, lambda *_, left=outputs_left, **__: next(left), samples))
         if random_state() != before:
@@ -249,6 +257,7 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
         for what, one, other in (("value", loss.total, twice[name].total), ("weight", loss.weight, twice[name].weight)):
             if one is None or other is None:
                 continue
+            # 2 % of rounding, and an absolute margin for values near zero.
             single, double = float(one), float(other)
             if abs(double - 2 * single) > 0.02 * abs(2 * single) + 1e-6:
                 which = f"the {what} of the loss{f' {name!r}' if name else ''}"
@@ -265,10 +274,11 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
 
 
 class WholePass:
-    """What the layers of the whole model are given in a pass, to compare the cut one's with.
+    """The layers' inputs in a pass of the whole model, for comparison with the cut model's.
 
     ``cut`` has the dimension of each layer's input of which a rank of the group has a part; None: it has the whole.
-    Rank 0 alone has the whole model. Every rank makes this before the model is cut, and calls :meth:`compare` after.
+    Only rank 0 has the whole model. Every rank makes this object before the model is cut, and calls :meth:`compare`
+    after.
     """
 
     def __init__(self, model: nn.Module, cut: Mapping[str, int | None], trial: TrialPass) -> None:
@@ -286,9 +296,13 @@ class WholePass:
         self._seen[name] = tuple(tensor.shape), _some(tensor, tuple(tensor.shape), None, 0)
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return the first layer that gets something else than in the whole model, and those called since the last
-        one that got the same; None if there is no such layer. The same on all ranks, which all call it."""
+        """Return the first layer whose input differs from the whole model's; None if there is none.
+
+        With it come the layers called since the last one whose input was equal. The result is the same on all ranks,
+        which all call it.
+        """
         group, ranks, here = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        # Rank 0 says which calls it has recorded; every rank then samples its part of the same places.
         told: list[Any] = [{name: shape for name, (shape, _) in self._seen.items()}]
         dist.broadcast_object_list(told, 0)
         shapes: dict[str, tuple[int, ...]] = told[0]
@@ -299,6 +313,7 @@ class WholePass:
                 found[name] = _some(local(tensor), shapes[name], self._cut.get(name.partition("#")[0]), here)
 
         _pass(model, self._cut, self._trial, keep)
+        # Rank 0 gets the samples of all ranks of its group and compares them with those of the whole model.
         rows = torch.stack([found.get(name, torch.full((SAMPLED,), torch.nan)) for name in shapes] or [torch.zeros(0)])
         every = rows.new_empty((ranks, *rows.shape)).to(self._trial.device)
         dist.all_gather_into_tensor(every.view(-1), rows.to(every.device).view(-1), group)
@@ -307,7 +322,10 @@ class WholePass:
         return told[0]  # type: ignore[no-any-return]
 
     def _first_difference(self, every: Tensor, tolerance: float) -> tuple[str, list[str]] | None:
-        """``every`` (ranks, layers, SAMPLED); NaN is what a rank does not have."""
+        """Return what :meth:`compare` does, on rank 0.
+
+        ``every`` is (ranks, layers, SAMPLED); NaN: the rank lacks the value.
+        """
         since: list[str] = []
         for number, (name, (_, whole)) in enumerate(self._seen.items()):
             parts = every[:, number]
@@ -324,7 +342,7 @@ class WholePass:
 
 @torch.no_grad()
 def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Callable[[str, Tensor], None]) -> None:
-    """A pass in evaluation mode; ``keep`` gets what each call of ``layers`` is given, and the output."""
+    """Make a pass in evaluation mode. ``keep`` gets the input of each call of ``layers``, and the output."""
     calls: Counter[str] = Counter()
 
     def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -332,7 +350,7 @@ def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Cal
             keep(f"{name}#{calls[name]}", args[0])
         calls[name] += 1
 
-    # before those of torch's parallel styles, which send
+    # Before the hooks of torch's parallel styles, which communicate.
     hooks = [model.get_submodule(n).register_forward_pre_hook(partial(before, n), prepend=True) for n in layers]
     try:
         with undone(model), torch.compiler.set_stance("force_eager"):
@@ -345,15 +363,18 @@ def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Cal
 
 
 def _some(tensor: Tensor, shape: tuple[int, ...], cut: int | None, here: int) -> Tensor:
-    """(SAMPLED,) values of a tensor of ``shape``, of which this one may be part ``here`` along ``cut``.
+    """Return (SAMPLED,) values of a tensor of ``shape``.
 
-    NaN is what lies elsewhere, and all of a tensor that is no such part.
+    ``tensor`` may be part ``here`` of it along dimension ``cut``. NaN stands for values that lie on another rank, and
+    for all of a tensor that is not such a part.
     """
+    # Seed and sizes are those of the whole tensor, so every rank draws the same places.
     draw = torch.Generator().manual_seed(len(shape))
     places = [torch.randint(size, (SAMPLED,), generator=draw) for size in shape]
     found = torch.full((SAMPLED,), torch.nan)
     there = torch.ones(SAMPLED, dtype=torch.bool)
     sizes = [*shape]
+    # A cut tensor: shift the places into this rank's part, and note which of them lie in it.
     if tuple(tensor.shape) != shape and cut is not None and -len(shape) <= cut:
         sizes[cut] = tensor.shape[cut] if tensor.ndim == len(shape) else 0
         there = (places[cut] >= here * sizes[cut]) & (places[cut] < (here + 1) * sizes[cut])

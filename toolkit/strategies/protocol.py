@@ -1,7 +1,7 @@
-"""What the loop may ask of a strategy: one verb for a whole optimizer step.
+"""The strategy protocol: what the loop asks of a strategy, with one method for a whole optimizer step.
 
-Accumulation, scaling, communication and the update straddle any finer cut, so a strategy does all of them in
-:meth:`Strategy.step`, and the loop knows neither the model nor the number of processes behind it.
+Accumulation, scaling, communication and the update overlap and cannot be separated into smaller calls. So a strategy
+does all of them in :meth:`Strategy.step`, and the loop knows neither the model nor the number of processes behind it.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from toolkit.strategies.objective import Measure, Objective, Sums
 ModelFactory: TypeAlias = Callable[[], nn.Module]
 OptimizerFactory: TypeAlias = Callable[[nn.Module], Optimizer]
 
-#: ``again(step, share)``: any share of any step's global batch, with the random generators seeded as for that share.
+#: ``again(step, share)`` makes any share of any step's global batch and seeds the random generators as for that share.
 Again: TypeAlias = Callable[[int, Share], Batch]
-#: What stands before the name of a rank's own weights in a checkpoint that was made inside a round; see InRounds.
+#: Prefix of the names of a rank's own weights in a checkpoint that was made inside a round; see InRounds.
 REPLICA = "replica/"
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves on the device, unread: reading it would make the host wait."""
+    """The results of a step, still on the device. Reading them would make the host wait."""
 
     loss: Tensor  # scalar: this rank's part of the global mean loss; the sum over the ranks is that mean
-    #: Scalar, equal on all ranks: 0 where the step was made, else why it was left out (``verdict.WHY``). None where
-    #: no step ever is.
+    #: Scalar, equal on all ranks: 0 if the step was made, else the reason for skipping it (``verdict.WHY``). None if no
+    #: step is ever skipped.
     skipped: Tensor | None = None
-    #: The losses that ``loss`` is the sum of, by the names that the job gave; empty where it has one without a name.
+    #: The losses that add up to ``loss``, by the job's names. Empty if the job has one loss without a name.
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, means: Mapping[str, Tensor], skipped: Tensor | None) -> StepOutput:
-        """Make one of this rank's part of each mean loss, by name."""
+        """Return the output of a step from this rank's part of each mean loss, by name."""
         loss, *others = means.values()
         return cls(sum(others, loss), skipped, {} if [*means] == [""] else means)
 
     def counted(self) -> dict[str, Tensor]:
-        """``loss`` and the parts by name, or 0 where the step was left out: what is not finite would spoil a mean."""
+        """Return ``loss`` and the parts by name, all 0 if the step was skipped.
+
+        The losses of a skipped step may not be finite and would spoil a mean over steps.
+        """
         values = {**self.parts, "loss": self.loss}
         if self.skipped is None:
             return values
@@ -60,92 +63,119 @@ class Strategy(Protocol):
 
     @property
     def share(self) -> Share:
-        """The part of each global batch that this rank is given."""
+        """Return the part of each global batch that this rank is given."""
 
     @property
     def round_steps(self) -> int:
-        """Another world size resumes only at multiples of this many steps."""
+        """Return the steps of a round. Another world size resumes only at multiples of it."""
 
     @property
     def expendable(self) -> frozenset[int]:
-        """Ranks whose death does not end the attempt."""
+        """Return the ranks whose death does not end the attempt."""
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks that have died, as all agree since the last :meth:`sum` or :meth:`settle`; ``share`` is then another
-        part of the same whole, for evaluations."""
+        """Return the ranks that have died, as all agreed at the last :meth:`sum` or :meth:`settle`.
+
+        With them ``share`` changes: it is then another part of the same whole, for evaluations.
+        """
 
     @property
     def evaluates_together(self) -> bool:
-        """Whether :meth:`evaluate` waits for other ranks: then an evaluation ends early on all of them or on none."""
+        """True if :meth:`evaluate` waits for other ranks. An evaluation then ends early on all of them or on none."""
 
     @property
     def own_time(self) -> Stopwatch:
-        """Started by the loop as each step begins; stopped in :meth:`step`, before the first wait for another rank."""
+        """Return the stopwatch of this rank's own work in a step.
+
+        The loop starts it as each step begins. :meth:`step` stops it before the first wait for another rank.
+        """
 
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Make and wrap the model, then prime on ``sample``, a real batch; leaves weights, buffers and RNG as made."""
+        """Make and wrap the model, then prime on ``sample``, a real batch.
+
+        Priming leaves weights, buffers and random generators as they were made.
+        """
 
     def split_data(self) -> None:
-        """Ranks read different parts of the data: BatchNorm's statistics are to fit all of them. Before the first step.
+        """Prepare for ranks that read different parts of the data; called before the first step.
 
-        In each step, so that when a run is saved, looked at or stopped changes nothing.
+        BatchNorm's statistics must then fit all parts. This is done in each step, so that it makes no difference when a
+        run is saved, evaluated or stopped.
         """
 
     def begin(self, step: int, again: Again) -> None:
-        """The training goes on with ``step``. With ``again`` a rank can do what another one has died over."""
+        """Start or continue the training at ``step``. With ``again`` a rank can compute what another rank died over."""
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        """One whole optimizer step on this rank's part of a global batch, without a host sync."""
+        """Make one whole optimizer step on this rank's part of a global batch, without a host sync."""
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        """``measure`` over a batch, in evaluation mode and without gradients; None takes part with no sample."""
+        """Return ``measure`` over a batch, in evaluation mode and without gradients.
+
+        With None a rank takes part without samples.
+        """
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Each value added up over the ranks by its name, equal on every rank; all call it. A host sync.
+        """Return the sum of each value over the ranks, by name, equal on every rank.
 
-        Every rank with samples gives the same names; ranks that have died add nothing.
+        All ranks call it; a host sync. Every rank with samples gives the same names. Ranks that have died add nothing.
         """
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """Each value of every rank, float64 (ranks,) on the host, equal on every rank; all call it. A host sync.
+        """Return each value of every rank, by name: float64 (ranks,) on the host, equal on every rank.
 
-        Every rank with samples gives the same names; those of ranks that have died are 0.
+        All ranks call it; a host sync. Every rank with samples gives the same names. The values of ranks that have died
+        are 0.
         """
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank, on every rank; all call it. Raises ConfigError where ranks may die."""
+        """Return what each rank gave, in rank order, on every rank.
+
+        All call it. Raises ConfigError where ranks may die.
+        """
 
     def settle(self) -> None:
-        """After steps, before what must see the same weights and buffers everywhere; all ranks call it."""
+        """Wait until the steps made so far have taken effect on all ranks, which all call it.
+
+        Called before anything that must see the same weights and buffers everywhere.
+        """
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """What was measured in the steps since last asked, by tag; asked at logging steps on all ranks, may wait for
-        devices. A tensor (n,) of numbers is to be shown as a histogram."""
+        """Return what was measured in the steps since the last call, by tag.
+
+        Called at logging steps on all ranks; may wait for devices. A tensor (n,) of numbers is to be shown as a
+        histogram.
+        """
 
     def state(self) -> State:
-        """All that a resume needs, as live tensors to be filled in place, named as in the unparallelised model."""
+        """Return all that a resume needs, named as in the unparallelized model.
+
+        Tensors are live and are filled in place.
+        """
 
     def live(self) -> Mapping[str, Tensor]:
-        """This rank's own ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>`` as they are now.
+        """Return this rank's own weights, buffers and optimizer state as they are now.
 
-        Nothing is sent or equalised for it: whoever looks changes nothing.
+        Their names are ``weights/<name>``, ``buffers/<name>`` and ``optimizer/<parameter>/<slot>``. Nothing is sent or
+        equalized, so that looking at them changes nothing.
         """
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """After the fill; ``values`` are the entries of :meth:`state` that are no tensors, and ``step``: the next one.
+        """Continue from a checkpoint, whose tensors have been filled into those of :meth:`state`.
 
-        In a rollback that is another step than the one of the checkpoint.
+        ``values`` are the entries of :meth:`state` that are not tensors, and ``step``: the next step. In a rollback
+        that is another step than the checkpoint's.
         """
 
     def close(self) -> None:
-        """Let go of the model and the optimizer."""
+        """Release the model and the optimizer."""
 
 
 class AllNeeded:
-    """What strategies have in common in which every rank is needed: the parts of the protocol for those that are not.
+    """The parts of the protocol that are alike in every strategy that needs all of its ranks.
 
     A class that inherits it has a ``_device``.
     """
@@ -156,38 +186,40 @@ class AllNeeded:
     _device: torch.device
 
     def split_data(self) -> None:
-        """Nothing depends on it."""
+        """Do nothing: nothing depends on it."""
 
     def begin(self, step: int, again: Again) -> None:
-        """Nothing depends on either."""
+        """Do nothing: nothing depends on either argument."""
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """One all-reduce."""
+        """Sum with one all-reduce."""
         return sum_by_name(values, self._device)
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """One all-gather."""
+        """Gather with one all-gather."""
         return gather_by_name(values, self._device)
 
     def gather(self, value: Any) -> list[Any]:
-        """One collective of pickled values, between the ranks of this run."""
+        """Gather with one collective of pickled values, between the ranks of this run."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
     def settle(self) -> None:
-        """Every step has been waited for by all."""
+        """Do nothing: all ranks have waited for every step."""
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """None."""
+        """Return nothing."""
         return {}
 
 
 @runtime_checkable
 class InRounds(Protocol):
-    """A strategy whose replicas differ inside a round, so that its state is another one there than at a round's end."""
+    """A strategy whose replicas differ inside a round. Its state there is not that of a round's end."""
 
     def enter(self, step: int, names: Collection[str]) -> None:
-        """A checkpoint of ``step`` steps that holds ``names`` is about to be read: what ``state()`` declares next are
-        the places for it, and is no collective. May be called again for another one. Raises ConfigError for one that
-        this strategy cannot go on from."""
+        """Prepare for reading a checkpoint of ``step`` steps that holds ``names``.
+
+        What ``state()`` declares next are the places for it; that call is not a collective. May be called again for
+        another checkpoint. Raises ConfigError for one that this strategy cannot continue from.
+        """

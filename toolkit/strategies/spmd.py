@@ -1,13 +1,13 @@
-"""Every rank runs the same program on its own part of the batch; how the model lies on the ranks is a layout's matter.
+"""Every rank runs the same program on its own part of the batch. A layout decides how the model lies on the ranks.
 
-Exactness. torch averages the gradients of W ranks with equal weight (DDP and FSDP alike), which is the gradient of the
-mean loss only where all shares are equal. Here rank r's loss is sum_r * W / weight, with the weight of the whole global
-batch, so that (1/W) * sum over r is the gradient of (sum over r of sum_r) / weight: the mean over the global batch,
-however unevenly its samples are shared or split into parts.
+Exactness. torch averages the gradients of W ranks with equal weight (DDP and FSDP alike). That is the gradient of the
+mean loss only if all shares are equal. Here rank r's loss is sum_r * W / weight, with the weight of the whole global
+batch. So (1/W) * sum over r is the gradient of (sum over r of sum_r) / weight: the mean over the global batch, however
+unevenly its samples are shared or split into parts.
 
-Bitwise. DDP sums its first iteration in another bucket layout than all later ones, so the first step after a resume
-would differ in the last bits from the same step of an undisturbed run. Every start therefore primes: one throw-away
-pass over a real batch, after which every step of every attempt sums alike.
+Bitwise. DDP sums its first iteration in another bucket layout than all later ones. The first step after a resume would
+therefore differ in the last bits from the same step of an undisturbed run. So every start primes: it makes one
+throw-away pass over a real batch, after which every step of every attempt sums alike.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from toolkit.strategies.update import Update
 
 
 class Spmd(AllNeeded):
-    """Trains one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
+    """The training of one model that ``layout`` puts on the ranks; see :class:`~.protocol.Strategy`."""
 
     _model: nn.Module
     _update: Update
     _extra: ExtraState
     _objective: Objective
-    _learnt: nn.Module | None  #: what the objective learns beside the model
-    _stand_in: Batch  #: of which a rank that has nothing left to evaluate makes its passes
+    _learnt: nn.Module | None  #: the objective's module, if it has parameters that are trained
+    _stand_in: Batch  #: a batch for the passes of a rank that has nothing left to evaluate
 
     def __init__(self, session: Session, layout: Layout, train: TrainConfig) -> None:
         self.share = layout.share
@@ -75,16 +75,20 @@ class Spmd(AllNeeded):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Raises ConfigError when a rank would have no sample, a parameter no gradient, or compiling fails."""
+        """Build the model and prime.
+
+        Raises ConfigError if a rank would have no sample, a parameter no gradient, or compiling fails.
+        """
         batch = self._checked(sample)
         if self._train.sync_batch_norm:
             model = synchronised(model)
         self._model = in_training(self._layout.place(model, TrialPass(objective, batch, self._device)))
-        broadcast_tensors(self._model.buffers(), source=0)  # the first ones are as each rank made them
+        broadcast_tensors(self._model.buffers(), source=0)  # each rank made its own
         self._buffers_equal = True
         self._objective, self._learnt = objective, placed(objective, self._device)
         self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
         self._extra = ExtraState(self._model)
+        # Refuse a model that computes something else once it is cut. The comparison needs equal buffers.
         self._layout.compare()
         with compile_errors(self._compile):
             self._prime(batch)
@@ -105,18 +109,20 @@ class Spmd(AllNeeded):
         self._update.evaluating()
         found = Sums({}, 0)
         with evaluating(self._model), self._layout.precision():
+            # A rank with nothing left still makes a pass where passes are joint: the others wait for its part of the
+            # weights.
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
                 found = self._counted(measured(measure, self._model, batch))
                 if self._layout.passes_are_joint:
                     self._stand_in = batch
             elif self._layout.passes_are_joint:
-                measure(self._model, self._stand_in)  # the others wait for our part of the weights
+                measure(self._model, self._stand_in)  # its figures are dropped
         self._layout.rest()
         return found
 
     def state(self) -> dict[str, Entry]:
-        """``model/<name>`` and ``optim/<parameter>/<slot>``; a collective, since buffers are broadcast first."""
+        """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
         self._update.begin()
         self._equalise_buffers()
         named = self._model.state_dict().items()
@@ -139,9 +145,10 @@ class Spmd(AllNeeded):
 
     @torch.no_grad()
     def first_bad_layer(self, batch: Batch | None) -> str | None:
-        """Name the first module whose output for a step's ``batch`` is not finite, on any rank; every rank calls it.
+        """Return the first module whose output for a step's ``batch`` is not finite, on any rank.
 
-        None where all are; a module is named before those that hold it. With ``train.compile`` only the model is.
+        Every rank calls it. None if all outputs are finite. A module is named before those that hold it. With
+        ``train.compile`` only the model as a whole is looked at.
         """
         assert batch is not None, "build() made sure that every share holds a sample"
         modules = {"": self._model} if self._compile else dict(self._model.named_modules())
@@ -154,6 +161,7 @@ class Spmd(AllNeeded):
             if isinstance(output, Tensor) and not found and not local(output).isfinite().all():
                 found.append(number)
 
+        # Repeat the step's forward passes; hooks note the first output that is not finite, the loss comes last.
         hooks = [
             module.register_forward_hook(lambda _module, _args, output, number=number: look(number, output))
             for number, module in enumerate(modules.values())
@@ -167,6 +175,7 @@ class Spmd(AllNeeded):
             for hook in hooks:
                 hook.remove()
         self._layout.rest()
+        # The first bad layer of a rank is one number. Over all ranks the smallest such number is the answer.
         counts = self.sum({str(number): float(number in found) for number in range(len(names))})
         return next((names[int(number)] for number, count in counts.items() if count), None)
 
@@ -183,17 +192,18 @@ class Spmd(AllNeeded):
         passes: list[dict[str, Loss]] = []
         joint = self._layout.passes_are_joint
         if joint:
-            self.own_time.stop()  # all that follows waits for the others' parts of the weights
+            self.own_time.stop()  # from here on this rank waits for the others' parts of the weights
+        # Micro-batches but the last only add to this rank's gradients; the pass of the last one sends their sum.
         for part in early:
             with self._layout.without_sync():
                 self._forward(part, passes, in_parts).backward()  # type: ignore[no-untyped-call]
         loss = self._forward(last, passes, in_parts)
         if not joint:
-            self.own_time.stop()  # while the last part goes backward, gradients are summed
+            self.own_time.stop()  # gradients are summed while the last part goes backward
         total = _WeightSum.start(weights_of(passes), self._layout.counts)
         loss.backward()  # type: ignore[no-untyped-call]
         means = means_of(passes, 1 / self.share.count, self._layout.counts)
-        if total is not None:  # before gradients are compressed: what is left of them is not weighed again
+        if total is not None:  # before gradients are compressed: residuals must not be weighed again
             factor = self._reweigh(total.wait(), batch.global_count)
             means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
@@ -201,7 +211,7 @@ class Spmd(AllNeeded):
         return means
 
     def _average_criterion(self) -> None:
-        """No layout knows of the gradients of what the criterion learns."""
+        """Average the gradients of what the criterion learns, which no layout knows of."""
         gradients = [parameter.grad for parameter in self._criterion_parameters() if parameter.grad is not None]
         sum_tensors(gradients, part=1 / dist.get_world_size())
 
@@ -209,15 +219,18 @@ class Spmd(AllNeeded):
         return [] if self._learnt is None else [*self._learnt.parameters()]
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """Micro-batches, on all ranks equally many: fewer than asked for where the smallest share has fewer samples."""
+        """Return the micro-batches, equally many on all ranks.
+
+        There are fewer than asked for if the smallest share has fewer samples.
+        """
         count = min(self._accumulate, batch.global_count // self.share.count)
         return [batch] if count == 1 else batch.split(count)
 
     def _forward(self, batch: Batch, passes: list[dict[str, Loss]], in_parts: str | None) -> Tensor:
-        """The loss to go backward from, as if each sample of the global batch weighed one.
+        """Return the loss for the backward pass, as if each sample of the global batch weighed one.
 
-        ``in_parts`` names the key by which this is not the whole of the rank's batch. What is found is added to
-        ``passes``.
+        ``in_parts`` names the config key for which this is not the rank's whole batch; losses with different weights
+        are then refused. The losses are appended to ``passes``.
         """
         with self._layout.precision():
             losses = self._objective(self._layout.forward, batch)
@@ -232,9 +245,10 @@ class Spmd(AllNeeded):
         return self._update.scaled(sum(others, first))
 
     def _weighed(self, losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
-        """Losses with weights of different kinds, as if each sample of the global batch weighed one.
+        """Return losses with weights of different kinds, as if each sample of the global batch weighed one.
 
-        The gradients of one pass cannot be told apart afterwards: here ranks wait for the weights before it.
+        The gradients of one pass cannot be told apart afterwards. So ranks wait for the weights before the backward
+        pass.
         """
         own = [loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight for loss in losses.values()]
         sums = sum_across_ranks(torch.stack([weight.detach().double() for weight in own]) * self._layout.counts)
@@ -242,24 +256,24 @@ class Spmd(AllNeeded):
         return {name: Loss(loss.total * factors[i]) for i, (name, loss) in enumerate(losses.items())}
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
-        """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; returns the factor.
+        """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; return the factor.
 
         A global batch that weighs nothing has gradients of zero, which stay zero instead of becoming NaN.
         """
         factor = (assumed / weight.clamp(min=1e-30)).float()
         gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which is the host's where they are offloaded
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # the host, if they are offloaded
         for parameter in self._criterion_parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         return factor
 
     def _counted(self, sums: Sums) -> Sums:
-        """The same names everywhere, but each sample once, of those ranks that look at it together."""
+        """Return ``sums``, or the same names with zeros where another rank counts the same samples."""
         return sums if self._layout.counts else sums.uncounted()
 
     def _equalise_buffers(self) -> None:
-        """See ``Update.equalise``. Once after each step."""
+        """Equalize the buffers, once after each step; see ``Update.equalise``."""
         if not self._buffers_equal:
             self._update.equalise()
             self._buffers_equal = True
@@ -276,19 +290,21 @@ class Spmd(AllNeeded):
         return sample
 
     def _prime(self, batch: Batch) -> None:
-        """One pass that leaves its mark on torch's buckets (and the compiler's cache) only."""
+        """Make one pass that changes only torch's buckets (and the compiler's cache)."""
         self._activity.phase = PRIMING
+        # The layout's own state (residuals of compression, say) is put back below; undone() covers the modules.
         own = (entry.value for entry in self._layout.state().values())
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
         checked = CheckedObjective(self._objective, self._train)
         objective, self._objective = self._objective, checked
         with undone(self._model, objective.module):
-            torch.manual_seed(0)  # as in a step, ranks that work on one share together draw the same numbers
+            torch.manual_seed(0)  # as in a step, ranks with the same share draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
         self._objective = objective
         self.own_time.take()  # it may have compiled the model
         self._layout.figures()
+        # Only now: a rank that raised during the pass would leave the others waiting in its collectives.
         refuse_together(checked.refusal)
         refuse_unused(self._model, self._learnt)
         self._update.drop()
@@ -297,7 +313,7 @@ class Spmd(AllNeeded):
 
 
 class _WeightSum:
-    """The global weight on its way: summed over the ranks while the last part goes backward."""
+    """The global weight, summed over the ranks while the last part goes backward."""
 
     def __init__(self, local: Tensor) -> None:
         self._sum = local.detach().double()
@@ -305,7 +321,10 @@ class _WeightSum:
 
     @classmethod
     def start(cls, weights: Sequence[Tensor | None], counts: bool) -> _WeightSum | None:
-        """None when the criterion gives no weight: then the weight is the number of samples, which all ranks know."""
+        """Start the sum; return None if the criterion gives no weight.
+
+        The weight is then the number of samples, which all ranks know.
+        """
         given = [weight for weight in weights if weight is not None]
         return cls(torch.stack(given).sum() * counts) if given else None
 
@@ -316,7 +335,7 @@ class _WeightSum:
 
 @contextmanager
 def compile_errors(compiling: bool) -> Iterator[None]:
-    """Say which key to change when torch.compile cannot do it, instead of pages of the compiler's own."""
+    """Name the key to change when torch.compile fails, instead of pages of the compiler's own text."""
     if not compiling:
         yield
         return
