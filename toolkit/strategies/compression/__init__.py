@@ -1,26 +1,26 @@
-"""Ways to find the mean of a vector over the ranks while less than the vector is sent.
+"""Schemes that find the mean of a vector over the ranks and send less than the vector.
 
-Each scheme makes the same calls in the same order on every rank, on any backend, and gives every rank the same bits.
-What it has not sent it hands back, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit
-SGD; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847), so that nothing of a gradient is lost, only late: what
-all steps have sent, and what is left, add up to all gradients.
+Each scheme makes the same calls in the same order on every rank, on any backend, and gives every rank the same bits. It
+returns what it has not sent, for the next step to add to its gradient (error feedback: Seide et al. 2014, 1-bit SGD;
+Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847). So nothing of a gradient is lost, only delayed: what all
+steps have sent, and what is left, add up to all gradients.
 
-With ``strategy.compression_average`` a rank takes a moving average of its gradients in their place. That is momentum
-before the choice of what to send instead of after it: Deep Gradient Compression's momentum correction (with 1 less the
-decay as a factor, and without forgetting the momentum of what was sent), and the momentum with which Fatkhullin et al.
-2023 (https://arxiv.org/abs/2305.15155) prove that error feedback bears noisy gradients. Its weights add up to one, so
-that still nothing of a gradient is lost.
+With ``strategy.compression_average`` a rank replaces its gradients by their moving average. That is momentum before the
+choice of what to send instead of after it. It is Deep Gradient Compression's momentum correction (with 1 less the decay
+as a factor, and without forgetting the momentum of what was sent), and the momentum with which Fatkhullin et al. 2023
+(https://arxiv.org/abs/2305.15155) prove that error feedback bears noisy gradients. Its weights add up to one, so still
+nothing of a gradient is lost.
 
-* fp16, bf16, int8 (:class:`Blocks`): each value with fewer bits. In two phases, since sums of int8 overflow and sums of
-  half precision round at every rank: each rank gets its part of the vector from all others, adds in fp32, and sends the
-  mean, with fewer bits again, to all. So a rank sends 2 (W-1)/W times the small vector, as a plain all-reduce does of
-  the whole one, on any number of ranks W.
-* top-k (:class:`TopK`): the largest values of each parameter and where they are (Deep Gradient Compression, Lin et al.
-  2018, https://arxiv.org/abs/1712.01887). A rank sends its choice to all others: W-1 times, so that it pays for few
+* fp16, bf16, int8 (:class:`Blocks`): each value with fewer bits. There are two phases, since sums of int8 overflow and
+  sums of half precision round at every rank. Each rank gets its part of the vector from all others, adds in fp32, and
+  sends the mean, with fewer bits again, to all. So a rank sends 2 (W-1)/W times the small vector on any number of ranks
+  W, as a plain all-reduce does with the whole vector.
+* top-k (:class:`TopK`): the largest values of each parameter and their places (Deep Gradient Compression, Lin et al.
+  2018, https://arxiv.org/abs/1712.01887). A rank sends its choice to all others, W-1 times, so it pays off with few
   ranks.
 * PowerSGD (:class:`PowerSgd`; Vogels et al. 2019, https://arxiv.org/abs/1905.13727): a gradient of n x m as the product
-  of n x r and r x m, by one step of a power iteration that starts where the last one ended. Two all-reduces, whatever
-  the number of parameters.
+  of n x r and r x m, by one step of a power iteration that starts where the last one ended. It takes two all-reduces,
+  however many parameters there are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from toolkit.config import StrategyConfig
 from toolkit.dist.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
 from toolkit.dist.state import Entry, Replicated
 
-#: So many values have a scale of their own, of 4 bytes.
+#: The number of values that share a scale of 4 bytes.
 BLOCK = 256
 
 
@@ -49,7 +49,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     start: int
-    amount: float  #: the ratio or rank that holds for it
+    amount: float  #: its ratio (top-k) or rank (PowerSGD)
 
     @property
     def numel(self) -> int:
@@ -57,16 +57,16 @@ class Piece:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """As a matrix: its first dimension, and the rest."""
+        """Return its shape as a matrix: the first dimension, and the product of the rest."""
         return self.shape[0], self.numel // self.shape[0]
 
     def of(self, vector: Tensor) -> Tensor:
-        """Its part of ``vector``, flat."""
+        """Return its part of ``vector``, flat."""
         return vector[self.start : self.start + self.numel]
 
 
 class Wire:
-    """The collectives that schemes use, which count what this rank sends, in bytes."""
+    """The collectives that schemes use. It counts the bytes that this rank sends."""
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size()
@@ -78,7 +78,7 @@ class Wire:
         return start_sum(tensor)
 
     def cost_of_sum(self, tensor: Tensor) -> float:
-        """What a rank sends of ``tensor`` in an all-reduce that sends as little as can be."""
+        """Return the bytes that a rank sends for ``tensor`` in the cheapest all-reduce."""
         return 2 * (self.ranks - 1) / self.ranks * _bytes(tensor)
 
     def gather(self, row: Tensor) -> Tensor:
@@ -97,28 +97,28 @@ def _bytes(tensor: Tensor) -> int:
 class Scheme(Protocol):
     """One way to compress. Vectors are flat, in fp32, of one length on all ranks."""
 
-    #: The vector's length must be a multiple of it.
+    #: The vector's length must be a multiple of this.
     multiple: int
 
-    #: Whether what was not sent is to be added to the next step's gradient.
+    #: True if values that were not sent are added to the next step's gradient.
     feeds_back: bool
 
     def exchange(self, values: Tensor) -> Tensor:
-        """The mean of ``values`` over the ranks, as good as it is known; what of them is not in it stays in ``values``.
+        """Return the mean of ``values`` over the ranks, approximately; leave the rest of them in ``values``.
 
         The mean of what stays is the mean of ``values`` less the result, up to the rounding of fp32. A value that is
         not finite, on any rank, makes the result not finite.
         """
 
     def state(self) -> dict[str, Entry]:
-        """What a resume needs, live."""
+        """Return what a resume needs, live."""
 
 
 # ------------------------------------------------------------------------------------------------------ fewer bits
 
 
 class Codec(Protocol):
-    """Blocks of fp32 (n, BLOCK) as codes of that shape, and a scale for each (n, 1) if it has scales; and back."""
+    """Encodes blocks of fp32 (n, BLOCK) and decodes them. Codes have their shape; scales, if any, are (n, 1)."""
 
     dtype: torch.dtype
     has_scales: bool
@@ -129,7 +129,7 @@ class Codec(Protocol):
 
 
 class Bf16:
-    """Half the bytes, with 8 bits for the value."""
+    """Half the bytes, with 8 bits of precision."""
 
     dtype = torch.bfloat16
     has_scales = False
@@ -142,15 +142,19 @@ class Bf16:
 
 
 class Fp16:
-    """Half the bytes, 11 bits for the value. Scaled by powers of two: no gradient is too small or too large for it."""
+    """Half the bytes, with 11 bits of precision.
+
+    Scales are powers of two, so no gradient is too small or too large for it.
+    """
 
     dtype = torch.float16
     has_scales = True
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest value of a block comes to lie below 2**15; fp16 ends at 65,504."""
+        """Scale each block so that its largest value lies below 2**15; fp16 ends at 65,504."""
         largest = blocks.abs().amax(1, keepdim=True)
         power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(min=-100) - 15)
+        # A block that is not finite gets such a scale, and decodes to NaN.
         scales = torch.where(largest.isfinite(), power, largest)
         return (blocks / scales).to(torch.float16), scales
 
@@ -159,7 +163,7 @@ class Fp16:
 
 
 class Int8:
-    """A quarter of the bytes: 255 steps between minus and plus the largest value of a block, to the nearest."""
+    """A quarter of the bytes: 255 levels from minus to plus a block's largest value, rounded to the nearest."""
 
     dtype = torch.int8
     has_scales = True
@@ -175,7 +179,7 @@ class Int8:
 class Blocks:
     """See :class:`Scheme`: fewer bits for each value."""
 
-    #: Blocks that are worked on at a time: so many stay in a processor's cache from one operation to the next.
+    #: The number of blocks worked on at a time. They stay in a processor's cache from one operation to the next.
     AT_ONCE = 512
 
     def __init__(self, codec: Codec, wire: Wire, *, feeds_back: bool) -> None:
@@ -187,10 +191,12 @@ class Blocks:
     def exchange(self, values: Tensor) -> Tensor:
         parts = values.view(self._wire.ranks, -1, BLOCK)
         message = self._message(parts)
+        # Phase 1: encode the part of each rank. What the codes do not hold stays in ``values``.
         for part, row in zip(parts, message, strict=True):
             for blocks, place in self._chunks(part, row):
                 blocks -= self._encode(blocks, place)
         again = self._again(self._wire.exchange(message), parts[self._wire.rank])
+        # Phase 2: every rank gets the means of all parts, encoded, and decodes them alike.
         mean = torch.empty_like(parts)
         for part, row in zip(mean, self._wire.gather(again), strict=True):
             for blocks, (codes, scales) in self._chunks(part, row):
@@ -198,9 +204,10 @@ class Blocks:
         return mean.view(-1)
 
     def _again(self, received: Tensor, own: Tensor) -> Tensor:
-        """The mean of what all ranks sent for our part, encoded; added up in the order of the ranks.
+        """Return the mean of what all ranks sent for our part, encoded.
 
-        What this second rounding, for all ranks, has cost the sum stays with this one, in ``own``.
+        It is added up in the order of the ranks. This second rounding changes the sum for all ranks. This rank keeps
+        the whole difference, in ``own``.
         """
         message = self._message(own)
         theirs = [self._chunks(own, row) for row in received]
@@ -209,17 +216,22 @@ class Blocks:
             for _, (codes, scales) in arrived:
                 mean += self._codec.decode(codes, scales)
             mean /= self._wire.ranks
+            # Times the number of ranks: what stays counts as a mean over the ranks, and only this rank keeps the
+            # difference.
             blocks += (mean - self._encode(mean, place)) * self._wire.ranks
         return message
 
     def _message(self, parts: Tensor) -> Tensor:
-        """Room for ``parts`` (..., n, BLOCK), encoded, as bytes (..., m)."""
+        """Return memory for ``parts`` (..., n, BLOCK), encoded, as bytes (..., m)."""
         *ranks, count, _ = parts.shape
         per_block = BLOCK * self._codec.dtype.itemsize + 4 * self._codec.has_scales
         return torch.empty(*ranks, count * per_block, dtype=torch.uint8, device=parts.device)
 
     def _chunks(self, part: Tensor, row: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-        """``part`` (n, BLOCK) in pieces, each with its codes and scales in ``row``, live. All codes come first."""
+        """Yield ``part`` (n, BLOCK) in pieces, each with its codes and scales in ``row``, live.
+
+        All codes come first.
+        """
         end = part.numel() * self._codec.dtype.itemsize
         codes, scales = row[:end].view(self._codec.dtype).view_as(part), row[end:].view(torch.float32).view(-1, 1)
         for start in range(0, len(part), self.AT_ONCE):
@@ -227,7 +239,7 @@ class Blocks:
             yield part[here], (codes[here], scales[here])
 
     def _encode(self, blocks: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-        """Into ``place``; returns what will be read there."""
+        """Encode ``blocks`` into ``place``; return what will be decoded from it."""
         codes, scales = self._codec.encode(blocks)
         place[0].copy_(codes)
         if scales is not None:
@@ -242,7 +254,7 @@ class Blocks:
 
 
 class TopK:
-    """See :class:`Scheme`: of each parameter the part ``amount`` of its values, the largest ones, exactly."""
+    """See :class:`Scheme`: the largest values of each parameter, exactly; ``amount`` is the part that is sent."""
 
     multiple = 1
     feeds_back = True
@@ -254,10 +266,11 @@ class TopK:
     def exchange(self, values: Tensor) -> Tensor:
         places = torch.cat([self._largest(piece, values) for piece in self._pieces])
         chosen = values[places]
+        # Places are sent as int32, and values are viewed as int32, so that one message holds both.
         message = torch.stack([chosen.view(torch.int32), places.to(torch.int32)])
         values[places] = 0.0
         total = torch.zeros_like(values)
-        for theirs, where in self._wire.gather(message):  # a place comes once in each: no order of sums to depend on
+        for theirs, where in self._wire.gather(message):  # each place occurs once a rank: the order of sums is fixed
             total.index_add_(0, where, theirs.view(torch.float32))
         return total / self._wire.ranks
 
@@ -284,10 +297,12 @@ class PowerSgd:
         broadcast_tensors(self._right, source=0)  # other processors may draw other bits
 
     def exchange(self, values: Tensor) -> Tensor:
+        # One power iteration: left = M right, orthogonalized; right = M^T left; the approximation is left right^T.
         matrices = [piece.of(values).view(piece.sides) for piece in self._pieces]
         left = self._sum([matrix @ right for matrix, right in zip(matrices, self._right, strict=True)])
-        left = [torch.linalg.qr(part).Q for part in left]  # of a sum, whose length is of no account
+        left = [torch.linalg.qr(part).Q for part in left]  # of the sum: its scale does not matter
         own = [(side.t() @ matrix).t() for matrix, side in zip(matrices, left, strict=True)]
+        # Subtract this rank's own approximation; what is left stays in ``values``.
         for matrix, side, right in zip(matrices, left, own, strict=True):
             matrix.addmm_(side, right.t(), alpha=-1.0)
         total = torch._foreach_div(self._sum(own), self._wire.ranks)
@@ -298,20 +313,26 @@ class PowerSgd:
         return mean
 
     def _sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Over the ranks, in one message."""
+        """Return the sums of ``parts`` over the ranks, in one message."""
         flat = torch.cat([part.reshape(-1) for part in parts])
         self._wire.start_sum(flat).wait()
         sums = torch.split(flat, [part.numel() for part in parts])
         return [total.view(part.shape) for total, part in zip(sums, parts, strict=True)]
 
     def _keep(self, right: Sequence[Tensor]) -> None:
-        """For the next step to start from, unless one of them holds what no later step would get rid of."""
+        """Keep ``right`` for the next step to start from.
+
+        If one of them is not finite the old ones stay, since no later step would get rid of such a value.
+        """
         good = torch.stack([part.sum() for part in right]).isfinite().all()
         for kept, new in zip(self._right, right, strict=True):
             torch.where(good, new, kept, out=kept)
 
     def state(self) -> dict[str, Entry]:
-        """``powersgd/<parameter>``: the second factor (m, r), equal on all ranks, from which the next step starts."""
+        """Return ``powersgd/<parameter>``: the second factor (m, r), equal on all ranks.
+
+        The next step starts from it.
+        """
         named = zip(self._pieces, self._right, strict=True)
         return {f"powersgd/{piece.name}": Replicated(right) for piece, right in named}
 
@@ -320,7 +341,7 @@ class PowerSgd:
 
 
 def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.device) -> Scheme:
-    """The scheme that ``strategy.compression`` names."""
+    """Return the scheme that ``strategy.compression`` names."""
     match kind:
         case "fp16":
             return Blocks(Fp16(), wire, feeds_back=False)
@@ -335,10 +356,11 @@ def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.d
 
 
 def amount_for(config: StrategyConfig, shape: Sequence[int], said: float | str | None) -> float | None:
-    """The ratio or rank for a parameter of ``shape``; None where it is sent as it is.
+    """Return the ratio or rank for a parameter of ``shape``; None if it is sent uncompressed.
 
-    ``said`` is what ``compression_layers`` has for it. Biases and norms are few and count much: but for fp16 and bf16
-    what has less than two dimensions is not compressed, and neither is a matrix that is no larger than two factors.
+    ``said`` is the value that ``compression_layers`` has for it. Biases and norms are few and count much. So tensors of
+    less than two dimensions are compressed with fp16 and bf16 only. A matrix that is no larger than its two factors is
+    not compressed either.
     """
     kind = config.compression
     if said == "none" or (len(shape) < 2 and kind not in ("fp16", "bf16")) or not math.prod(shape):

@@ -1,9 +1,9 @@
 """ddp over a slow link: the whole model on every rank, and gradients that are compressed before they are sent.
 
-Without DDP's hooks: they would start collectives in the order in which gradients become ready, and torch's own hook
-for PowerSGD hangs on gloo where there are several buckets. Here all gradients are there when the first one is sent, so
-the order is fixed, and no state belongs to a bucket. What DDP hides behind the backward pass is waited for instead;
-where the link is so slow that compression pays, little of it was hidden.
+DDP's hooks are not used. They would start collectives in the order in which gradients become ready, and torch's own
+hook for PowerSGD hangs on gloo if there are several buckets. Here all gradients are complete when the first one is
+sent, so the order is fixed, and no state belongs to a bucket. The communication that DDP hides behind the backward pass
+is waited for instead. Where the link is so slow that compression pays, little of it was hidden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Two all-reduces that tell a link's latency from its bandwidth, in bytes.
+#: Sizes in bytes of two all-reduces, which tell a link's latency from its bandwidth.
 PROBES = (1 << 12, 1 << 22)
 
 log = logs.get(__name__)
@@ -43,18 +43,22 @@ class Compressed(Alone):
     _model: nn.Module
 
     def __init__(self, session: Session, *, config: StrategyConfig, **passes: Any) -> None:
-        """``passes``: how passes are made, see Replicas."""
+        """Take the strategy's config; ``passes`` says how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._config = config
         self._says = session.is_main
         self._watch = stopwatch(session.device)
-        self._windows = 0  #: times that figures were asked for; in the first one the strategy primes
-        self._error: Tensor | None = None  #: of the first step of each of them
+        self._windows = 0  #: calls of figures(); priming is in the first window
+        self._error: Tensor | None = None  #: of the first step of a window
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
-        """Raises ConfigError for what cannot be compressed, and for a pattern that matches no parameter."""
+        """Make the model and the scheme.
+
+        Raises ConfigError for parameters that cannot be compressed, and for a pattern that matches no parameter.
+        """
         self._model = super().place(make, trial)
         self._wire = Wire()
+        # The vector: what is compressed, padding to the scheme's multiple, then what is sent uncompressed.
         self._sort()
         self._scheme = build_scheme(self._config.compression, self._pieces, self._wire, self._device)
         self._length = sum(piece.numel for piece in self._pieces)
@@ -66,6 +70,7 @@ class Compressed(Alone):
         self._residual = torch.zeros(self._length if self._scheme.feeds_back else 0, device=self._device)
         self._decay = self._config.compression_average
         self._moving = torch.zeros(0 if self._decay is None else size, device=self._device)
+        # For the log: what a plain all-reduce would send, and how long it would take on this link.
         self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in self._all())
         self._plain_s = _link(self._device).seconds(self._plain_bytes)
         return self._model
@@ -77,10 +82,13 @@ class Compressed(Alone):
         self._watch.start()
         self._wire.sent_bytes = 0.0
         gradients = [*_flat(self._packed.values()), self._padding, *_flat(self._plain.values())]
+        # All gradients in one vector, in fp32; the two parts are views of it.
         own = torch.cat(gradients, out=self._vector)
         packed, plain = own[: self._length], own[self._length :]
         length = packed.norm() if self._error is None else None
+        # The moving average takes the gradients' place. It is kept below only if the means are finite.
         moving = None if self._decay is None else own.lerp_(self._moving, self._decay).clone()
+        # What is not compressed is summed meanwhile.
         summing = self._wire.start_sum(plain) if self._plain else None
         mean = self._exchange(packed) if self._packed else packed
         if length is not None:
@@ -94,7 +102,7 @@ class Compressed(Alone):
         self._watch.stop()
 
     def state(self) -> dict[str, Entry]:
-        """``residual/rank3/<parameter>``, ``moving/rank3/<parameter>`` and the scheme's own."""
+        """Return ``residual/rank3/<parameter>``, ``moving/rank3/<parameter>`` and the scheme's own state."""
         own = self._own("residual", self._residual, self._pieces if len(self._residual) else [])
         own |= self._own("moving", self._moving, [*self._pieces, *self._whole] if len(self._moving) else [])
         return own | self._scheme.state()
@@ -104,9 +112,13 @@ class Compressed(Alone):
         return {place + piece.name: PerRank(piece.of(vector).view(piece.shape), averages=True) for piece in pieces}
 
     def figures(self) -> dict[str, float]:
-        """Bytes that this rank sends in a step and would send without compression; how much of a gradient the first
-        step of the window left for later, or lost, relative to the gradient; how long compressing and sending took, and
-        how long a plain all-reduce of the gradients would, by the link's speed as it was measured at the start."""
+        """Return the bytes, the error and the time of compression, beside those of a plain all-reduce.
+
+        Bytes: what this rank sends in a step and would send without compression. Error: how much of a gradient the
+        first step of the window left for later, or lost, relative to the gradient. Time: how long compressing and
+        sending took, and how long a plain all-reduce of the gradients would take, by the link's speed as measured at
+        the start.
+        """
         found = {
             "compression/sent_bytes": self._wire.sent_bytes,
             "compression/plain_bytes": self._plain_bytes,
@@ -123,10 +135,10 @@ class Compressed(Alone):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _exchange(self, packed: Tensor) -> Tensor:
-        """The mean over the ranks of what is packed and of the residuals; leaves what is new of these.
+        """Return the mean over the ranks of ``packed`` and the residuals; keep the new residuals.
 
-        A gradient that is not finite shows in the mean on every rank. Whatever is made of the step then, no residual
-        keeps it: it would come back in every later step.
+        A gradient that is not finite shows in the mean on every rank. No residual keeps it, whatever becomes of the
+        step: it would come back in every later step.
         """
         if self._scheme.feeds_back:
             packed += self._residual
@@ -136,7 +148,10 @@ class Compressed(Alone):
         return mean
 
     def _complete_gradients(self) -> bool:
-        """A rank whose pass did without a parameter takes part with zeros. Whether all are used, priming sees."""
+        """Give zeros to parameters that this rank's pass did not use; True if gradients can be sent.
+
+        False only in priming, which then reports the unused parameters.
+        """
         missing = [p for p in self._all() if p.grad is None]
         if missing and not self._windows:
             return False
@@ -147,7 +162,7 @@ class Compressed(Alone):
     # --------------------------------------------------------------------------------------------- the parameters
 
     def _sort(self) -> None:
-        """Which parameters are compressed, and where they stand in the vector, and which are sent as they are."""
+        """Sort parameters into compressed ones, with their places in the vector, and uncompressed ones."""
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._refuse(named)
         said = _said(self._config.compression_layers, list(named))
@@ -187,7 +202,7 @@ class Compressed(Alone):
 
 
 def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, float | str]:
-    """What ``compression_layers`` says about each parameter; the last pattern that matches one counts."""
+    """Return the value of ``compression_layers`` for each parameter. The last pattern that matches one counts."""
     found: dict[str, float | str] = {}
     for pattern, value in layers.items():
         matching = fnmatch.filter(names, pattern)
@@ -200,7 +215,7 @@ def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, 
 
 
 def _pieces(named: Mapping[str, nn.Parameter], amounts: Mapping[str, float | None], start: int) -> list[Piece]:
-    """One after the other, the first at ``start``."""
+    """Return the pieces one after the other, the first at ``start``."""
     starts = accumulate((p.numel() for p in named.values()), initial=start)
     return [
         Piece(name, tuple(p.shape), at, amounts.get(name) or 0.0)
@@ -209,17 +224,17 @@ def _pieces(named: Mapping[str, nn.Parameter], amounts: Mapping[str, float | Non
 
 
 def _keep(kept: Tensor, new: Tensor, good: Tensor) -> None:
-    """``new`` in the place of ``kept``, where ``good`` says so on the device."""
+    """Put ``new`` in the place of ``kept`` if ``good`` is true, on the device."""
     torch.where(good, new, kept, out=kept)
 
 
 def _flat(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Each one's gradient in fp32."""
+    """Return the gradient of each parameter, flat, in fp32."""
     return [p.grad.reshape(-1).float() for p in parameters if p.grad is not None]
 
 
 def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
-    """The other way."""
+    """Copy ``flat``, in the order of ``parameters``, back into their gradients."""
     start = 0
     for parameter in parameters:
         assert parameter.grad is not None
@@ -231,7 +246,7 @@ def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
 
 
 class _Link:
-    """What an all-reduce costs: so many seconds, and so many for each byte that a rank sends."""
+    """The cost of an all-reduce: a latency, and seconds for each byte that a rank sends."""
 
     def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
         self._bytes, self._seconds = small
@@ -242,7 +257,7 @@ class _Link:
 
 
 def _link(device: torch.device) -> _Link:
-    """Measured: of each size the mean of two, after one that opens connections. Every rank calls it."""
+    """Measure the link: for each size the mean of two laps, after one that opens connections. Every rank calls it."""
     laps = {size: [_lap(size, device) for _ in range(3)][1:] for size in PROBES}
     small, large = ((_sent(size), sum(found) / len(found)) for size, found in laps.items())
     return _Link(small, large)
@@ -256,5 +271,5 @@ def _lap(size_bytes: int, device: torch.device) -> float:
     probe = torch.zeros(size_bytes // 4, device=device)
     dist.barrier()
     began = time.perf_counter()
-    sum_across_ranks(probe).sum().item()  # read: on a GPU nothing has happened before
+    sum_across_ranks(probe).sum().item()  # item() waits: a GPU may not have begun before
     return time.perf_counter() - began

@@ -1,8 +1,7 @@
 """From gradients to new weights: what every strategy does once the gradients of a step are complete.
 
-In this order: the loss scale is taken out, the norm over all parameters is measured, the step is judged, the gradient
-is clipped, the optimizer steps (or, left out, does not), weights are pruned, the moving average follows. What the
-config does not ask for is not there.
+The order: take out the loss scale, measure the norm over all parameters, judge the step, clip the gradient, step the
+optimizer (or skip the step), prune weights, update the moving average. What the config does not ask for is not there.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ log = logs.get(__name__)
 
 
 class Update:
-    """Owns the optimizer of the part of the model that lies on this rank, and what else changes with a step.
+    """Owns the optimizer of this rank's part of the model, and all else that changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
     see :class:`~.parts.Parts`. ``criterion`` has parameters that are trained as well, under ``criterion/<name>``; those
-    that the optimizer lacks become a group of their own. Raises ConfigError when the optimizer cannot leave out a step,
-    or has a parameter of neither, or nothing can be pruned.
+    that the optimizer lacks become a group of their own. Raises ConfigError if the optimizer cannot skip a step where
+    that is asked for, if it has a parameter of neither model nor criterion, or if nothing can be pruned.
     """
 
     def __init__(
@@ -51,14 +50,16 @@ class Update:
         train = train or TrainConfig()
         self._criterion = criterion
         names = _names(model, criterion)
+        # The optimizer's groups are completed before they are split and before their learning rates are compared.
         _complete(optimizer, criterion, names)
         self._model = model
-        self._statistics: list[Tensor] = []  #: that are averaged over the ranks of a group
+        self._statistics: list[Tensor] = []  #: BatchNorm's, if they are averaged over the group's ranks
         self._group: dist.ProcessGroup | None = None
         self._optimizer = optimizer
         _split_groups(optimizer)
         self._ratios = _ratios(optimizer)
         self._slots = OptimizerState(names, optimizer)
+        # The rest exists only if the config asks for it.
         looks = Gradients.are_looked_at(train)
         self._gradients = Gradients(names, train, total) if looks else None
         leaves_out = train.skip_bad_steps or train.precision == "fp16"
@@ -69,34 +70,39 @@ class Update:
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
     def begin(self) -> None:
-        """Before the forward pass of a step: the model has its own weights again, if an evaluation had the average."""
+        """Prepare for the forward pass of a step.
+
+        The model gets its own weights back if an evaluation has swapped in the average.
+        """
         if self._average is not None:
             self._average.hide()
 
     def evaluating(self) -> None:
-        """Before each pass of an evaluation, which looks at the averaged weights if there are any."""
+        """Prepare for a pass of an evaluation, which uses the averaged weights if there are any."""
         if self._average is not None:
             self._average.show()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What to go backward from instead of ``loss``: with fp16, in which small gradients would be 0, a multiple."""
+        """Return the loss to go backward from: with fp16 a multiple, since small gradients would be 0."""
         scale = None if self._gradients is None else self._gradients.scale
         return loss if scale is None else loss * scale.value
 
     def apply(self, lr: float) -> Tensor | None:
-        """One optimizer step along the gradients in ``.grad``, which are gone after it.
+        """Make one optimizer step along the gradients in ``.grad``, then drop them.
 
         ``lr`` is the schedule's; a group with a rate of its own keeps the ratio to it that it was made with. Returns
-        why the step was left out, see ``StepOutput.skipped``.
+        why the step was skipped, see ``StepOutput.skipped``.
         """
         self._slots.forget_unfilled()
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
+        # The host does not learn whether the step is skipped: the optimizer's kernel reads that on the device.
         skipped = None if self._gradients is None else self._gradients.tame()
         made = None if skipped is None else self._step_unless(skipped)
         if made is None:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        # What follows the weights: statistics, then masks, then the average, which gets the masks, too.
         self._share_statistics()
         if self._pruning is not None:
             self._pruning.follow()
@@ -108,7 +114,7 @@ class Update:
 
     @torch.no_grad()
     def _share_statistics(self) -> None:
-        wide = [value.double() for value in self._statistics]  # in which the mean of equal values is that value
+        wide = [value.double() for value in self._statistics]  # in fp64 the mean of equal values is that value
         if not wide:
             return
         sum_tensors(wide, self._group, 1 / dist.get_world_size(self._group))
@@ -118,25 +124,26 @@ class Update:
             self._buffers.keep()
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self._optimizer.zero_grad()
 
     def equalise(self, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
         """Make the model's buffers and their averages those of rank ``source``, on the ranks of ``group``.
 
-        They differ after a step. That rank's stay as they are, so it does not matter when or how often it is called.
+        They differ after a step. Those of rank ``source`` do not change, so it does not matter when or how often this
+        is called.
         """
         averages = {} if self._average is None else self._average.of
         buffers = [*self._model.buffers(), *(() if self._criterion is None else self._criterion.buffers())]
         broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
 
     def average_statistics(self, group: dist.ProcessGroup | None = None) -> None:
-        """From now on make BatchNorm's statistics their mean over the ranks of ``group``, in each step."""
+        """Make BatchNorm's statistics their mean over the ranks of ``group``, in each step from now on."""
         self._statistics = statistics(self._model)
         self._group = group
 
     def state(self) -> dict[str, Entry]:
-        """Everything here that a resume needs, under the names of the unparallelised model, live; see protocol.py."""
+        """Return everything here that a resume needs, live, named as in the unparallelized model; see protocol.py."""
         self.begin()
         found: dict[str, Entry] = dict(self._slots.entries())
         if self._criterion is not None:
@@ -146,7 +153,7 @@ class Update:
         return found
 
     def live(self) -> dict[str, Tensor]:
-        """The tensors of :meth:`state` that there are now, as this rank has them, and nothing is sent for it."""
+        """Return the tensors of :meth:`state` that exist now, as this rank has them. Nothing is sent."""
         found = self._slots.live()
         if self._criterion is not None:
             named = self._criterion.named_parameters()
@@ -156,7 +163,10 @@ class Update:
         return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """The tensors of :meth:`state` hold a checkpoint's; ``values`` are those of its entries that are no tensors."""
+        """Continue from a checkpoint, which the tensors of :meth:`state` hold.
+
+        ``values`` are the entries that are not tensors.
+        """
         self._slots.filled(values)
         for part in (self._pruning, self._average):
             if part is not None:
@@ -165,16 +175,20 @@ class Update:
             self._buffers.keep()
 
     def figures(self) -> dict[str, float]:
-        """What there is to log of the last step; see ``Strategy.figures``."""
+        """Return what there is to log of the last step; see ``Strategy.figures``."""
         found = {} if self._gradients is None else self._gradients.figures()
         return found if self._pruning is None else {**found, "train/sparsity": self._pruning.sparsity()}
 
     @torch.no_grad()
     def _step_unless(self, skipped: Tensor) -> Tensor:
-        """Step, unless the device finds that ``skipped`` is not 0. By torch's own protocol for its fused optimizers."""
+        """Step, unless ``skipped`` is not 0 on the device, by torch's own protocol for its fused optimizers.
+
+        Returns 1 if the step was made, 0 if it was skipped.
+        """
         left_out = (skipped > 0).float()
         _make_momenta(self._optimizer)
         stepper = cast(Any, self._optimizer)
+        # torch's GradScaler sets this attribute on optimizers that support it; a fused kernel reads it.
         stepper.found_inf = left_out
         try:
             self._optimizer.step()
@@ -186,7 +200,7 @@ class Update:
 
 
 class _Buffers:
-    """The model's buffers, as they were before a step: the forward pass of one that is left out has changed them."""
+    """The model's buffers as they were before a step. The forward pass of a step that is skipped has changed them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -194,7 +208,7 @@ class _Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """They are right as they are now."""
+        """Keep the buffers as they are now."""
         self._kept = [buffer.clone() for buffer in self._model.buffers()]
 
     def follow(self, left_out: Tensor) -> None:
@@ -204,9 +218,9 @@ class _Buffers:
 
 
 def _split_groups(optimizer: Optimizer) -> None:
-    """No group holds both plain parameters and DTensors: kernels for several parameters at once take one kind only.
+    """Split groups that hold both plain parameters and DTensors.
 
-    A model of which some layers are cut over ranks has both.
+    Kernels for several parameters at once take one kind only. A model of which some layers are cut over ranks has both.
     """
     groups, optimizer.param_groups = optimizer.param_groups, []
     for group in groups:
@@ -238,9 +252,9 @@ def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[
 
 
 def _ratios(optimizer: Optimizer) -> list[float]:
-    """Return each group's learning rate as a part of the optimizer's own one, for which the schedule's stands.
+    """Return each group's learning rate divided by the optimizer's own one, which the schedule's replaces.
 
-    Raises ConfigError where that is 0 and a group's is not.
+    Raises ConfigError if the optimizer's own is 0 and a group's is not.
     """
     groups, own = optimizer.param_groups, float(optimizer.defaults.get("lr", 0.0))
     if not own:
@@ -267,9 +281,10 @@ def _refuse_without_skip(optimizer: Optimizer, train: TrainConfig) -> None:
 
 
 def _make_momenta(optimizer: Optimizer) -> None:
-    """torch's fused SGD makes them without values in its first step, and leaves them so when that one is left out.
+    """Make the momenta of torch's fused SGD, as zeros.
 
-    From zeros the first step is the same: 0 times the momentum, plus the gradient.
+    Its first step makes them without values, and leaves them so if that step is skipped. From zeros the first step is
+    the same: 0 times the momentum, plus the gradient.
     """
     if not isinstance(optimizer, SGD):
         return

@@ -1,9 +1,10 @@
-"""An exponential moving average of the weights (Polyak & Juditsky 1992), which mostly generalises better than the last.
+"""An exponential moving average of the weights (Polyak & Juditsky 1992).
 
-It lies on the ranks as the weights do. Floating-point buffers (BatchNorm's statistics) are averaged with them: averaged
-weights beside the last step's statistics would be a model that never was.
+It mostly generalizes better than the last weights. It lies on the ranks as the weights do. Floating-point buffers
+(BatchNorm's statistics) are averaged as well, since averaged weights with the last step's statistics would be a model
+that never existed.
 
-After t steps the next one counts with at least 9 / (10 + t): with a decay of 0.9999 alone a short run would end with
+After t steps the next one counts with at least 9 / (10 + t). With a decay of 0.9999 alone a short run would end with
 little but its first weights. Averages of bf16 and fp16 are kept in fp32, in which a step of 1 - decay does not vanish.
 """
 
@@ -24,24 +25,27 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Average:
-    """``ema/<name>`` of every parameter and floating-point buffer; the model and it may change places."""
+    """``ema/<name>`` of every parameter and floating-point buffer. It can be swapped with the model's values."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._buffers = list(buffers)
-        # A tied weight has several names, of which a checkpoint's reader may want any.
+        # A tied weight has several names, and a reader of a checkpoint may want any of them.
         self._live = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
         copies = {tensor: _wide(local(tensor)).clone() for tensor in self._live.values()}
         self.of = copies  #: this rank's part of the average of each tensor of the model
-        self._steps: int | Tensor = 0  #: that were averaged; a tensor where only the device knows which were made
+        self._steps: int | Tensor = 0  #: averaged so far; a tensor if only the device knows
         self._is_shown = False
-        self._own: dict[Tensor, Tensor] = {}  #: of tensors that cannot hold their average, while it is shown
+        self._own: dict[Tensor, Tensor] = {}  #: of tensors that cannot hold their average, while shown
 
     @torch.no_grad()
     def follow(self, made: Tensor | None) -> None:
-        """After a step; ``made`` is 0 on the device where it was left out, and then nothing moves. None: all are."""
+        """Move the averages after a step.
+
+        ``made`` is 0 on the device if the step was skipped, and then nothing moves. None: no step is ever skipped.
+        """
         averages, live = [*self.of.values()], [_wide(local(tensor)) for tensor in self.of]
         if made is None:
             assert not isinstance(self._steps, Tensor)
@@ -49,19 +53,19 @@ class Average:
             torch._foreach_lerp_(averages, live, 1 - min(self._decay, kept))
             self._steps += 1
         else:
-            # on the device also at the first step after a load: a number of Python's would be rounded otherwise
+            # On the device also at the first step after a load: a Python number would be rounded otherwise.
             steps = torch.zeros_like(made) + self._steps
             weight = made * (1 - ((1 + steps) / (10 + steps)).clamp(max=self._decay))
             torch._foreach_lerp_(averages, live, [weight.to(average.dtype) for average in averages])
             self._steps = steps + made
 
     def show(self) -> None:
-        """The model has the averages until :meth:`hide`; calling it twice is calling it once."""
+        """Give the model the averages until :meth:`hide`. A second call changes nothing."""
         if not self._is_shown:
             self._swap()
 
     def hide(self) -> None:
-        """The model has its own weights again."""
+        """Give the model its own weights again."""
         if self._is_shown:
             self._swap()
 
@@ -78,9 +82,9 @@ class Average:
 
     @torch.no_grad()
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Start from the weights that were loaded where the checkpoint has no average.
+        """Start from the weights that were loaded if the checkpoint has no average.
 
-        One that does not say how many steps its average has seen was made before the first ones counted more.
+        A checkpoint that does not say how many steps its average has seen was made before the first steps counted more.
         """
         self._steps = int(cast(int, values.get(_STEPS, values.get("step", 0) if _DECAY in values else 0)))
         if _DECAY not in values:
@@ -89,13 +93,14 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """In place, one tensor at a time: others (a data-parallel wrapper, a sharded gather) hold on to them."""
+        """Swap in place, one tensor at a time. Others (a data-parallel wrapper, a sharded gather) hold the tensors."""
         for tensor, average in self.of.items():
             live = local(tensor)
             if live.dtype == average.dtype:
                 kept = average.clone()
                 average.copy_(live)
                 live.copy_(kept)
+            # A half-precision weight cannot hold its fp32 average: its own value is put aside meanwhile.
             elif self._is_shown:
                 live.copy_(self._own.pop(tensor))
             else:
@@ -105,5 +110,5 @@ class Average:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in fp32 where its own type has fewer digits than an average needs."""
+    """Return ``tensor`` in fp32 if its own type has fewer digits than an average needs."""
     return tensor.float() if tensor.dtype in _HALVES else tensor

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a step before the optimizer sees them: they are measured, judged and clipped."""
+"""What happens to the gradients of a step before the optimizer gets them: they are measured, judged and clipped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from toolkit.strategies.update.verdict import Judge, LossScale
 
 
 class Gradients:
-    """Of all ``parameters``, or of this rank's parts of them; nothing in it makes the host wait."""
+    """The gradients of all ``parameters``, or of this rank's parts of them. Nothing in it makes the host wait."""
 
-    #: As torch.nn.utils.clip_grad_norm_ has it.
+    #: The same as in torch.nn.utils.clip_grad_norm_.
     _LEAST_NORM = 1e-6
 
     def __init__(self, parameters: Iterable[Tensor], train: TrainConfig, total: Total | None) -> None:
@@ -28,32 +28,34 @@ class Gradients:
         self.scale = LossScale(self._device) if train.precision == "fp16" else None
         judges = train.skip_bad_steps or self.scale is not None
         self._judge = Judge(train.spike_factor, self._device) if judges else None
-        #: Of the last step, before it was clipped.
+        #: The norm of the last step's gradient, before clipping.
         self.norm: Tensor | None = None
 
     @staticmethod
     def are_looked_at(train: TrainConfig) -> bool:
-        """Whether there is anything to do."""
+        """True if there is anything to do."""
         return train.clip_norm is not None or train.skip_bad_steps or train.precision == "fp16"
 
     @torch.no_grad()
     def tame(self) -> Tensor | None:
-        """Make ready for the optimizer what lies in ``.grad``; whether to leave the step out, see verdict.py."""
+        """Prepare the gradients in ``.grad`` for the optimizer; return whether to skip the step, see verdict.py."""
         gradients = {p: local(p.grad) for p in self._parameters if p.grad is not None}
         self.norm = self._parts.norm(gradients, self._device)
+        # The gradients still have the loss scale in them; one multiplication takes it out and clips.
         if self.scale is not None:
             self.norm = self.norm / self.scale.value
         why = None if self._judge is None else self._judge.verdict(self.norm)
         factor = self._factor(self.norm)
         if factor is not None:
             torch._foreach_mul_(list(gradients.values()), factor)
+        # Only now: the factor above must be that of the old scale.
         if self.scale is not None and why is not None:
             why = self.scale.explained(why)
             self.scale.update(why)
         return why
 
     def _factor(self, norm: Tensor) -> Tensor | None:
-        """What the gradients are to be multiplied by; None where that is nothing."""
+        """Return the factor for the gradients, or None if there is none."""
         factor = None
         if self._clip_norm is not None:
             factor = (self._clip_norm / (norm + self._LEAST_NORM)).clamp(max=1.0)
@@ -66,6 +68,6 @@ class Gradients:
         return {name: value for part in parts for name, value in part.items()}
 
     def figures(self) -> dict[str, float]:
-        """``train/grad_norm`` of the last step, before clipping, and fp16's ``train/loss_scale``."""
+        """Return ``train/grad_norm`` of the last step, before clipping, and fp16's ``train/loss_scale``."""
         found = {} if self.norm is None else {"train/grad_norm": float(self.norm)}
         return found if self.scale is None else {**found, "train/loss_scale": float(self.scale.value)}

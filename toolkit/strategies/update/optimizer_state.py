@@ -1,4 +1,4 @@
-"""The optimizer's state under parameter names, complete also before the first step."""
+"""The optimizer's state under parameter names, complete even before the first step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolkit.strategies.layouts import entry, local
 class OptimizerState:
     """Names the slots of ``optimizer`` (momenta, step counts) ``optim/<parameter>/<slot>``.
 
-    torch makes the slots of most optimizers in the first step, so a fresh one has nothing that a checkpoint could be
-    read into. :meth:`entries` then makes them; if nothing is read, :meth:`forget_unfilled` takes them back before the
-    first step, which therefore starts as torch starts it, whatever the optimizer's first values are.
+    torch makes the slots of most optimizers in the first step, so a new one has nothing that a checkpoint could be read
+    into. :meth:`entries` therefore makes them. If nothing is read, :meth:`forget_unfilled` removes them before the
+    first step, which then starts as torch starts it, whatever the optimizer's first values are.
     """
 
     def __init__(self, names: Mapping[Tensor, str], optimizer: Optimizer) -> None:
@@ -28,26 +28,29 @@ class OptimizerState:
         self._stepped = False
 
     def entries(self) -> dict[str, Replicated | Sharded]:
-        """Every slot; tensors are live and may be filled in place."""
+        """Return every slot; tensors are live and may be filled in place."""
         if not self._stepped and not self._optimizer.state:
             self._make_slots()
         found = ((name, slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None)
         return {name: entry(value) if isinstance(value, Tensor) else Replicated(value) for name, value in found}
 
     def live(self) -> dict[str, Tensor]:
-        """``optimizer/<parameter>/<slot>`` of the slots that there are now, and are tensors."""
+        """Return ``optimizer/<parameter>/<slot>`` of the slots that exist now and are tensors."""
         found = ((name.replace("optim/", "optimizer/", 1), slots[slot]) for name, slots, slot in self._named())
         return {name: local(value) for name, value in found if isinstance(value, Tensor)}
 
     def filled(self, values: Mapping[str, Json]) -> None:
-        """The tensors of :meth:`entries` hold a checkpoint's; ``values`` are its slots that are no tensors."""
+        """Continue from a checkpoint, which the tensors of :meth:`entries` hold.
+
+        ``values`` are its slots that are not tensors.
+        """
         self._unfilled, self._stepped = False, True
         for name, slots, slot in self._named():
             if name in values:
                 slots[slot] = values[name]
 
     def forget_unfilled(self) -> None:
-        """Call before every step."""
+        """Remove slots that were made but not filled. Call before every step."""
         if self._unfilled:
             self._optimizer.state.clear()
             self._unfilled = False
@@ -59,7 +62,7 @@ class OptimizerState:
                 yield f"optim/{self._names[parameter]}/{slot}", slots, slot
 
     def _make_slots(self) -> None:
-        """A step of length 0 along no gradient: it makes every slot and moves no weight."""
+        """Make every slot by a step of length 0 with gradients of 0, which moves no weight."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -74,5 +77,5 @@ class OptimizerState:
 
 def _set_gradients(parameters: list[Tensor]) -> None:
     for parameter in parameters:
-        if parameter.requires_grad:  # a frozen one never gets any, and so never has a slot
+        if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
             parameter.grad = torch.zeros_like(parameter)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.dist.collectives import sum_in_order
 
-#: The sum of a small tensor over the ranks that hold other parts of the model.
+#: Sums a small tensor over the ranks that hold other parts of the model.
 Total: TypeAlias = Callable[[Tensor], Tensor]
 _Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
 
@@ -20,20 +20,21 @@ _Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
 class Parts:
     """The parameters of a model, of which this rank may hold parts.
 
-    A DTensor says itself over which dimensions of its mesh it is cut: those are summed over, and the others, along
-    which it lies whole on each rank, are not. ``total`` is for what a plain tensor does not say: that other ranks hold
-    other parameters (the stages of a pipeline, the shards of servers). None: they hold the same ones.
+    A DTensor knows over which dimensions of its mesh it is cut. Sums run over those, and not over the others, along
+    which it lies whole on each rank. ``total`` is for what a plain tensor does not know: that other ranks hold other
+    parameters (the stages of a pipeline, the shards of servers). None: they hold the same ones.
     """
 
     def __init__(self, parameters: Iterable[Tensor], total: Total | None = None) -> None:
         self._cut = {parameter: _cut_over(parameter) for parameter in parameters}
-        self._kinds = list(dict.fromkeys(self._cut.values()))  # on all ranks in one order: each is a collective
+        self._kinds = list(dict.fromkeys(self._cut.values()))  # same order on all ranks: each is a collective
         self._total = total
 
     def sum(self, values: Mapping[Tensor, Tensor], like: Tensor) -> Tensor:
-        """The sum of ``values``, one for this rank's part of a parameter, over all parts of all parameters.
+        """Return the sum of ``values`` over all parts of all parameters.
 
-        They have the shape of ``like``, which is not changed. Every rank calls it.
+        Each value is for this rank's part of a parameter and has the shape of ``like``, which is not changed. Every
+        rank calls it.
         """
         whole = torch.zeros_like(like)
         for kind in self._kinds:
@@ -45,9 +46,10 @@ class Parts:
         return whole if self._total is None else self._total(whole)
 
     def norm(self, gradients: Mapping[Tensor, Tensor], device: torch.device) -> Tensor:
-        """The 2-norm of ``gradients``, this rank's part of each parameter's, as if they were one vector; float64.
+        """Return the 2-norm of ``gradients``, this rank's parts of them, as if they were one vector; float64.
 
-        As ``torch.nn.utils.get_total_norm``, but squares are added in double precision, in which they do not overflow.
+        It is that of ``torch.nn.utils.get_total_norm``, but squares are added in double precision, in which they do not
+        overflow.
         """
         norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros((), device=device)]
         squares = torch.stack([*norms]).double().square()
@@ -58,7 +60,7 @@ class Parts:
 
 
 def _cut_over(parameter: Tensor) -> _Groups:
-    """The process groups whose ranks hold different parts of ``parameter``."""
+    """Return the process groups whose ranks hold different parts of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

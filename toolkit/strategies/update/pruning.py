@@ -1,9 +1,9 @@
-"""Magnitude pruning: the smallest weights of linear and convolutional layers become 0, more and more, and stay so.
+"""Magnitude pruning: the smallest weights of linear and convolutional layers become 0, more and more, and stay 0.
 
-How many follows the cubic schedule of Zhu & Gupta (2017, https://arxiv.org/abs/1710.01878), eq. 1 from 0. Which is
-decided by one threshold over the whole model, or, where whole outputs are pruned, over each layer's. The threshold is
-the k-th smallest magnitude, found bit by bit with a count over all ranks for each bit: exact, and the same on all
-ranks however the weights are cut.
+The amount follows the cubic schedule of Zhu & Gupta (2017, https://arxiv.org/abs/1710.01878), eq. 1 from 0. One
+threshold over the whole model decides which weights are pruned, or, where whole outputs are pruned, one over each
+layer. The threshold is the k-th smallest magnitude. It is found bit by bit with a count over all ranks for each bit:
+exact, and the same on all ranks however the weights are cut.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from toolkit.strategies.update.parts import Parts, Total
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEVEL = "mask/level"
-#: Of a float32 without its sign: as integers they have the order of the numbers.
+#: The bits of a float32 without its sign. As integers they have the order of the numbers.
 _BITS = 31
 
 
 def level(config: PruningConfig, step: int) -> float:
-    """The part of the weights that is pruned once ``step`` steps are made: ``amount`` in ``end_step`` and after it."""
+    """Return the part of the weights that is pruned after ``step`` steps: ``amount`` from ``end_step`` on."""
     assert config.end_step is not None
     if step < config.start_step:
         return 0.0
@@ -40,7 +40,7 @@ def level(config: PruningConfig, step: int) -> float:
 
 
 class Pruning:
-    """The masks of the parameters that are pruned. Raises ConfigError for a model in which nothing can be."""
+    """The masks of the parameters that are pruned. Raises ConfigError for a model in which nothing can be pruned."""
 
     def __init__(self, model: nn.Module, config: PruningConfig, total: Total | None) -> None:
         self._config = config
@@ -61,13 +61,13 @@ class Pruning:
                 self._names[layer.bias] = f"{name}.bias"
         self._refuse()
         self._masks = {tensor: torch.ones_like(local(tensor), dtype=torch.bool) for tensor in self._names}
-        # An output is of one layer, which ranks with other layers do not have; a single weight competes with all.
+        # An output belongs to one layer, which ranks with other layers lack; a single weight competes with all others.
         self._parts = Parts(self._weights, None if config.structured else total)
 
     def _refuse(self) -> None:
         for weight, name in self._weights.items():
             cut = [p for p in weight.placements if not p.is_replicate()] if isinstance(weight, DTensor) else []
-            # by the dimension: a part that is cut twice, over two sides of a mesh, is no plain shard
+            # Ask for the dimension: a part that is cut twice, over two dimensions of a mesh, is not a plain shard.
             if self._config.structured and any(getattr(place, "dim", None) != 0 for place in cut):
                 raise ConfigError(
                     f"train.pruning.structured: outputs of {name} are cut over ranks; set it to false, or use fsdp"
@@ -75,7 +75,7 @@ class Pruning:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """After a step of the optimizer, whose momentum would bring weights back."""
+        """Set the pruned weights to 0 again after a step, since momentum would bring them back."""
         self._step += 1
         due = level(self._config, self._step)
         if due > self._level:
@@ -86,12 +86,12 @@ class Pruning:
 
     @torch.no_grad()
     def mask(self, others: Mapping[Tensor, Tensor]) -> None:
-        """The same weights become 0 in ``others``, which holds a tensor for each parameter."""
+        """Set the same weights to 0 in ``others``, which holds a tensor for each parameter."""
         for tensor, mask in self._masks.items():
             others[tensor].mul_(mask)
 
     def sparsity(self) -> float:
-        """The part of the weights that is pruned now; every rank calls it, the host waits."""
+        """Return the part of the weights that is pruned now. Every rank calls it, and the host waits."""
         masks = {weight: self._masks[weight] for weight in self._weights}
         counts = {weight: torch.stack([mask.sum(), torch.ones_like(mask).sum()]) for weight, mask in masks.items()}
         like = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -106,7 +106,7 @@ class Pruning:
         return {f"optimizer/mask/{self._names[tensor]}": mask for tensor, mask in self._masks.items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """``values`` may hold the step that comes next, from which the schedule goes on."""
+        """Continue from a checkpoint. ``values`` may hold the next step, from which the schedule goes on."""
         found, step = values.get(_LEVEL, 0.0), values.get("step", self._step)
         assert isinstance(found, (int, float))
         assert isinstance(step, int)
@@ -115,6 +115,7 @@ class Pruning:
     # ---------------------------------------------------------------------------------------------- the threshold
 
     def _prune(self, part: float) -> None:
+        # One group of scores for the whole model, or one for each layer where whole outputs are pruned.
         scores = {weight: self._score(weight) for weight in self._weights}
         groups = {weight: number if self._config.structured else 0 for number, weight in enumerate(scores)}
         highest = self._highest_pruned(scores, groups, part)
@@ -125,26 +126,28 @@ class Pruning:
                 self._masks[self._biases[weight]].copy_(stays)
 
     def _score(self, weight: Tensor) -> Tensor:
-        """Of each weight its magnitude, or of each output (the first dimension) its norm, as ordered integers."""
+        """Return each weight's magnitude, or the norm of each output (the first dimension), as ordered integers."""
         part = local(weight).float()
         magnitudes = part.flatten(1).norm(dim=1) if self._config.structured else part.abs()
         return magnitudes.contiguous().view(torch.int32)
 
     def _highest_pruned(self, scores: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int], part: float) -> Tensor:
-        """Of each group the k-th smallest score for k = ``part`` of them, (groups,) int64; -1 where k is 0.
+        """Return each group's k-th smallest score, for k = ``part`` of its scores.
 
-        It is the largest number below which there are fewer than k scores.
+        The result is (groups,) int64, -1 if k is 0. The k-th smallest is the largest number below which there are fewer
+        than k scores.
         """
         above_all = torch.full((max(groups.values(), default=0) + 1,), 2**_BITS - 1, device=self._device)
         wanted = (self._below(above_all, scores, groups) * part).round().long()
         found = torch.zeros_like(above_all)
+        # From the highest bit down: keep a bit if fewer than k scores lie below the number with it.
         for bit in reversed(range(_BITS)):
             tried = found | (1 << bit)
             found = torch.where(self._below(tried, scores, groups) < wanted, tried, found)
         return torch.where(wanted > 0, found, -1)
 
     def _below(self, limits: Tensor, scores: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int]) -> Tensor:
-        """How many scores of each group are smaller than its limit, over all ranks; like ``limits`` int64."""
+        """Return the number of scores below their group's limit, over all ranks; int64 like ``limits``."""
         counts = {weight: torch.zeros_like(limits) for weight in scores}
         for weight, score in scores.items():
             counts[weight][groups[weight]] = (score < limits[groups[weight]]).sum()
@@ -152,6 +155,6 @@ class Pruning:
 
 
 def _count(layers: Mapping[str, nn.Module], total: Total | None, device: torch.device) -> int:
-    """How many there are, on all ranks that hold other parts of the model: one of them may have none."""
+    """Return the number of layers on all ranks that hold other parts of the model. One of them may have none."""
     count = torch.tensor(len(layers), device=device)
     return int(count if total is None else total(count))

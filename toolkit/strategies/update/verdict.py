@@ -1,4 +1,4 @@
-"""Which steps are left out: decided on the device, equal on all ranks, and the host waits for nothing.
+"""Which steps are skipped. The device decides, equally on all ranks, and the host waits for nothing.
 
 All ranks decide alike without asking each other, because they decide by the norm of the whole gradient: a NaN in one
 rank's loss is a NaN in every rank's gradient once it is summed.
@@ -12,34 +12,36 @@ from torch import Tensor
 from toolkit.dist.state import Entry, Replicated
 
 MADE, NOT_FINITE, SPIKE, OVERFLOW = 0, 1, 2, 3
-#: Why a step was left out.
+#: Why a step was skipped.
 WHY = {
     NOT_FINITE: "its gradient is not finite",
     SPIKE: "its gradient is far larger than those before it (train.spike_factor)",
     OVERFLOW: "fp16 overflowed, the loss scale is halved",
 }
-#: How much of the moving average of the norms stays with each step that is made: it looks back about 100 of them.
+#: The factor by which older norms lose weight with each step that is made. Their average looks back about 100 steps.
 DECAY = 0.99
-#: No step is a spike before so many have been made: the first norms of a training are unlike the later ones.
+#: The number of steps made before one can be a spike. The first norms of a training are unlike the later ones.
 WARM_UP = 20
 _ENOUGH = (1 - DECAY ** (WARM_UP - 0.5)) / (1 - DECAY)
 
 
 class Judge:
-    """``factor`` is ``train.spike_factor``; None: only what is not finite is left out."""
+    """Decides whether to skip a step. ``factor`` is ``train.spike_factor``; None: skip only what is not finite."""
 
     def __init__(self, factor: float | None, device: torch.device) -> None:
         self._factor = factor
-        #: Sum of the norms of the steps made, and of their weights: what is old weighs less.
+        #: The sum of the norms of the steps made, and of their weights; older steps weigh less.
         self._norms = torch.zeros(2, dtype=torch.float64, device=device)
 
     def verdict(self, norm: Tensor) -> Tensor:
-        """One of the numbers above for a step whose gradient has this ``norm``, a uint8 scalar on the device."""
+        """Return the verdict (MADE, ...) on a gradient with this ``norm``, a uint8 scalar on the device."""
         why = torch.where(norm.isfinite(), MADE, NOT_FINITE)
         if self._factor is not None:
+            # A spike: the norm is more than ``factor`` times the mean of the norms so far, total / weight.
             total, weight = self._norms
             is_spike = (weight > _ENOUGH) & (norm * weight > self._factor * total)
             why = torch.where((why == MADE) & is_spike, SPIKE, why)
+            # Only steps that are made enter the mean.
             grown = self._norms * DECAY + torch.stack([norm, torch.ones_like(norm)])
             self._norms.copy_(torch.where(why == MADE, grown, self._norms))
         return why.to(torch.uint8)
@@ -49,7 +51,7 @@ class Judge:
 
 
 class LossScale:
-    """fp16's loss scale: what torch.amp.GradScaler does, by its own kernel, with its own constants."""
+    """fp16's loss scale. It does what torch.amp.GradScaler does, with its kernel and its constants."""
 
     FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
@@ -58,11 +60,11 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def explained(self, why: Tensor) -> Tensor:
-        """``why``, but that what is not finite may be so because of the scale, as long as this is above 1."""
+        """Return ``why``, with OVERFLOW for NOT_FINITE while the scale is above 1 and may be the cause."""
         return torch.where((why == NOT_FINITE) & (self.value > 1), OVERFLOW, why).to(torch.uint8)
 
     def update(self, why: Tensor) -> None:
-        """Halve it after an overflow, double it after ``INTERVAL`` steps without one; a spike is neither."""
+        """Halve the scale after an overflow, double it after ``INTERVAL`` steps without one; a spike is neither."""
         overflow = ((why == NOT_FINITE) | (why == OVERFLOW)).float()
         torch._amp_update_scale_(self.value, self._clean_steps, overflow, self.GROWTH, self.BACKOFF, self.INTERVAL)
 
