@@ -1,4 +1,4 @@
-"""How a model lies on the ranks: the one thing in which ddp, fsdp, zero and tensor differ."""
+"""How a model lies on the ranks, which is all in which ddp, fsdp, zero and tensor differ."""
 
 from __future__ import annotations
 
@@ -17,58 +17,64 @@ from toolkit.strategies.protocol import ModelFactory
 
 
 class Layout(Protocol):
-    """Puts the model in its place; what a pass through it then sends is its own business.
+    """Puts the model on the ranks and decides what a pass through it sends.
 
-    What a layout that inherits it does not say is that there is nothing: see the methods with a body.
+    A layout inherits this class. The methods with a body are the defaults: there is nothing to do.
     """
 
-    #: The part of each global batch that this rank works on; known before the model is.
+    #: The part of each global batch that this rank works on. It is known before the model is.
     share: Share
 
-    #: Every forward pass waits for the other ranks, so that all must make equally many of them.
+    #: True if every forward pass waits for the other ranks, so that all must make equally many of them.
     passes_are_joint: bool
 
-    #: Whether what this rank finds counts in sums over all ranks: of those that work on one share together, one does.
+    #: True if this rank's values count in sums over all ranks. Of the ranks that work on one share together, one
+    #: counts.
     counts: bool
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
-        """The model on the device, laid out, with rank 0's weights; names are those of ``make()``. Every rank calls.
+        """Return the model on the device, laid out, with rank 0's weights. Every rank calls it.
 
-        ``trial`` passes a few samples through a model.
+        Names are those of ``make()``. ``trial`` passes a few samples through a model.
         """
 
     def compare(self) -> None:
-        """Raise ConfigError, on all ranks, where the model does something else than the whole one would. All call it,
-        once buffers are equal."""
+        """Raise ConfigError, on all ranks, if the model computes something else than the whole one would.
+
+        All ranks call it, once buffers are equal.
+        """
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass whose backward pass sums the gradients over the ranks and divides by their number."""
+        """Make a pass whose backward pass sums the gradients over the ranks and divides by their number."""
 
     def without_sync(self) -> AbstractContextManager[object]:
-        """Passes in it only add to the gradients of this rank, for one outside of it that follows."""
+        """Let passes inside it only add to this rank's gradients. A pass outside of it follows."""
 
     def average(self) -> None:
-        """After the last backward pass of a step: average the gradients, as far as the pass has not."""
+        """Average the gradients after a step's last backward pass, as far as that has not."""
         return
 
     def state(self) -> dict[str, Entry]:
-        """What a resume needs beside weights, buffers and the optimizer's state."""
+        """Return what a resume needs besides weights, buffers and the optimizer's state."""
         return {}
 
     def uncut(self, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-        """What :func:`entry` gives, named as in a checkpoint, where the parts' places follow from the layers' cut."""
+        """Return ``entries`` with the places of their parts, where these follow from the layers' cut.
+
+        ``entries`` are made by :func:`entry` and named as in a checkpoint.
+        """
         return entries
 
     def figures(self) -> Mapping[str, float]:
-        """See ``Strategy.figures``; asked once more after priming, whose figures are nobody's."""
+        """Return the figures, see ``Strategy.figures``. Called once more after priming, whose figures are dropped."""
         return {}
 
     def precision(self) -> AbstractContextManager[object]:
-        """What passes and the losses are computed in."""
+        """Set the precision in which passes and the losses are computed."""
 
     def rest(self) -> None:
-        """After passes without a backward pass: the model's parameters are again those that the optimizer has."""
+        """Give the model the parameters that the optimizer has, after passes without a backward pass."""
         return
 
 
@@ -76,32 +82,32 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Passes that compute as ``train.precision`` says, with weights in fp32."""
+    """Compute passes inside it as ``train.precision`` says, with weights in fp32."""
     half = _HALVES.get(precision)
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that lies on this rank, live and without a gradient's history."""
+    """Return the part of ``tensor`` that lies on this rank, live and without a gradient's history."""
     plain = tensor.detach()
     return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
 def entry(tensor: Tensor) -> Replicated | Sharded:
-    """The live ``tensor`` as a checkpoint stores it."""
+    """Return the live ``tensor`` as a checkpoint stores it."""
     if not isinstance(tensor, DTensor):
         return Replicated(tensor)
     if all(placement.is_replicate() for placement in tensor.placements):
         return Replicated(local(tensor))
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part stands
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part is
     return Sharded(local(tensor), tuple(tensor.shape), tuple(chunk.offsets), _is_copy(tensor))
 
 
 def _is_copy(tensor: DTensor) -> bool:
-    """Whether another rank's part counts as the original of ours.
+    """True if another rank's part counts as the original of ours.
 
-    Of equal rows of ranks (a mesh covers one of them, and the others have meshes of their own) it is the one with rank
-    0; in it, along each dimension of copies, the first.
+    Rows of ranks may be equal: a mesh covers one row, and the others have meshes of their own. The original is in the
+    row with rank 0, and there the first along each dimension of copies.
     """
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()

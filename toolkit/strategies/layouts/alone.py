@@ -1,4 +1,4 @@
-"""A model that sends nothing: a replica that goes its own way between two meetings (local SGD), or nn.DataParallel."""
+"""A model that sends nothing: a replica between two meetings of local SGD, or nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = logs.get(__name__)
 class Alone(Replicas):
     """See :class:`~.Layout`. The first weights are rank 0's; gradients are each rank's own."""
 
-    _passes: nn.Module  #: what passes go through
+    _passes: nn.Module  #: the model as passes call it: wrapped, or itself
 
     def __init__(
         self, session: Session, *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **passes: Any
     ) -> None:
-        """``passes``: how they are made, see Replicas."""
+        """Take a wrapper for the model; ``passes`` says how passes are made, see Replicas."""
         super().__init__(session, **passes)
         self._wrap = wrap
 
@@ -45,13 +45,14 @@ class Alone(Replicas):
         return nullcontext()
 
     def average(self) -> None:
-        """Nothing is averaged."""
+        """Do nothing: no gradient is averaged."""
 
 
 def data_parallel(session: Session, *, precision: str, compile: bool, recompute: bool) -> Alone:
-    """``nn.DataParallel``: one process, whose threads hand each of its GPUs a part of every batch.
+    """Return the layout of ``nn.DataParallel``: one process gives each of its GPUs a part of every batch.
 
-    Raises ConfigError for several ranks, and for what does not live through the copies that it makes of the model.
+    Each GPU has a thread. Raises ConfigError for several ranks, and for settings that do not work on the copies that it
+    makes of the model.
     """
     if session.world_size > 1:
         raise ConfigError(

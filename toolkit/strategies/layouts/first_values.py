@@ -1,8 +1,7 @@
 """The first weights of a model that lies in parts: rank 0's, bit for bit those of the same model on one process.
 
-Only rank 0 makes the model, in host memory; the others make it without memory (torch's ``meta`` device) and receive
-their parts, one tensor at a time. Letting each rank draw its own part would need to know in which order any model
-draws.
+Only rank 0 makes the model, in host memory. The others make it without memory (torch's ``meta`` device) and receive
+their parts, one tensor at a time. If each rank drew its own part, it would have to know in which order any model draws.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ log = logs.get(__name__)
 
 
 def made(make: ModelFactory) -> nn.Module:
-    """``make()`` on rank 0; elsewhere without memory, if that is possible."""
+    """Return ``make()`` on rank 0; elsewhere the model without memory, if that is possible."""
     return make() if dist.get_rank() == 0 else without_memory(make)
 
 
 def without_memory(make: ModelFactory) -> nn.Module:
-    """``make()`` on the meta device; for real where its constructor needs the values of tensors."""
+    """Return ``make()`` on the meta device, or for real if its constructor needs the values of tensors."""
     try:
         with torch.device("meta"):
             model = make()
@@ -36,7 +35,7 @@ def without_memory(make: ModelFactory) -> nn.Module:
         if not stray:
             return model
         reason = f"{listing(stray, 3)}: tensors that are neither parameters nor buffers"
-    except Exception as error:  # whatever a model's constructor makes of tensors without values
+    except Exception as error:  # any constructor may fail in its own way on tensors without values
         reason = f"{type(error).__name__}: {error}"
     log.warning("each rank makes the whole model in host memory first, for it cannot be made without (%s)", reason)
     return make()
@@ -55,14 +54,15 @@ def hand_out(
 ) -> None:
     """Fill the parameters of ``model``, which lies in parts or as copies, from rank 0's ``whole`` ones.
 
-    One after the other, each sent whole: so a rank that has room for the largest one has room for this, however the
-    parts are cut. On the other ranks only the names in ``whole`` count. ``uncut``: see ``Layout.uncut``.
+    They are sent one after the other, each whole. So a rank that has room for the largest one has room for this,
+    however the parts are cut. On the other ranks only the names in ``whole`` count. ``uncut``: see ``Layout.uncut``.
     """
     for name, parameter in model.named_parameters():
         sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if dist.get_rank() == 0:
             sent.copy_(whole[name])
         dist.broadcast(sent, 0)
+        # A fused parameter lies in several pieces; each is copied from its place in the whole one.
         mine = uncut({f"model/{name}": entry(parameter)})[f"model/{name}"]
         pieces = mine.pieces() if isinstance(mine, Sharded) else [(local(parameter), (0,) * sent.ndim)]
         for value, offsets in pieces:

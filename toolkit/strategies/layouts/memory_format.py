@@ -1,8 +1,8 @@
 """channels_last: images and the weights of convolutions with the channel as the innermost dimension in memory.
 
-Most convolutions for GPUs with tensor cores, and oneDNN's for CPUs, want it so and would convert each time. Shapes,
-names and results (to rounding) stay, and a checkpoint does not know of it: tensors are written in the order of their
-dimensions.
+Most convolutions for GPUs with tensor cores, and oneDNN's for CPUs, want this layout and would convert each time.
+Shapes, names and results (to rounding) stay. A checkpoint does not depend on it: tensors are written in the order of
+their dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logs.get(__name__)
 
 
 def use_channels_last(model: nn.Module) -> None:
-    """Lay out ``model``'s parameters of four dimensions so, and each input of four dimensions when it comes."""
+    """Lay out ``model``'s parameters of four dimensions channels-last, and each such input when it arrives."""
     model.to(memory_format=torch.channels_last)
     if not any(parameter.ndim == 4 for parameter in model.parameters()):
         log.warning("train.channels_last changes nothing: this model has no weights of four dimensions")

@@ -1,7 +1,7 @@
 """Which layers a group of ranks computes together, and how each is cut: `strategy.tensor_plan`, or the model's own.
 
-A plan maps names of layers, in which ``*`` stands for anything between two dots (``blocks.*.attend``), to a style. They
-are those of Megatron-LM (https://arxiv.org/abs/1909.08053) by torch's ``parallelize_module``:
+A plan maps names of layers to a style; in them ``*`` stands for anything between two dots (``blocks.*.attend``). The
+styles are those of Megatron-LM (https://arxiv.org/abs/1909.08053), by torch's ``parallelize_module``:
 
 * ``colwise``: a rank computes some of a Linear's outputs, and what follows works on these: whole heads, hidden units.
 * ``colwise:3``: the same for a Linear whose outputs are three things in a row (q, k and v; gate and up are two): a rank
@@ -11,9 +11,9 @@ are those of Megatron-LM (https://arxiv.org/abs/1909.08053) by torch's ``paralle
 * ``gathered``: like ``colwise``, but every rank gets all outputs: a model's last layer.
 * ``sequence``: not cut. With `strategy.sequence_parallel` such a layer (a norm, dropout) works on a part of each
   sequence (https://arxiv.org/abs/2205.05198): inputs are (n, length, width), and between ``rowwise`` and ``colwise``
-  each rank has its part of the length. Without it, such a layer works on the whole, on every rank alike.
+  each rank has its part of the length. Without it, such a layer works on the whole sequence, on every rank alike.
 
-A model carries its own plan as an attribute ``tensor_plan``; a plan in the config takes its place. Without any, every
+A model carries its own plan as an attribute ``tensor_plan``; a plan in the config replaces it. Without any plan, every
 plain Linear is ``gathered``: right whatever the model does with it, but slower than a plan.
 """
 
@@ -41,9 +41,10 @@ from toolkit.strategies.layouts import local
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import TOLERANCE, TOLERANCE_BF16, WholePass
 
-#: What models call their number of heads, by which no part of a layer may be cut in two.
+#: Attributes with which models name their number of heads. No part of a layer may cut a head in two.
 HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")
-#: The length of a sequence is the last dimension but one of what layers get: of (n, length, width) and (length, width).
+#: The dimension of a sequence's length in the layers' inputs: the last but one of (n, length, width) and (length,
+#: width).
 _LENGTH = -2
 
 log = logs.get(__name__)
@@ -51,7 +52,10 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """``layers`` is `strategy.tensor_plan`, empty for the model's own; ``sequence`` is `strategy.sequence_parallel`."""
+    """Where the layers are cut.
+
+    ``layers`` is `strategy.tensor_plan`, empty for the model's own; ``sequence`` is `strategy.sequence_parallel`.
+    """
 
     layers: Mapping[str, str]
     sequence: bool = False
@@ -59,15 +63,16 @@ class Plan:
     def cut(self, model: nn.Module, mesh: DeviceMesh | None, trial: TrialPass) -> CutLayers:
         """Let the ranks of the one-dimensional ``mesh`` compute the layers together; parameters keep their names.
 
-        What lies in ``model`` before (nothing, on ``meta``) is not sent to anyone. Rank 0, which has the whole model,
-        first makes the ``trial`` with it. Raises ConfigError for a plan that does not fit the model, or the number of
-        ranks.
+        The values in ``model`` (none, on ``meta``) are not sent. Rank 0, which has the whole model, first makes the
+        ``trial`` with it. Raises ConfigError for a plan that does not fit the model, or the number of ranks.
         """
         assert mesh is not None, "the mesh of strategy.name tensor has this dimension, be it of one rank"
         styles = self._styles(model, mesh.size())
         for name, style in styles.items():
             _refuse(model, name, style, mesh.size())
+        # parallelize_module makes new parameters: shared and frozen ones are noted here and restored below.
         ties, frozen = tied(model), [name for name, p in model.named_parameters() if not p.requires_grad]
+        # The last moment at which rank 0 still has the whole model to compare with.
         cut = CutLayers.before(model, styles, trial, mesh.size(), sequence=self.sequence)
         _refuse_tied(ties, cut.fused)
         for name, style in styles.items():
@@ -76,7 +81,7 @@ class Plan:
             if how is not None:
                 parallelize_module(layer, mesh, how, src_data_rank=None)
         tie(model, ties)
-        for name in frozen:  # torch makes new parameters, some of which would be trained
+        for name in frozen:  # some of torch's new parameters would be trained
             model.get_parameter(name).requires_grad_(False)
         if self.sequence:
             _refuse_whole(model)
@@ -86,7 +91,7 @@ class Plan:
         return cut
 
     def _styles(self, model: nn.Module, ranks: int) -> dict[str, str]:
-        """The style of each layer that is cut, in the model's order; of two patterns the later one wins."""
+        """Return the style of each layer that is cut, in the model's order. Of two patterns the later one wins."""
         layers = self.layers or getattr(model, "tensor_plan", {})
         if not layers:
             return self._without_plan(model, ranks)
@@ -104,7 +109,7 @@ class Plan:
         return {name: found[name] for name, _ in model.named_modules() if name in found}
 
     def _without_plan(self, model: nn.Module, ranks: int) -> dict[str, str]:
-        # no subclass of Linear: torch's attention takes the weights of one without calling it
+        # No subclass of Linear: torch's attention takes the weights of one without calling it.
         found = {name: "gathered" for name, m in model.named_modules() if type(m) is nn.Linear}
         found = {name: style for name, style in found.items() if _outputs(model.get_submodule(name)) >= ranks}
         if self.sequence or not found:
@@ -119,7 +124,7 @@ class CutLayers:
     """The layers that a group of ranks computes together."""
 
     styles: Mapping[str, str]
-    #: Parameters that are cut in several parts: in how many, for how many ranks.
+    #: The parameters that are cut in several parts: the number of parts, and of ranks.
     fused: Mapping[str, tuple[int, int]]
     sequence: bool
     whole: WholePass
@@ -128,7 +133,7 @@ class CutLayers:
     def before(
         cls, model: nn.Module, styles: Mapping[str, str], trial: TrialPass, ranks: int, *, sequence: bool
     ) -> CutLayers:
-        """Look at ``model`` while it is whole."""
+        """Describe the cut of ``model`` while the model is whole."""
         fused: dict[str, tuple[int, int]] = {}
         dimensions: dict[str, int | None] = {}
         for name, style in styles.items():
@@ -136,12 +141,13 @@ class CutLayers:
             kind, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
             if parts > 1:
                 fused |= {f"{name}.{own}": (parts, ranks) for own, _ in layer.named_parameters(recurse=False)}
+            # The dimension of the layer's input of which a rank gets a part; WholePass compares accordingly.
             takes_columns = kind == "rowwise" and isinstance(layer, nn.Linear)
             dimensions[name] = -1 if takes_columns else _LENGTH if sequence else None
         return cls(styles, fused, sequence, WholePass(model, dimensions, trial))
 
     def compare(self, model: nn.Module, mesh: DeviceMesh, *, bf16: bool = False) -> None:
-        """Raise ConfigError, on all ranks, where the cut ``model`` gives other numbers than the whole one."""
+        """Raise ConfigError, on all ranks, if the cut ``model`` computes other numbers than the whole one."""
         found = self.whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
         if found is None:
             return
@@ -161,7 +167,7 @@ class CutLayers:
         )
 
     def uncut(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Say of ``entries`` (``model/<parameter>``, ``optim/<parameter>/<slot>``) which lie in several parts."""
+        """Mark those of ``entries`` (``model/<parameter>``, ``optim/<parameter>/<slot>``) that lie in several parts."""
         return {name: self._uncut(name.partition("/")[2], entry) for name, entry in entries.items()}
 
     def _uncut(self, name: str, entry: Entry) -> Entry:
@@ -179,7 +185,7 @@ def _refuse_tied(ties: list[list[str]], fused: Collection[str]) -> None:
 
 
 def _torch_style(style: str, sequence: bool, embeds: bool) -> ParallelStyle | None:
-    outside = Shard(_LENGTH) if sequence else Replicate()  # what a rank has between the layers that are cut
+    outside = Shard(_LENGTH) if sequence else Replicate()  # what a rank has between cut layers
     into = Replicate() if embeds else outside
     if style == "colwise":
         return ColwiseParallel(input_layouts=into)
@@ -196,7 +202,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The names of what holds parameters, numbers as ``*``."""
+    """Return the names of the modules that hold parameters, with ``*`` for numbers."""
     found = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in found))
 
@@ -209,7 +215,7 @@ def _outputs(layer: nn.Module) -> int:
 
 
 def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
-    """Raises ConfigError where so many ranks cannot cut the layer ``name`` so."""
+    """Raise ConfigError if this number of ranks cannot cut the layer ``name`` in this style."""
     layer = model.get_submodule(name)
     style, parts = tensor_style("strategy.tensor_plan", style, TENSOR_STYLES)
     if style == "sequence":
@@ -229,6 +235,7 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
             f"({type(layer).__name__}, {width})"
         )
     width //= parts
+    # Outputs that are gathered, and an Embedding's rows, may be shared unevenly.
     may_be_uneven = style == "gathered" or (style == "rowwise" and isinstance(layer, nn.Embedding))
     if width < ranks or (width % ranks and not may_be_uneven):
         raise ConfigError(
@@ -256,7 +263,10 @@ def _refuse_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _refuse_whole(model: nn.Module) -> None:
-    """A layer that is not in the plan would get a part of each sequence and a part of its gradient, and nobody knew."""
+    """Raise ConfigError for parameters that are in no pattern of the plan.
+
+    Such a layer would silently get a part of each sequence and a part of its gradient.
+    """
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ConfigError(
@@ -276,16 +286,17 @@ def _refuse_length(ranks: int, model: nn.Module, inputs: tuple[Tensor, ...]) -> 
 
 @torch.no_grad()
 def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raises ConfigError for a parameter that is whole on each rank of a tensor group, with different gradients.
+    """Raise ConfigError for a parameter that is whole on each rank of a group, with different gradients.
 
     It stands between a colwise and a rowwise layer and sees some of the hidden units: the copies would drift apart.
-    Gradients that are nothing but rounding, beside the model's largest, may differ.
+    Gradients that are only rounding, compared with the model's largest, may differ.
     """
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     largest = max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
     for name, parameter in model.named_parameters():
         if parameter.grad is None or _is_cut(parameter):
             continue
+        # max(g) + max(-g) over the ranks is the largest difference between their gradients: one collective a parameter.
         mine = local(parameter.grad).to(mesh.device_type)
         both = torch.stack([mine, -mine])
         dist.all_reduce(both, dist.ReduceOp.MAX, mesh.get_group())
@@ -297,7 +308,7 @@ def refuse_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _is_cut(parameter: Tensor) -> bool:
-    """Whether it belongs to a layer in the plan, by its mesh; others have none, or the data's."""
+    """True if it belongs to a layer in the plan, by its mesh. Other parameters have no mesh, or the data's."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
@@ -305,7 +316,7 @@ def _is_cut(parameter: Tensor) -> bool:
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -313,7 +324,7 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Make one parameter of each group of names again. Raises ConfigError where the layers are cut in two ways."""
+    """Make the parameters of each group of names one again. Raises ConfigError if the layers are cut in two ways."""
     for names in ties:
         first, *others = (model.get_parameter(name) for name in names)
         if any(getattr(other, "placements", None) != getattr(first, "placements", None) for other in others):

@@ -1,4 +1,4 @@
-"""ddp: the whole model on every rank, gradients averaged by torch's DistributedDataParallel."""
+"""ddp: the whole model on every rank, with gradients averaged by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import refuse_unused
 from toolkit.strategies.protocol import ModelFactory
 
-#: No broadcast of buffers in every forward pass: see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
+#: No broadcast of buffers in every forward pass, see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
 _KEEP_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -29,9 +29,9 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Replicas(Layout):
-    """See :class:`~.Layout`; DDP's hooks average in the backward pass.
+    """See :class:`~.Layout`. DDP's hooks average in the backward pass.
 
-    No ``static_graph``: wrong, silently, for a model that leaves out layers.
+    ``static_graph`` is not used: it is silently wrong for a model that leaves out layers.
     """
 
     passes_are_joint = False
@@ -49,7 +49,10 @@ class Replicas(Layout):
         channels_last: bool = False,
         find_unused: bool = False,
     ) -> None:
-        """``find_unused``: a parameter that no rank used in a step has a gradient of zero in it."""
+        """Take how passes are made.
+
+        With ``find_unused`` a parameter that no rank used in a step has a gradient of zero in it.
+        """
         self.share = Share(session.rank, session.world_size)
         self._device = session.device
         self._precision = precision
@@ -87,8 +90,11 @@ class Replicas(Layout):
             ) from error
 
     def average(self) -> None:
-        """The backward pass has done it, if every parameter took part. DDP itself complains in the next step, if any:
-        until then weights would be those of this rank's gradients alone."""
+        """Check that every parameter took part: then the backward pass has averaged all gradients.
+
+        With ``find_unused`` unused ones get zeros instead. DDP itself complains only in the next step, if there is one.
+        Until then the weights would be those of this rank's gradients alone.
+        """
         if not self._find_unused:
             refuse_unused(self._ddp.module)
             return

@@ -1,14 +1,14 @@
 """fsdp and zero: each rank keeps 1/N of every parameter, its gradient and its optimizer state (torch's FSDP2).
 
-The parameters of a block are gathered from all ranks for the time in which it computes, and its gradients are summed
-straight into the parts that their owners keep. ``reshard_after_forward`` is the difference between the two: fsdp lets
-go of a block's weights after its forward pass and gathers them again for the backward pass; zero keeps them until then,
-which saves a third of what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
-https://arxiv.org/abs/1910.02054, but that between steps the weights lie sharded in both.)
+The parameters of a block are gathered from all ranks while it computes, and its gradients are summed straight into the
+parts that their owners keep. ``reshard_after_forward`` is the difference between the two. fsdp frees a block's weights
+after its forward pass and gathers them again for the backward pass. zero keeps them until then, which saves a third of
+what is sent and costs the memory of the whole weights. (These are stages 3 and 2 of ZeRO,
+https://arxiv.org/abs/1910.02054, except that between steps the weights lie sharded in both.)
 
-With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts: weights are gathered within
-a copy only, and the summed parts of the gradients then go once through the copies (hybrid sharding). With a plan of
-tensor parallelism the layers are cut first, and what a rank has of them is what is sharded.
+With ``strategy.mesh.replicas`` the ranks form several copies of the model, each in parts. Weights are gathered within a
+copy only, and the summed parts of the gradients are then summed once over the copies (hybrid sharding). With a plan of
+tensor parallelism the layers are cut first, and a rank's part of them is what is sharded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Shards(Layout):
         self._plan = plan
         self._cut: CutLayers | None = None
         self._group: DeviceMesh | None = None  #: the tensor group
-        self._unchecked: DeviceMesh | None = None  #: it, until its gradients have been looked at
+        self._unchecked: DeviceMesh | None = None  #: the same, until its gradients have been checked
         self._offloads = cpu_offload
         self._device = session.device
         self._bf16 = precision == "bf16"
@@ -75,9 +75,10 @@ class Shards(Layout):
         self._reshards = reshard_after_forward
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
-        """Raises ConfigError for a model that cannot be sharded."""
+        """Shard the model. Raises ConfigError for a model that cannot be sharded."""
         mesh = device_mesh(self._session, self._sizes, ("shards",))
         model = made(make)
+        # Rank 0 keeps the whole tensors for hand_out(); cutting and sharding below change the model's parameters.
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
         self._refuse(model)
@@ -88,12 +89,13 @@ class Shards(Layout):
         assert data is not None
         self._shard(model, data)
         if any(tensor.is_meta for tensor in [*whole.values(), *buffers.values()]):
+            # A model made on meta gets its memory only now, as parts.
             self._take_memory(model)
         hand_out(whole, model, self._device, self.uncut)
         return model
 
     def _take_memory(self, model: nn.Module) -> None:
-        """Weights that are offloaded stay in host memory; buffers lie where they are computed with."""
+        """Give the model memory. Offloaded weights stay on the host; buffers lie where they are used."""
         model.to_empty(device="cpu" if self._offloads else self._device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -112,7 +114,7 @@ class Shards(Layout):
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Whole gradients stay on each rank meanwhile; zero keeps the gathered weights, too."""
+        """Keep whole gradients on each rank meanwhile; zero keeps the gathered weights, too."""
         self._model.set_requires_gradient_sync(False)
         self._model.set_reshard_after_backward(self._reshards)
         try:
@@ -122,7 +124,7 @@ class Shards(Layout):
             self._model.set_reshard_after_backward(True)
 
     def average(self) -> None:
-        """The backward pass has done it."""
+        """Check the first gradients of a tensor group; the backward pass has averaged them."""
         if self._unchecked is not None:
             refuse_partial_gradients(self._model, self._unchecked)  # type: ignore[arg-type]
             self._unchecked = None
@@ -131,13 +133,13 @@ class Shards(Layout):
         return nullcontext()
 
     def rest(self) -> None:
-        """The root's weights, and with zero all, would stay gathered until a backward pass."""
+        """Shard the root's weights again, and with zero all: they would stay gathered until a backward pass."""
         for module in self._model.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Each block, then what is left; in this order of recomputing, compiling and sharding they fit together."""
+        """Shard each block, then the rest. Recomputing, compiling and sharding fit together in this order only."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._bf16 else MixedPrecisionPolicy()
         offload = self._offload()
         parts = blocks(model)
@@ -178,7 +180,7 @@ class Shards(Layout):
 
 
 def _across_blocks(model: nn.Module) -> list[str]:
-    """The names of parameters that a block has in common with another one, or with what is no block."""
+    """Return the names of parameters that a block shares with another one, or with no block."""
     owners: dict[nn.Module, int] = {}
     for number, block in enumerate(blocks(model), 1):
         owners |= dict.fromkeys(block.modules(), number)

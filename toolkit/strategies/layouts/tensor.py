@@ -1,7 +1,9 @@
-"""tensor: ranks of a group compute each layer together; with more ranks, copies of such groups (see plan.py, mesh.py).
+"""tensor: ranks of a group compute each layer together.
 
-What makes it right: the ranks of a group get the same samples and the same random numbers, so all that is not cut is
-equal on them, bit for bit, and stays so. Where each sees a part of a sequence only, the gradients of what is not cut
+With more ranks there are copies of such groups (see plan.py, mesh.py).
+
+Why it is right: the ranks of a group get the same samples and the same random numbers, so all that is not cut is equal
+on them, bit for bit, and stays equal. Where each rank sees only a part of a sequence, the gradients of what is not cut
 are parts of a sum, which is taken once a step. Between the copies gradients are averaged after the backward pass, in a
 fixed order. With ``strategy.mesh.shards`` the parts are sharded over ranks as well: that is shards.py with a plan.
 """
@@ -58,7 +60,7 @@ class TensorParallel(Layout):
         self._is_checked = False
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
-        """Raises ConfigError for a plan that does not fit the model."""
+        """Cut the model. Raises ConfigError for a plan that does not fit the model."""
         mesh = device_mesh(self._session, self._sizes, ("tensor",))
         self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
         self._model = model = made(make)
@@ -67,7 +69,7 @@ class TensorParallel(Layout):
         self._cut = self._plan.cut(model, self._mesh, trial)
         if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
             model.to_empty(device=self._device)
-            tie(model, ties)  # which are two parameters now
+            tie(model, ties)  # to_empty() made two of each shared one
         hand_out(whole, model.to(self._device), self._device, self._cut.uncut)
         if self._recompute:
             checkpoint_activations(model)
@@ -86,7 +88,7 @@ class TensorParallel(Layout):
         return self._model(*args, **kwargs)
 
     def without_sync(self) -> AbstractContextManager[object]:
-        """Nothing is sent between the copies before :meth:`average`."""
+        """Change nothing: nothing is sent between the copies before :meth:`average`."""
         return nullcontext()
 
     @torch.no_grad()
@@ -99,13 +101,13 @@ class TensorParallel(Layout):
         if self._replicas is not None:
             group, count = self._replicas.get_group(), self._replicas.size()
             cut = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-            # apart: where parts differ in size, the sums of what is whole would be made in another order on each rank
+            # Cut and whole ones apart: where parts differ in size, each rank would sum the whole ones in another order.
             for same in (cut, [parameter for parameter in parameters if not isinstance(parameter, DTensor)]):
                 gradients = [local(parameter.grad) for parameter in same if parameter.grad is not None]
                 sum_tensors(gradients, group, 1 / count)
 
     def _complete(self, parameters: list[nn.Parameter]) -> None:
-        """Gradients that are parts of a sum, of layers that see a part of each sequence, become that sum."""
+        """Sum gradients that are parts of a sum, in layers that see a part of each sequence."""
         sums: dict[nn.Parameter, Tensor] = {}
         for parameter in parameters:
             gradient = parameter.grad
@@ -117,6 +119,7 @@ class TensorParallel(Layout):
                 sums[parameter] = local(gradient)
             else:  # an Embedding's: torch makes it whole
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
+        # One message for all of them.
         sum_tensors([*sums.values()], self._mesh.get_group())
         for parameter, total in sums.items():
             parameter.grad = DTensor.from_local(total, self._mesh, parameter.placements, run_check=False)  # type: ignore[attr-defined]
