@@ -1,8 +1,8 @@
-"""Messages between pairs of ranks that a dead rank does not disturb: what a parameter server is made of.
+"""Messages between pairs of ranks, which a dead rank does not disturb: the base of the parameter server.
 
 A collective needs every rank. Here each pair of ranks has a connection of its own (gloo's, in a process group made for
-it), one thread for each peer reads from it, and all that comes lies in one queue. So nobody waits for a certain peer, a
-peer's death is one more message, and a send never blocks for long: at its other end somebody always reads.
+it). One thread for each peer reads from it, and all messages go into one queue. So no rank waits for a certain peer,
+and a peer's death is one more message. A send never blocks for long, since the other end always reads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: gloo closes all pairs of a group in which one wait runs out, and a peer may well be silent through a long evaluation;
-#: that a rank hangs is for the supervisor to find out.
+#: gloo closes all pairs of a group if one wait runs out, and a peer may be silent through a long evaluation. Finding a
+#: rank that hangs is the supervisor's task.
 FOREVER = timedelta(days=365)
-#: All ranks leave at about the same time.
+#: The seconds to wait for each peer's last message: all ranks leave at about the same time.
 LEAVE_S = 10.0
 
 
@@ -34,17 +34,17 @@ class Kind(IntEnum):
     REISSUE = 2  #: server to worker: compute the share of a dead one
     SUM = 3  #: to rank 0, which answers SUMMED
     SUMMED = 4
-    SETTLE = 5  #: to rank 0: all steps up to here are done; it answers SETTLED
+    SETTLE = 5  #: to rank 0, which answers SETTLED: all steps up to here are done
     SETTLED = 6
     ASK = 7  #: rank 0 to a worker, which answers BUFFERS
     BUFFERS = 8
     TELL = 9  #: rank 0 to all: values that are equal on all ranks
-    BYE = 10  #: nothing comes after it
+    BYE = 10  #: the sender's last message
     LOST = 11  #: never sent: the sender is dead
 
 
 class Message(NamedTuple):
-    """What came from ``sender``: some ``numbers``, and bytes (n,) uint8 where the kind has any."""
+    """A message from ``sender``: some ``numbers``, and bytes (n,) uint8 if the kind has any."""
 
     kind: Kind
     sender: int
@@ -52,15 +52,15 @@ class Message(NamedTuple):
     payload: Tensor | None = None
 
 
-#: Of a header, beside the kind and the number of bytes that follow: float64, in which counts are exact up to 2**53.
+#: Numbers in a header besides the kind and the number of bytes that follow: float64, exact for counts up to 2**53.
 _NUMBERS = 7
 
 
 class Mail:
-    """One rank's connections to ``peers``; every rank of the default group makes one, for making it is a collective.
+    """One rank's connections to ``peers``. Every rank of the default group makes one: making it is a collective.
 
-    ``on_lost`` is called with the rank of a peer that has died, by a thread, at once; LOST is received after all that
-    the dead one had sent. Only one thread may send, and receive.
+    ``on_lost`` is called with the rank of a peer that has died, at once, by a thread. LOST is received after all that
+    the dead peer had sent. Only one thread may send and receive.
     """
 
     def __init__(self, peers: Iterable[int], on_lost: Callable[[int], None]) -> None:
@@ -76,12 +76,12 @@ class Mail:
         }
 
     def open(self) -> None:
-        """From here on messages are read."""
+        """Start to read messages."""
         for thread in self._threads.values():
             thread.start()
 
     def send(self, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
-        """Returns when the memory of ``payload`` may be used again. Nothing is sent to a dead peer."""
+        """Send a message; return when the memory of ``payload`` may be used again. Nothing is sent to a dead peer."""
         if peer in self._unreachable:
             return
         size = 0 if payload is None else payload.numel()
@@ -91,14 +91,14 @@ class Mail:
             if payload is not None and size:
                 dist.send(payload, peer, group=self.group)
         except RuntimeError:
-            self._unreachable.add(peer)  # the thread that reads from it hears of it as well
+            self._unreachable.add(peer)  # the thread that reads from it gets an error as well
 
     def receive(self) -> Message:
-        """The next message of any peer; those of one peer come in the order in which they were sent."""
+        """Return the next message of any peer. Those of one peer come in the order in which they were sent."""
         return self._queue.get()
 
     def close(self, *, orderly: bool) -> None:
-        """Leave. Peers of a rank that leaves otherwise than ``orderly`` take it for dead."""
+        """Leave. Peers take a rank that leaves without ``orderly`` for dead."""
         if not orderly:
             return
         for peer in self._threads:
@@ -126,11 +126,11 @@ class Mail:
 
 
 def encode(value: Any) -> Tensor:
-    """``value``, which must be JSON, as a payload."""
+    """Return ``value``, which must be JSON, as a payload."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def decode(message: Message) -> Any:
-    """What :func:`encode` was given."""
+    """Return the value that :func:`encode` was given."""
     assert message.payload is not None
     return json.loads(message.payload.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Servers: keep a part of the parameters each, and make of the gradients that come new weights."""
+"""Servers: each keeps a part of the parameters and makes new weights of the gradients that arrive."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Server(Side):
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         super().__init__(session, config, train)
-        self._serving = False  #: in a step; who dies between two is missed when the next one begins
-        self._asked: dict[int, int] = {}  #: the worker that computes a share in place of a dead one
+        self._serving = False  #: in a step; a death between two is handled in the next one
+        self._asked: dict[int, int] = {}  #: the worker that computes a share for a dead one
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         assert self._server is not None
@@ -34,11 +34,11 @@ class Server(Side):
         self._parameters = [p for p, _ in self._exchanged(self._part, self._server)]
         self._place = Flat(self._parameters)
         self._packed: Tensor | None = None
-        self._is_packed = False  #: whether that is the newest weights
+        self._is_packed = False  #: whether that holds the newest weights
         self._version = 0  #: updates done
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        """Returns when a ticket of each share has come for this step; rank 0's loss is that of all."""
+        """Serve one step: return when a ticket of each share has come for it. Rank 0's loss is that of all."""
         self._settled, self._serving = False, True
         self._asked.clear()
         self._reissue()
@@ -51,7 +51,7 @@ class Server(Side):
         raise AssertionError("each mode does it in its own way")
 
     def _is_missing(self, share: int) -> bool:
-        """Whether the ticket of ``share`` in this step has not come."""
+        """True if the ticket of ``share`` in this step has not come."""
         raise AssertionError("each mode knows in its own way")
 
     def _mourn(self, rank: int) -> None:
@@ -60,8 +60,10 @@ class Server(Side):
             self._reissue()
 
     def _reissue(self) -> None:
-        """Have the tickets of this step that dead workers owe computed by others: in turn, and by the same for all
-        servers unless they have heard of different deaths, so that it is computed once."""
+        """Ask living workers for the tickets of this step that dead workers owe, in turn.
+
+        All servers ask the same worker, unless they know of different deaths, so that a ticket is computed once.
+        """
         living = self._living
         for share in range(self._count):
             holder = self._asked.get(share, self._workers[share])
@@ -72,7 +74,7 @@ class Server(Side):
     def _apply(self, gradients: Sequence[Tensor], lr: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient.to(self._device)
-        for parameter in self._part.parameters():  # of no rows here; the optimizer counts their steps all the same
+        for parameter in self._part.parameters():  # no rows here, but the optimizer counts their steps as well
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._update.apply(lr)
@@ -86,12 +88,12 @@ class Server(Side):
         self._mail.send(worker, Kind.WEIGHTS, (self._version,), self._packed)
 
     def _refresh(self) -> None:
-        self._is_packed = False  # a checkpoint may have been read into them
+        self._is_packed = False  # a checkpoint may have been read into the weights
         for worker in self._living:
             self._send_weights(worker)
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        """Nothing is evaluated here."""
+        """Return no sums: a server evaluates nothing."""
         return Sums({}, 0)
 
     def figures(self) -> Mapping[str, float | Tensor]:
@@ -102,12 +104,12 @@ class Server(Side):
 
 
 class SyncServer(Server):
-    """One update a step, of all shares."""
+    """Makes one update a step, of all shares."""
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         super().__init__(session, config, train)
         self._arrived: dict[int, Message] = {}
-        self._folded = 0  #: so many shares of this step are in the sum
+        self._folded = 0  #: the number of this step's shares that are in the sum
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.PUSH:
@@ -122,7 +124,10 @@ class SyncServer(Server):
         return share >= self._folded and share not in self._arrived
 
     def _serve(self, lr: float) -> float:
-        """In the order of the shares, whichever comes first: else the sum would have other last bits each time."""
+        """Add the tickets up in the order of the shares, whichever comes first, and make one update.
+
+        In another order the sum would have other last bits.
+        """
         gradients: list[Tensor] = []
         loss = weight = 0.0
         for share in range(self._count):
@@ -135,6 +140,7 @@ class SyncServer(Server):
                 torch._foreach_add_(gradients, part)
             gradients = gradients or part
             loss, weight = loss + pushed.loss, weight + pushed.weight
+        # The workers divided by the number of samples; the loss may weigh them otherwise.
         factor = _scale(gradients, pushed.assumed / max(weight, 1e-30))
         self._apply(gradients, lr)
         self._folded = 0
@@ -143,21 +149,21 @@ class SyncServer(Server):
 
 
 def _scale(gradients: list[Tensor], factor: float) -> float:
-    """In place, and nothing where it changes nothing."""
+    """Scale the gradients in place; skip a factor that changes nothing."""
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     return factor
 
 
 class AsyncServer(Server):
-    """An update for each ticket."""
+    """Makes an update for each ticket."""
 
     def __init__(
         self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, ahead: int | None
     ) -> None:
         super().__init__(session, config, train)
         self._ahead = ahead
-        self._done = [0] * self._count  #: tickets of each share
+        self._done = [0] * self._count  #: tickets of each share so far
         self._held: set[int] = set()  #: shares whose workers wait for weights
         self._lr = 0.0
         self._loss = 0.0
@@ -177,7 +183,10 @@ class AsyncServer(Server):
         return self._done[share] <= self._n
 
     def _serve(self, lr: float) -> float:
-        """Tickets of later steps, by faster workers, are applied as well, with this step's rate."""
+        """Apply tickets until each share has one for this step.
+
+        Tickets of later steps, by faster workers, are applied as well, with this step's learning rate.
+        """
         self._lr = lr
         while min(self._done) <= self._n:
             self._take(self._mail.receive())
@@ -192,12 +201,13 @@ class AsyncServer(Server):
         self._loss += pushed.loss * factor * pushed.part
         assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"
         self._done[pushed.share] += 1
+        # A ticket that was computed in a dead worker's place makes no worker wait for weights.
         if message.sender == self._workers[pushed.share]:
             self._held.add(pushed.share)
         self._release()
 
     def _release(self) -> None:
-        """Give new weights to those who are not too far ahead."""
+        """Send new weights to the workers that are not too far ahead."""
         slowest = min(self._done)
         for share in sorted(self._held):
             if self._ahead is None or self._done[share] - slowest <= self._ahead:
@@ -205,7 +215,10 @@ class AsyncServer(Server):
                 self._send_weights(self._workers[share])
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """How many updates lay between the weights that a ticket was computed with and those that it changed."""
+        """Return the staleness of tickets.
+
+        It is the number of updates between the weights that a ticket was computed with and those that it changed.
+        """
         if not self._stale:
             return super().figures()
         stale, self._stale = torch.tensor(self._stale), []

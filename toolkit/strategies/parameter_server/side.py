@@ -1,4 +1,4 @@
-"""What servers and workers have in common: who is there, the messages, the state."""
+"""What servers and workers have in common: which ranks are there, the messages, the state."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from toolkit.strategies.update import Update
 
 
 class Side:
-    """See :class:`~toolkit.strategies.protocol.Strategy`; the rest of it servers and workers do each in their way."""
+    """The common part of servers and workers; see :class:`~toolkit.strategies.protocol.Strategy`."""
 
     round_steps = 1
     evaluates_together = False
 
     _mail: Mail
-    _model: nn.Module  #: on a worker the whole one; on a server its part
-    _part: nn.Module  #: this rank's part of the parameters: a worker's have no rows
+    _model: nn.Module  #: on a worker the whole model; on a server its part
+    _part: nn.Module  #: this rank's part of the parameters; a worker's have no rows
     _update: Update
     _cuts: dict[str, Cut]
     _by_parameter: dict[Tensor, Cut]
@@ -48,11 +48,11 @@ class Side:
         self._rank = session.rank
         self._servers = range(config.servers)
         self._workers = range(config.servers, session.world_size)
-        self._count = len(self._workers)  #: of shares: all of them are computed, whoever lives
+        self._count = len(self._workers)  #: of shares; all are computed, even after deaths
         self._keeps_own = config.mode == "sync"  #: whether a worker's weights are the newest after each step
         self._device = session.device
         self._server = self._rank if self._rank in self._servers else None
-        #: Who has died, as far as the messages before it are dealt with: what a dead worker had sent still counts.
+        #: Ranks that have died, by the messages handled so far: what a dead worker had sent before still counts.
         self._gone: set[int] = set()
         self._waiting: defaultdict[Kind, deque[Message]] = defaultdict(deque)
         self._again: Again | None = None
@@ -63,7 +63,7 @@ class Side:
 
     @property
     def expendable(self) -> frozenset[int]:
-        """The workers."""
+        """Return the workers."""
         return frozenset(self._workers)
 
     # ------------------------------------------------------------------------------------------------------ building
@@ -71,9 +71,13 @@ class Side:
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Raises ConfigError, on all ranks, when a worker would have no sample or a parameter no gradient, and when the
-        optimizer keeps something that cannot be cut like a parameter."""
+        """Build this rank's side.
+
+        Raises ConfigError, on all ranks, if a worker would have no sample or a parameter no gradient, or if the
+        optimizer keeps something that cannot be cut like a parameter.
+        """
         refuse_learnt(objective, "parameter_server")
+        # Connections first, since making them is a collective. Messages are read only once all ranks agree.
         peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
         self._mail = Mail(peers, self._noticed)
         made = in_training(model().to(self._device))
@@ -84,19 +88,23 @@ class Side:
         self._part = cuts.shadow(made, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
         self._update = Update(self._part, optimizer(self._part), self._train)
+        # Checks raise on single ranks; _agree() raises the first refusal on all of them.
         checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, objective, sample)
         self._agree([self._refusal(check) for check in checks])
         self._mail.open()
 
     def _talks_to(self, rank: int) -> bool:
-        """Servers have a connection to everybody, workers to the servers."""
+        """True if this rank has a connection to ``rank``. Servers have one to every rank, workers to the servers."""
         return rank != self._rank and (self._server is not None or rank in self._servers)
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         raise AssertionError("each side does it in its own way")
 
     def _refuse(self) -> None:
-        """Every server has the scalars; asynchronous updates in another order would make them drift apart."""
+        """Refuse scalars if several servers update asynchronously.
+
+        Every server has them, and updates in another order would make them differ.
+        """
         scalars = [name for name, p in self._part.named_parameters() if p.requires_grad and not p.ndim]
         if scalars and len(self._servers) > 1 and not self._keeps_own:
             raise ConfigError(
@@ -109,7 +117,7 @@ class Side:
             self._entries()
         except ConfigError:
             raise
-        except Exception as error:  # whatever an optimizer makes of a parameter of no rows
+        except Exception as error:  # any optimizer may fail in its own way on no rows
             raise ConfigError(
                 "optim.name: this optimizer does not work on a part of the parameters "
                 f"({type(error).__name__}: {error}); use another one, or ddp"
@@ -124,7 +132,7 @@ class Side:
         return None
 
     def _agree(self, refusals: Sequence[str | None]) -> None:
-        """Raise what was refused on any rank on all of them: the others would wait for that rank's messages."""
+        """Raise on all ranks what was refused on any: the others would wait for that rank's messages."""
         found: list[Any] = [None] * self._session.world_size
         dist.all_gather_object(found, list(refusals), group=self._mail.group)
         said = [text for texts in found for text in texts if text is not None]
@@ -132,34 +140,34 @@ class Side:
             raise ConfigError(said[0])
 
     def _exchanged(self, model: nn.Module, server: int) -> list[tuple[nn.Parameter, tuple[int, int] | None]]:
-        """Of the parameters of ``model`` those that concern ``server``, with its rows; None: the whole of it."""
+        """Return the parameters of ``model`` that concern ``server``, with its rows; None: all rows."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         placed = [(p, self._cuts[name].rows(server) if name in self._cuts else None) for name, p in trained]
         return [(p, rows) for p, rows in placed if rows is None or rows[0] < rows[1]]
 
     def split_data(self) -> None:
-        """Statistics stay those of the first worker that lives: workers do not hear of each other."""
+        """Do nothing: statistics stay those of the first living worker, since workers do not communicate."""
 
     def begin(self, step: int, again: Again) -> None:
-        """The step is the ticket's number, by which another worker can ask for its samples."""
+        """Keep the step: it is the ticket's number, by which another worker can ask for its samples."""
         self._n, self._again = step, again
 
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _noticed(self, rank: int) -> None:
-        """In any thread, at once: a save that waits for a dead rank need wait no longer."""
+        """End a save's wait for a dead worker. Called at once, in any thread."""
         if self._rank == 0 and rank in self._workers:
             self._session.lose(rank)
 
     def _take(self, message: Message) -> None:
-        """Do what a message asks for, or keep it for whoever awaits it."""
+        """Do what a message asks for, or keep it until it is awaited."""
         if message.kind is Kind.LOST:
             self._mourn(message.sender)
         else:
             self._waiting[message.kind].append(message)
 
     def _mourn(self, rank: int) -> None:
-        """Raises ToolkitError for one without whom nothing goes on."""
+        """Note that ``rank`` has died. Raises ToolkitError if the training cannot go on without it."""
         self._gone.add(rank)
         if rank in self._servers:
             raise ToolkitError(f"rank {rank}, a parameter server, is gone; see its log")
@@ -168,17 +176,17 @@ class Side:
 
     @property
     def _living(self) -> list[int]:
-        """The workers that live, as this rank knows at this moment; others may know more, or less."""
+        """Return the living workers, as this rank knows at this moment. Others may know more, or less."""
         return [rank for rank in self._workers if rank not in self._gone]
 
     def _await(self, kind: Kind) -> Message:
-        """The next message of ``kind``; all others are dealt with meanwhile."""
+        """Return the next message of ``kind``; all others are handled meanwhile."""
         while not self._waiting[kind]:
             self._take(self._mail.receive())
         return self._waiting[kind].popleft()
 
     def _gather(self, kind: Kind) -> list[Message]:
-        """Rank 0: a message of ``kind`` from every other rank that lives, in the order of the ranks."""
+        """Return a message of ``kind`` from every other living rank, in rank order. Rank 0 calls it."""
         found: dict[int, Message] = {}
         others = range(1, self._session.world_size)
         while True:
@@ -200,7 +208,7 @@ class Side:
         )
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Over rank 0, which adds what came in the order of the ranks, and says who has died."""
+        """Sum on rank 0, in rank order. Rank 0 tells all ranks the sums, and which ranks have died."""
         own = {name: float(value) for name, value in values.items()}
         if self._rank == 0:
             told = [own, *map(decode, self._gather(Kind.SUM))]
@@ -215,7 +223,7 @@ class Side:
         return dict(total)
 
     def by_rank(self, values: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
-        """A sum in which each rank's values have names of their own."""
+        """Gather by a sum in which each rank's values have names of their own."""
         found = self.sum({f"{self._rank}/{name}": value for name, value in values.items()})
         ranks = range(self._session.world_size)
         return {
@@ -224,12 +232,15 @@ class Side:
         }
 
     def settle(self) -> None:
-        """All have come to here, so every ticket is applied: the newest weights, and the buffers of the first worker
-        that lives, go to all."""
+        """Send the newest weights, and the buffers of the first living worker, to all ranks.
+
+        When all ranks have come to here, every ticket is applied.
+        """
         if self._settled:
             return
         buffers = [*self._part.buffers()]  # the same tensors as the whole model's
         place = Flat(buffers)
+        # Rank 0 waits for all ranks, asks a worker for its buffers and sends them to all.
         if self._rank == 0:
             self._gather(Kind.SETTLE)
             self._copy(place, buffers, self._first_buffers() if buffers else None)
@@ -245,7 +256,10 @@ class Side:
         self._settled = True
 
     def _first_buffers(self) -> Tensor | None:
-        """Rank 0: asks one worker after the other, should they die over it."""
+        """Return the buffers of the first living worker.
+
+        Rank 0 asks one worker after the other, should one die over it.
+        """
         while True:
             asked = self._living[0]
             self._mail.send(asked, Kind.ASK)
@@ -261,17 +275,17 @@ class Side:
             tensor.copy_(value)
 
     def _refresh(self) -> None:
-        """The newest weights to all workers."""
+        """Send the newest weights to all workers."""
         raise AssertionError("each side does it in its own way")
 
     def figures(self) -> Mapping[str, float | Tensor]:
-        """None on a rank that applies no updates."""
+        """Return nothing on a rank that applies no updates."""
         return {}
 
     # --------------------------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Entry]:
-        """Every rank declares everything, a worker with no rows of it. A collective."""
+        """Return the state, which every rank declares in full, a worker with no rows of it. A collective."""
         self.settle()
         entries = self._entries()
         self._equalise(entries)
@@ -297,8 +311,12 @@ class Side:
         return Sharded(value.detach(), cut.shape, cut.offsets(self._server))
 
     def _equalise(self, entries: dict[str, Entry]) -> None:
-        """What is small and equal on all servers (step counts), rank 0's for all: workers do not make the steps."""
+        """Set small values that are equal on all servers (step counts) to rank 0's.
+
+        Workers do not make the steps.
+        """
         small = {name: entry.value for name, entry in entries.items() if self._is_small(name, entry)}
+        # Tensors are filled in place; plain values are replaced in ``entries``.
         tensors = [value for value in small.values() if isinstance(value, Tensor)]
         plain = {name: value for name, value in small.items() if not isinstance(value, Tensor)}
         place = Flat(tensors)
@@ -314,7 +332,7 @@ class Side:
         return isinstance(entry, Replicated) and not name.startswith("model/")
 
     def live(self) -> dict[str, Tensor]:
-        """A worker has weights and buffers, a server parts of weights and the optimizer's state of them."""
+        """Return weights and buffers on a worker; on a server parts of weights and their optimizer state."""
         weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
         return weights | {f"buffers/{name}": value for name, value in self._model.named_buffers()}
 
@@ -324,7 +342,7 @@ class Side:
         self._settled = True
 
     def close(self) -> None:
-        """Leave the others, who take a rank that fails for dead."""
+        """Leave the other ranks. They take a rank that fails for dead."""
         mail = self.__dict__.pop("_mail", None)
         if mail is not None:
             mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))

@@ -1,4 +1,4 @@
-"""A ticket as it is pushed: its numbers, beside the gradient."""
+"""A ticket as it is pushed: its numbers, besides the gradient."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import TypeAlias
 
 from toolkit.strategies.parameter_server.mail import Message
 
-#: Loss, weight, samples, samples of the global batch: see Push.
+#: Loss, weight, samples, samples of the global batch; see Push.
 Told: TypeAlias = tuple[float, float, int, int]
 
 
 @dataclass(frozen=True)
 class Push:
-    """What a worker says of a ticket beside its gradient, which is that of ``loss``."""
+    """What a worker sends with a ticket's gradient, which is that of ``loss``."""
 
     step: int
     share: int
-    version: int  #: of the weights that it was computed with
+    version: int  #: of the weights with which it was computed
     loss: float  #: the sum over its samples, divided by ``assumed``
-    weight: float  #: what that sum weighs; without weights, the number of samples
+    weight: float  #: the weight of that sum; without weights, the number of samples
     samples: int
     assumed: int  #: samples of the global batch
 
     @property
     def part(self) -> float:
-        """Of the global batch."""
+        """Return its part of the global batch."""
         return self.samples / self.assumed
 
     def numbers(self) -> tuple[float, ...]:

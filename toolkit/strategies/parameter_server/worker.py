@@ -1,4 +1,4 @@
-"""Workers: compute the tickets, also those of the dead."""
+"""Workers: compute the tickets, also those of dead workers."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from toolkit.strategies.spmd import compile_errors
 
 
 class Worker(Side):
-    """Has the whole model, of which the servers have the newest weights, and computes gradients."""
+    """Has the whole model and computes gradients. The servers have the newest weights."""
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: bool) -> None:
         super().__init__(session, config, train)
-        self._mine = self._rank - config.servers  #: the share of training
+        self._mine = self._rank - config.servers  #: its share in training
         self._recompute = recompute
         self._versions = dict.fromkeys(self._servers, 0)
         self._again_done: dict[int, tuple[int, dict[int, Tensor], Told]] = {}  #: by share
 
     @property
     def share(self) -> Share:
-        """Of the living: where the training began with a loader of another one, that one stays its own."""
+        """Return its share among the living. A loader that the training began with keeps the share it was made with."""
         living = [rank for rank in self._workers if rank not in self.lost]
         return Share(living.index(self._rank), len(living))
 
@@ -71,7 +71,7 @@ class Worker(Side):
             self._prime(sample)
 
     def _prime(self, sample: Batch) -> None:
-        """One pass that leaves nothing behind: it compiles, and tells which parameters are not used."""
+        """Make one pass that leaves nothing behind: it compiles, and shows which parameters are not used."""
         self._session.activity.phase = PRIMING
         objective, self._objective = self._objective, (checked := CheckedObjective(self._objective, self._train))
         with undone(self._model):
@@ -85,7 +85,7 @@ class Worker(Side):
     # ------------------------------------------------------------------------------------------------------ one step
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        """Compute the ticket, push it, and wait for the weights that its mode has us wait for."""
+        """Compute the ticket, push it, and wait for the weights that the mode requires."""
         assert batch is not None, "build() made sure that every worker has a sample"
         self._settled = False
         told = self._pass(batch)
@@ -98,7 +98,7 @@ class Worker(Side):
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _pass(self, batch: Batch) -> Told:
-        """Leave the gradient in ``.grad``; what else a push says of it, from the loss on."""
+        """Leave the gradient in ``.grad``; return what else a push says of it, from the loss on."""
         batch = batch.to(self._device)
         parts = min(self._train.accumulate, batch.global_count // self._count)
         passes: list[dict[str, Loss]] = []
@@ -118,7 +118,7 @@ class Worker(Side):
         return autocast(self._device, self._train.precision)
 
     def _packed(self, server: int) -> Tensor:
-        """The gradients that concern ``server``, in memory that the next step overwrites."""
+        """Return the gradients that concern ``server``, in memory that the next step overwrites."""
         gradients = [rows_of(p.grad, rows) for p, rows in self._placed[server] if p.grad is not None]
         packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
         return packed
@@ -128,8 +128,10 @@ class Worker(Side):
         self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
 
     def _refresh(self) -> None:
-        """Take new weights from every server, and only when all have come: until then a server may ask for a share of
-        the same step, which needs the old ones."""
+        """Take new weights from every server, only when all have come.
+
+        Until then a server may ask for a share of the same step, which needs the old ones.
+        """
         come = [self._await(Kind.WEIGHTS) for _ in self._servers]
         with torch.no_grad():
             for message in come:
@@ -154,12 +156,13 @@ class Worker(Side):
             super()._take(message)
 
     def _stand_in(self, server: int, step: int, share: int) -> None:
-        """Compute a dead worker's ticket for ``server``; once, if other servers ask for it as well."""
+        """Compute a dead worker's ticket for ``server``; once, even if other servers ask for it as well."""
         assert self._again is not None, "begin() comes before the first step"
         if self._again_done.get(share, (-1,))[0] != step:
             batch = self._again(step, Share(share, self._count))
             with undone(self._model):
                 told = self._pass(batch)
+            # Copies: the next step overwrites the packed gradients, and other servers may ask later.
             payloads = {server: self._packed(server).clone() for server in self._servers}
             self._again_done[share] = step, payloads, told
             self._model.zero_grad()
@@ -176,5 +179,5 @@ class Worker(Side):
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
-    """These rows of it, live; None: all of it."""
+    """Return these rows of it, live; None: all of it."""
     return tensor if rows is None else tensor[rows[0] : rows[1]]
