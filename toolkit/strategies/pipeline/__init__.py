@@ -1,19 +1,20 @@
-"""pipeline: each rank has some of the model's layers, and micro-batches go through the ranks like cars along a belt.
+"""pipeline: each rank has some of the model's layers, and micro-batches pass through the ranks one after the other.
 
 The schedules are torch's: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377) and
 interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages. With p ranks and m
 micro-batches a rank idles (p - 1) / (m + p - 1) of a step, interleaved (p - 1) / (v * m + p - 1) with v stages on each.
 
-Ranks stand ``stages`` x ``replicas``: the ranks of one stage follow each other, so those of a node sum gradients among
-themselves and a pipeline goes from node to node. All ranks of a pipeline hold the same share. Gradients are summed over
-the replicas after the last backward pass.
+The ranks form a grid ``stages`` x ``replicas``. The ranks of one stage are consecutive, so those of a node sum
+gradients among themselves and a pipeline goes from node to node. All ranks of a pipeline hold the same share. Gradients
+are summed over the replicas after the last backward pass.
 
-Shapes must be the same in every micro-batch of a step. Where a share does not divide, shorter ones are filled up with a
-copy of their last sample, whose outputs the criterion never sees: gradients and loss are exact. (A batch norm sees it.)
+Shapes must be the same in every micro-batch of a step. If a share does not divide evenly, shorter ones are filled up
+with a copy of their last sample, whose outputs the criterion never sees: gradients and loss are exact. (A batch norm
+sees it.)
 
-Random numbers. Every stage is seeded alike by the loop, and would drop the same places out. So each pass of a
-micro-batch through a stage has a seed of its own, which follows from the step's, the stage and the micro-batch: it is
-the same in every schedule, and in a resume.
+Random numbers. The loop seeds every stage alike, so all would drop out the same places. Each pass of a micro-batch
+through a stage therefore has a seed of its own, which follows from the step's seed, the stage and the micro-batch. It
+is the same in every schedule, and in a resume.
 """
 
 from __future__ import annotations
@@ -80,19 +81,19 @@ class Pipeline(AllNeeded):
 
     evaluates_together = True
 
-    _model: nn.Module  #: of the whole one, the layers that this rank has
-    _parts: list[_Part]  #: its stages, in the order of the pipeline
+    _model: nn.Module  #: the layers of the whole model that this rank has
+    _parts: list[_Part]  #: this rank's stages, in the order of the pipeline
     _schedule: Any
     _update: Update
     _objective: Objective
-    _outputs: _Shape  #: of the model, for one sample
+    _outputs: _Shape  #: of the whole model, for one sample
     _weighs: bool  #: whether the losses have weights of their own
     _names: tuple[str, ...]  #: of the losses
     _batches: list[Batch]  #: the micro-batches of the step
     _found: dict[int, dict[str, Loss]]  #: the losses of each, on the rank of the last stage
 
     def __init__(self, session: Session, config: StrategyConfig, train: TrainConfig) -> None:
-        """Raises ConfigError when the mesh is not that of the ranks that there are."""
+        """Take this rank's place in the mesh. Raises ConfigError if the mesh does not match the number of ranks."""
         self._config, self._train, self._session = config, train, session
         self._world_size = session.world_size
         sizes = mesh_of(config, session.world_size)
@@ -122,12 +123,16 @@ class Pipeline(AllNeeded):
     def build(
         self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
     ) -> None:
-        """Raises ConfigError when the model cannot be cut, a parameter gets no gradient, or compiling fails."""
+        """Cut the model, take this rank's stages and prime.
+
+        Raises ConfigError if the model cannot be cut, a parameter gets no gradient, or compiling fails.
+        """
         refuse_learnt(objective, "pipeline")
         batch = self._checked(sample)
         mesh = open_mesh(self._session, {"stage": self._ranks, "replica": self._replicas})
         self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")
         self._objective = objective
+        # The smallest share limits the number of micro-batches: each must have a sample.
         smallest = batch.global_count // self._replicas
         self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
         self._size = -(-len(batch) // self._micro_batches)
@@ -159,6 +164,7 @@ class Pipeline(AllNeeded):
         with evaluating(self._model):
             parts = batch.split(min(self._micro_batches, len(batch)))
             outputs = self._pass([self._inputs(measure, part) for part in parts])
+        # Outputs exist on the last stage's rank only; the others measure zeros, to have the same names.
         with self._precision():
             if self._is_last:
                 made = torch.cat(outputs)
@@ -167,7 +173,10 @@ class Pipeline(AllNeeded):
             return measured(measure, lambda *_: nothing, batch).uncounted()
 
     def state(self) -> dict[str, Entry]:
-        """``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective. See :mod:`.scattered`."""
+        """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective.
+
+        See :mod:`.scattered`.
+        """
         self._update.begin()
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
@@ -182,7 +191,7 @@ class Pipeline(AllNeeded):
         return self._update.figures()
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """A collective: of the replicas of a stage the first one has been filled."""
+        """Send what was loaded to all replicas of a stage. A collective: only the first replica has been filled."""
         if self._replicas > 1 and self._ranks > 1:
             broadcast_tensors(self.live().values(), self._first_replica, self._replica_group)
         self._update.loaded(values)
@@ -202,6 +211,7 @@ class Pipeline(AllNeeded):
         for part in self._parts:
             part.begin(seed)
         self.own_time.stop()  # from here on ranks wait for each other
+        # The first stage gets the inputs, the last stage the numbers of the micro-batches, by which _loss() finds them.
         given = [self._inputs(self._objective, each) for each in self._batches] if self._is_first else []
         inputs = (torch.cat([_filled(each, self._size) for each in given]),) if given else ()
         numbers = torch.arange(self._micro_batches) if self._is_last else None
@@ -209,7 +219,10 @@ class Pipeline(AllNeeded):
         return self._complete(batch.global_count)
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Of micro-batch ``number``, as if each sample of the global batch weighed one; also called to probe."""
+        """Return the loss of micro-batch ``number``, as if each sample of the global batch weighed one.
+
+        torch's pipelining also calls it to probe.
+        """
         batch = self._batches[int(number)]
         with self._precision():
             losses = self._objective(lambda *_: outputs[: len(batch)], batch)
@@ -220,7 +233,10 @@ class Pipeline(AllNeeded):
         return sum(others, first)
 
     def _inputs(self, call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
-        """What a loss or a measure gives the model for ``batch``. Raises ConfigError unless that is one tensor."""
+        """Return what a loss or a measure gives the model for ``batch``.
+
+        Raises ConfigError unless that is one tensor.
+        """
         args, kwargs = given_to_model(call, batch) or ((), {})
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             given = [type(value).__name__ for value in args] + [f"{name}=..." for name in kwargs]
@@ -231,7 +247,7 @@ class Pipeline(AllNeeded):
         return args[0]
 
     def _complete(self, samples: int) -> dict[str, Tensor]:
-        """From the gradients of this pipeline to those of the global batch."""
+        """Turn the gradients of this pipeline into those of the global batch; return the mean losses."""
         gradients = self._gradients()
         if self._replicas > 1:
             sum_tensors(gradients, self._replica_group)
@@ -240,6 +256,7 @@ class Pipeline(AllNeeded):
         means = means_of(passes) if passes else nothing
         if not self._weighs:
             return means
+        # Losses with weights of their own: only the last stage's ranks know them, so all ranks sum.
         weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
         weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self._device)
         factor = (samples / sum_across_ranks(weight).clamp(min=1e-30)).float()  # a weight of 0 leaves gradients of 0
@@ -253,7 +270,7 @@ class Pipeline(AllNeeded):
         return autocast(self._device, self._train.precision)
 
     def _equalise_buffers(self) -> None:
-        """See ``Update.equalise``: between the replicas, of which each has other samples."""
+        """Equalize the buffers of the replicas, which have other samples; see ``Update.equalise``."""
         if not self._buffers_equal and self._replicas > 1:
             self._update.equalise(self._first_replica, self._replica_group)
         self._buffers_equal = True
@@ -265,12 +282,12 @@ class Pipeline(AllNeeded):
     # ----------------------------------------------------------------------------------------- forward passes only
 
     def _pass(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs for the inputs of each batch, on the last stage's rank. Micro-batches may differ in size here.
+        """Return the outputs for each batch of inputs, on the last stage's rank. Batches may differ in size here.
 
-        All ranks move in ticks: in each a rank passes one micro-batch through one of its stages and hands the result to
-        the next rank, which takes it in the next tick. A round is as many micro-batches as there are ranks; these go
-        through the first stage of each rank, then through the second. A rank sends and receives in one batch of
-        operations, so that no order in which a backend makes them can block.
+        All ranks move in ticks. In each tick a rank passes one micro-batch through one of its stages and hands the
+        result to the next rank, which takes it in the next tick. A round has as many micro-batches as there are ranks;
+        these go through the first stage of each rank, then through the second. A rank sends and receives in one batch
+        of operations, so that no order in which a backend makes them can block.
         """
         outputs: list[Tensor] = []
         received: Tensor | None = None
@@ -284,21 +301,23 @@ class Pipeline(AllNeeded):
                 if stage == self._count - 1:
                     outputs.append(made)
                     made = None
+            # Every tick, also without a turn: the neighbors may send to this rank or wait for it.
             received = self._exchange(made, self._expected(tick + 1, batches))
         return outputs
 
     def _turn(self, tick: int, batches: int) -> tuple[int, int] | None:
-        """Which stage this rank passes which micro-batch through; None while it has nothing to do."""
+        """Return the stage and the micro-batch of this rank's turn at ``tick``, None if it has none."""
         done = tick - self._place
         if done < 0:
             return None
+        # A round takes ``_count`` ticks of this rank: for each of its stages, all micro-batches of the round.
         finished, inside = divmod(done, self._count)
         lap, number = divmod(inside, self._ranks)
         number += finished * self._ranks
         return (lap * self._ranks + self._place, number) if number < batches else None
 
     def _expected(self, tick: int, batches: Sequence[Tensor]) -> Tensor | None:
-        """Memory for what this rank needs for its turn at ``tick``, unless that is the batch itself."""
+        """Return memory for this rank's input at ``tick``; None if it has no turn or takes the batch itself."""
         turn = self._turn(tick, len(batches))
         if turn is None or turn[0] == 0:
             return None
@@ -321,13 +340,14 @@ class Pipeline(AllNeeded):
         return sample
 
     def _place_model(self, make: ModelFactory, inputs: Tensor) -> None:
-        """This rank's layers on its device, with rank 0's weights; rank 0 alone makes the model with values."""
+        """Put this rank's layers on its device, with rank 0's weights. Only rank 0 makes the model with values."""
         model = made(make)
         refuse_extra_state(model, "a pipeline")
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
         here = next(model.parameters()).device  # the inputs may be on the GPU already
         plan = _agreed(lambda: layers.plan(model, inputs.to(here), self._count, self._config.pipeline.split))
+        # Rank 0 keeps all tensors to send them; every rank, rank 0 as well, then deletes the layers of other ranks.
         whole = layers.tensors(model, plan.kept(range(self._count))) if dist.get_rank() == 0 else {}
         layers.keep(model, plan.kept(self._stages))
         is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -347,7 +367,7 @@ class Pipeline(AllNeeded):
         return part
 
     def _hand_out(self, whole: Mapping[str, Tensor], plan: layers.Plan) -> None:
-        """Rank 0 sends each other rank the tensors of its layers, one at a time."""
+        """Send each other rank the tensors of its layers from rank 0, one at a time."""
         if dist.get_rank():
             for tensor in layers.tensors(self._model, plan.kept(self._stages)).values():
                 arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -372,7 +392,7 @@ class Pipeline(AllNeeded):
         return kind(stages[0], self._micro_batches, **options)
 
     def _prime(self, batch: Batch) -> None:
-        """One pass that leaves its mark on torch's pipeline (and the compiler's cache) only."""
+        """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
         self._activity.phase = PRIMING
         self._weighs, self._names = False, ("",)
         objective, self._objective = (
@@ -390,7 +410,7 @@ class Pipeline(AllNeeded):
         self._update.drop()
 
     def _refuse_random(self, objective: Objective, batch: Batch) -> None:
-        """Refuse a loss that draws random numbers for the model's inputs: the last stage would draw other ones."""
+        """Refuse a loss that draws random numbers for the model's inputs. The last stage would draw other ones."""
         with same_randomness():
             before = random_state()
             self._inputs(objective, batch.part(0, 1))
@@ -403,7 +423,7 @@ class Pipeline(AllNeeded):
             )
 
     def _learn(self) -> None:
-        """What priming showed; every rank hears of every stage. Raises ConfigError, on all ranks alike."""
+        """Tell every rank what priming showed on every stage. Raises ConfigError, on all ranks alike."""
         unused = without_gradient(self._model)
         weighs = any(weight is not None for weight in weights_of([*self._found.values()]))
         told: list[Any] = [None] * self._world_size
@@ -416,7 +436,7 @@ class Pipeline(AllNeeded):
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a tensor, but for the number of samples in its first dimension."""
+    """The shape of a tensor, without the number of samples in its first dimension."""
 
     row: tuple[int, ...]
     dtype: torch.dtype
@@ -438,14 +458,18 @@ class _Part(nn.Module):
         precision: Callable[[], AbstractContextManager[object]],
         device: torch.device,
     ) -> None:
-        """``number`` sets its random numbers apart from those of other stages: as many as there are micro-batches."""
+        """Make a stage of the layers ``chain``.
+
+        ``number`` sets its random numbers apart from those of other stages; stages are as many numbers apart as there
+        are micro-batches.
+        """
         super().__init__()
         self.chain = nn.Sequential(*chain)
         self._number, self._precision, self._device = number, precision, device
         self._seed = 0
 
     def begin(self, seed: int) -> None:
-        """The micro-batches of a step follow, the first one first, in the order of their numbers."""
+        """Begin a step; its micro-batches follow in the order of their numbers."""
         self._seed = seed + self._number
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -465,12 +489,12 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _filled(inputs: Tensor, size: int) -> Tensor:
-    """``inputs`` with copies of its last sample at the end, so that there are ``size``."""
+    """Return ``inputs`` with copies of its last sample at the end, ``size`` samples in all."""
     return torch.cat([inputs, inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])])
 
 
 def _agreed(make: Callable[[], layers.Plan]) -> layers.Plan:
-    """What rank 0 makes, on every rank. Raises its ConfigError on every rank."""
+    """Return what rank 0 makes, on every rank. Raises its ConfigError on every rank."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -485,7 +509,7 @@ def _agreed(make: Callable[[], layers.Plan]) -> layers.Plan:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """The error of a layer itself, which torch's pipelining hides behind one of its own."""
+    """Raise the error of a layer itself, which torch's pipelining hides behind one of its own."""
     try:
         yield
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from toolkit.dist.state import Entry, Replicated, Sharded
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank says of a value that it has: all of it where that is little, else what it looks like."""
+    """A rank's description of a value: the value itself if it is small, else its shape and type."""
 
     value: Any
     shape: tuple[int, ...] | None
@@ -23,11 +23,11 @@ class _Told:
 
 
 def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries that every rank declares, of values that only some have; a collective over all ranks.
+    """Return the entries that every rank declares, for values that only some have. A collective over all ranks.
 
     What all ranks have is `Replicated` as before. A tensor that some have is `Sharded` and whole on the first of them,
-    which writes it; the others declare an empty part, also those that have the same tensor: after a load the first one
-    must send it to these. What has no dimension to be cut, and what is no tensor, all ranks hold a copy of.
+    which writes it. The others declare an empty part, also those that have the same tensor: after a load the first one
+    must send it to these. Of a value without dimensions to cut, or that is not a tensor, all ranks hold a copy.
     """
     whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
     told: list[Mapping[str, _Told]] = [{}] * dist.get_world_size()

@@ -1,11 +1,12 @@
 """A model as a chain of layers, and which of them make up each stage of a pipeline.
 
-A model that can be cut hands one tensor from layer to layer and does nothing else between them. What it does is watched
-in two passes, one in evaluation mode and one as it is trained, so such a model needs no code for it: a layer's only
-argument must be the very tensor that the layer before it returned, and no random number may be drawn between them.
-Layers are the model's children; ``Sequential``, ``ModuleList`` and whatever holds blocks (see :mod:`.blocks`) are
-looked into, a block is not. A stage then calls its layers one after the other, and the other layers are deleted from
-its model: every name stays that of the whole model.
+A model that can be cut hands one tensor from layer to layer and does nothing else between them. That is checked in two
+passes, one in evaluation mode and one in training mode, so such a model needs no code for it. A layer's only argument
+must be the very tensor that the layer before it returned, and no random number may be drawn between them.
+
+Layers are the model's children. ``Sequential``, ``ModuleList`` and modules that hold blocks (see :mod:`.blocks`) are
+opened, a block is not. A stage calls its layers one after the other. The other layers are deleted from its model, so
+every name stays that of the whole model.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from toolkit.strategies.priming import random_state, undone, unused_message
 
 @dataclass(frozen=True)
 class Plan:
-    """The names of the layers of each stage in the order of their calls, and of those that no pass calls."""
+    """The names of each stage's layers in call order, and of the layers that no pass calls."""
 
     stages: tuple[tuple[str, ...], ...]
-    idle: tuple[str, ...]  # they have no parameter to train, and stay with the first stage
+    idle: tuple[str, ...]  # without a parameter to train; they stay with the first stage
 
     def kept(self, stages: Sequence[int]) -> list[str]:
-        """The layers that a rank with these stages has."""
+        """Return the layers that a rank with these stages has."""
         return [name for stage in stages for name in self.stages[stage]] + list(self.idle if 0 in stages else ())
 
 
@@ -49,11 +50,11 @@ class _Call:
 def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> Plan:
     """Cut ``model`` into ``stages`` by its pass over ``inputs``, two samples or more.
 
-    ``split`` names the layers that begin a stage, the first one aside. Without it the largest stage costs as little as
-    can be, counted in floating-point operations of its forward pass and one for each parameter; each has a parameter
-    to train, and a layer without parameters stays with the one before it. Depends on the model and the shape of
-    ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than stages, or shares parameters
-    between them.
+    ``split`` names the layers that begin a stage, except the first one. Without it the cost of the largest stage is as
+    small as possible; a layer costs the floating-point operations of its forward pass and one for each parameter. Each
+    stage has a parameter to train, and a layer without parameters stays with the one before it. The cut depends on the
+    model and the shape of ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than
+    stages, or shares parameters between them.
     """
     calls = _watch(model, inputs, training=False)
     _refuse_other_calls(calls, _watch(model, inputs, training=True))
@@ -72,14 +73,14 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
 
 
 def keep(model: nn.Module, names: Sequence[str]) -> None:
-    """Delete from ``model`` all layers but these."""
+    """Delete from ``model`` all layers except these."""
     for name in set(_layers(model)) - set(names):
         parent, _, leaf = name.rpartition(".")
         del model.get_submodule(parent)._modules[leaf]
 
 
 def tensors(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
-    """The parameters and buffers of these layers, in the order of the model."""
+    """Return the parameters and buffers of these layers, in the order of the model."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if owner(name, layers) is not None}
 
@@ -98,7 +99,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Whether it is a container whose own pass, if it has one, is that of its children."""
+    """True for a container whose own pass, if it has one, is that of its children."""
     kind = type(module)
     if isinstance(module, nn.Sequential):
         return kind.forward is nn.Sequential.forward
@@ -109,7 +110,10 @@ def _only_holds(module: nn.Module) -> bool:
 
 
 class _Watch:
-    """What is handed from layer to layer in one pass. Raises ConfigError where more than that happens."""
+    """Records the calls of layers in one pass.
+
+    Raises ConfigError if more happens than that one tensor is handed from layer to layer.
+    """
 
     def __init__(self, inputs: Tensor, counter: FlopCounterMode, mode: str) -> None:
         self.calls: list[_Call] = []
@@ -149,7 +153,7 @@ class _Watch:
         does = None
         if found is not self._tensor or found._version != self._version:
             does = "computes something"
-        if random_state() != self._random:  # for dropout, for noise, or to leave out layers now and then
+        if random_state() != self._random:  # for dropout, for noise, or to skip layers now and then
             does = "draws random numbers"
         if does is not None:
             raise ConfigError(
@@ -202,7 +206,10 @@ def _before(watch: _Watch, name: str, layer: nn.Module, args: tuple[Any, ...], k
 
 
 def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
-    """``(first call, cost)`` of each layer with parameters to train and the ones without that follow it."""
+    """Return ``(first call, cost)`` of each group of layers.
+
+    A group is a layer with parameters to train and those without that follow it.
+    """
     firsts = [number for number, call in enumerate(calls) if _trains(call.layer)]
     firsts[:1] = [0]
     ends = [*firsts[1:], len(calls)]
@@ -210,14 +217,18 @@ def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
 
 
 def _even_starts(groups: Sequence[tuple[int, int]], stages: int) -> list[int]:
-    """The first call of each stage, so that the largest stage is as small as can be; of such cuts the most even."""
+    """Return the first call of each stage, with the largest stage as small as possible.
+
+    Of several such cuts it is the most even one.
+    """
     if len(groups) < stages:
         raise ConfigError(
             f"strategy.mesh.stages: this model has {len(groups)} layers with parameters to train, too few for {stages} "
             "stages; use fewer stages, or a deeper model"
         )
     costs = [cost for _, cost in groups]
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by the groups that the stages so far hold
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by the number of groups that the stages so far hold
+    # Dynamic programming: the best cut of the first ``end`` groups into stages, one stage more in each turn.
     for stage in range(stages):
         longer: dict[int, tuple[int, int, list[int]]] = {}
         for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
@@ -254,7 +265,7 @@ def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
 
 
 def owner(name: str, layers: Sequence[str]) -> str | None:
-    """The one of ``layers`` that ``name`` is, or stands in."""
+    """Return the one of ``layers`` that ``name`` is, or is inside of."""
     return next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
 
 
