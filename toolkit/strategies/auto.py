@@ -105,6 +105,7 @@ def pick(
     ``memory_bytes`` is what each of the ``ranks`` has.
     """
     found = needs(size, ranks, bf16=bf16, accumulates=accumulates)
+    # One rank has nothing to shard over. fsdp is the last choice, even if its need is too large.
     room = (1 - ROOM) * memory_bytes
     name = "ddp" if ranks == 1 else next((name for name, need in found.items() if need <= room), "fsdp")
     of = " + ".join(
@@ -128,6 +129,7 @@ def _shown(size_bytes: float) -> str:
 
 def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     """Return rank 0's choice, on every rank. A choice that the run made earlier for as many ranks stands."""
+    # The rank with the least memory decides for all.
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
     told = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
@@ -137,6 +139,7 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
 
 def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[str, Any]:
     path = RunDir(session.run_dir).strategy
+    # The run's earlier choice holds for the same number of ranks; another number decides anew.
     kept = records.read_or(path, _KEPT, None)
     if kept is not None and kept["ranks"] == session.world_size:
         return {**kept, "why": f"{kept['why']} (as decided when the run began on so many ranks, see {path.name})"}
@@ -162,6 +165,7 @@ def measure(make: ModelFactory, optimizer: OptimizerFactory) -> Size:
 
 def _slots(model: nn.Module, optimizer: OptimizerFactory, trained: list[nn.Parameter]) -> int:
     try:
+        # A step on meta makes the slots' shapes without memory.
         stepper = optimizer(model)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)

@@ -23,6 +23,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     kinds = Counter(type(child) for child in model.children()) if isinstance(model, _CONTAINERS) else Counter()
     for child in model.children():
+        # Repeated in a container, with children and parameters of its own.
         is_block = (
             kinds[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters())
         )

@@ -45,6 +45,7 @@ class ExtraState:
             return {}
         told: list[Any] = [{name: module.get_extra_state() for name, module in self._modules.items()}]
         dist.broadcast_object_list(told, 0)
+        # Other ranks take rank 0's values, so that all declare equal ones.
         if dist.get_rank():
             for name, value in told[0].items():
                 self._modules[name].set_extra_state(value)
@@ -74,6 +75,7 @@ def refuse_extra_state(model: nn.Module, strategy: str) -> None:
 
 
 def _can_be_stored(value: Any) -> bool:
+    # The value must survive JSON unchanged: a tuple, say, would come back as a list.
     try:
         return isinstance(value, Tensor) or json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError):

@@ -118,11 +118,13 @@ class DiLoCo:
 
     def end(self) -> None:
         for name, weight in self._weights.items():
+            # The way back from the mean to the anchor is the outer gradient; the step is Nesterov's.
             way = self._anchors[name] - weight
             momentum = self._momenta[name].mul_(self._momentum).add_(way)
             weight.copy_(self._anchors[name]).sub_(way.add_(momentum, alpha=self._momentum), alpha=self._lr)
 
     def enter(self, names: Collection[str]) -> None:
+        # Without outer momenta the checkpoint must be from a round's end: the next round begins with its weights.
         self._anchors, self._momenta = {}, {}
         if any(name.startswith(_OUTER) for name in names):
             self._allocate()
@@ -194,6 +196,7 @@ class LocalSgd(Spmd):
             self._inside = True
             if self._step % self.round_steps == 0:
                 self._meet()
+        # Steps before after_steps are ddp's and send a whole gradient.
         elif self.share.count > 1:
             self._sent += self._size_bytes()
         return output
@@ -220,6 +223,7 @@ class LocalSgd(Spmd):
     def enter(self, step: int, names: Collection[str]) -> None:
         self._step = step
         self._inside = self._shows_mean = any(name.startswith(REPLICA) for name in names)
+        # A checkpoint from inside a round has each rank's own weights: make the places for them.
         if self._inside:
             self._own = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         self._round_weight.zero_()

@@ -234,6 +234,7 @@ def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
             continue
         summed = _figure(measure, name, figure, len(batch))
         sums[name] = summed.total.detach()
+        # A figure with a weight of its own has a second entry for it.
         if summed.weight is not None:
             sums[name + WEIGHT] = summed.weight.detach()
     return Sums(sums, len(batch), rows, batch.positions)
@@ -284,7 +285,7 @@ def given_to_model(
 
 
 class TrialPass:
-    """A pass of two samples through a model, called as the objective calls it on a real batch."""
+    """A pass of two samples of a real batch through a model, called as the objective calls it."""
 
     def __init__(self, objective: Objective, batch: Batch, device: torch.device) -> None:
         self._objective, self._batch = objective, batch

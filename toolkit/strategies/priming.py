@@ -106,6 +106,7 @@ class _Kept:
     def put_back(self) -> None:
         self._module.training = self._training
         for kept, place in ((self._buffers, self._module._buffers), (self._tensors, vars(self._module))):
+            # Restore the values in place, and the tensor itself where a pass has replaced it.
             for name, (tensor, before) in kept.items():
                 tensor.detach().copy_(before)
                 place[name] = tensor

@@ -128,6 +128,7 @@ class Compressed(Alone):
         }
         self._error = None
         self._windows += 1
+        # The first window has priming in it, so the second one is judged.
         if self._windows == 2 and self._says:
             self._judge(found)
         return found
@@ -170,6 +171,7 @@ class Compressed(Alone):
         self._packed = {name: p for name, p in named.items() if amounts[name] is not None}
         self._plain = {name: p for name, p in named.items() if amounts[name] is None}
         self._pieces = _pieces(self._packed, amounts, start=0)
+        # top-k sends places as int32.
         size = sum(piece.numel for piece in self._pieces)
         if size >= 2**31:
             raise ConfigError(f"strategy.compression: {size} values are more than 2**31, which places are sent for")

@@ -34,6 +34,7 @@ class Alone(Replicas):
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
+        # DDP would broadcast the first weights; without it nothing else does.
         broadcast_tensors(model.parameters(), source=0)
         self._passes = self._wrap(model)
         return model

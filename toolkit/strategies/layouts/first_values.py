@@ -31,6 +31,7 @@ def without_memory(make: ModelFactory) -> nn.Module:
     try:
         with torch.device("meta"):
             model = make()
+        # A tensor that is a plain attribute gets no values later: only parameters and buffers do.
         stray = [name for module in model.modules() for name, value in vars(module).items() if _is_meta(value)]
         if not stray:
             return model

@@ -56,6 +56,7 @@ def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 def share_of(session: Session, sizes: MeshConfig) -> Share:
     """Return the rank's share. Ranks of one tensor group work on the same samples."""
+    # Consecutive ranks form a tensor group.
     together = _size(sizes, "tensor")
     return Share(session.rank // together, session.world_size // together)
 

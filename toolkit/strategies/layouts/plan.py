@@ -151,6 +151,7 @@ class CutLayers:
         found = self.whole.compare(model, mesh, TOLERANCE_BF16 if bf16 else TOLERANCE)
         if found is None:
             return
+        # The cause lies between the last layer known to agree and the first one that differs.
         layer, before = found
         named = [f"{name} ({self.styles[name]})" for name in [*before, layer] if name in self.styles]
         why = (
@@ -225,6 +226,7 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
             f"strategy.tensor_plan: {name} is a {type(layer).__name__}, and {style} is for Linear and Embedding; "
             "of other layers only sequence is known"
         )
+    # The width of the dimension that is cut.
     if isinstance(layer, nn.Linear):
         width = layer.in_features if style == "rowwise" else layer.out_features
     else:

@@ -63,6 +63,7 @@ class Replicas(Layout):
 
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         model = self._made(make)
+        # DDP also broadcasts rank 0's weights to the other ranks.
         self._ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, find_unused_parameters=self._find_unused, **_KEEP_BUFFERS
         )

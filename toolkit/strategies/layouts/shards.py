@@ -139,7 +139,7 @@ class Shards(Layout):
                 module.reshard()
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard each block, then the rest. Recomputing, compiling and sharding fit together in this order only."""
+        """Shard each block, then the rest. Recomputing, compiling and sharding fit together in this order."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._bf16 else MixedPrecisionPolicy()
         offload = self._offload()
         parts = blocks(model)
@@ -147,6 +147,7 @@ class Shards(Layout):
             checkpoint_activations(model)
         for part in parts or [model] if self._compile else ():
             part.compile()
+        # Blocks first: the root then shards only what no block has.
         for part in parts:
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshards)
         self._model = fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -181,6 +182,7 @@ class Shards(Layout):
 
 def _across_blocks(model: nn.Module) -> list[str]:
     """Return the names of parameters that a block shares with another one, or with no block."""
+    # Number 0 stands for modules outside of blocks.
     owners: dict[nn.Module, int] = {}
     for number, block in enumerate(blocks(model), 1):
         owners |= dict.fromkeys(block.modules(), number)

@@ -66,6 +66,7 @@ class TensorParallel(Layout):
         self._model = model = made(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         ties = tied(model)
+        # The cut replaces parameters in the model; hand_out() below reads the whole ones.
         self._cut = self._plan.cut(model, self._mesh, trial)
         if any(tensor.is_meta for tensor in [*whole.values(), *model.buffers()]):
             model.to_empty(device=self._device)
@@ -95,6 +96,7 @@ class TensorParallel(Layout):
     def average(self) -> None:
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         self._complete(parameters)
+        # Only the first time, since it takes a collective for each whole parameter.
         if not self._is_checked:
             refuse_partial_gradients(self._model, self._mesh)
             self._is_checked = True

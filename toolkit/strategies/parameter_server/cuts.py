@@ -61,6 +61,7 @@ def shadow(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.
 
     An optimizer over it is the optimizer of that part: it knows all parameters by their names, also those of no rows.
     """
+    # deepcopy takes the objects in ``memo`` for copied: buffers and uncut parameters are shared.
     memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, parameter in model.named_parameters():
         memo[id(parameter)] = parameter

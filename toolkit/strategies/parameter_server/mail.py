@@ -87,6 +87,7 @@ class Mail:
         size = 0 if payload is None else payload.numel()
         header = [float(kind), float(size), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
         try:
+            # The header has a fixed size and says how many bytes follow.
             dist.send(torch.tensor(header, dtype=torch.float64), peer, group=self.group)
             if payload is not None and size:
                 dist.send(payload, peer, group=self.group)
@@ -112,6 +113,7 @@ class Mail:
             while (message := self._next(peer)).kind is not Kind.BYE:
                 self._queue.put(message)
         except RuntimeError:
+            # gloo raises when the connection breaks: the peer has died.
             self._on_lost(peer)
             self._queue.put(Message(Kind.LOST, peer))
 

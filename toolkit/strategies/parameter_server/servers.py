@@ -41,6 +41,7 @@ class Server(Side):
         """Serve one step: return when a ticket of each share has come for it. Rank 0's loss is that of all."""
         self._settled, self._serving = False, True
         self._asked.clear()
+        # Workers that died since the last step owe tickets of this one.
         self._reissue()
         loss = self._serve(lr)
         self._serving = False
@@ -131,6 +132,7 @@ class SyncServer(Server):
         gradients: list[Tensor] = []
         loss = weight = 0.0
         for share in range(self._count):
+            # Shares that come before their turn wait in ``_arrived``.
             while share not in self._arrived:
                 self._take(self._mail.receive())
             message = self._arrived.pop(share)
@@ -197,6 +199,7 @@ class AsyncServer(Server):
         pushed, gradients = Push.of(message), self._place.views(message.payload)
         factor = _scale(gradients, pushed.assumed / max(pushed.weight, 1e-30))
         self._stale.append(self._version - pushed.version)
+        # The rate is scaled by the ticket's part of the global batch; see "Length of the steps" in the package.
         self._apply(gradients, self._lr * pushed.part)
         self._loss += pushed.loss * factor * pushed.part
         assert pushed.step == self._done[pushed.share], "each ticket comes once, and in order"

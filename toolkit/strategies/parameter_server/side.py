@@ -193,6 +193,7 @@ class Side:
             while self._waiting[kind]:
                 message = self._waiting[kind].popleft()
                 found[message.sender] = message
+            # A rank that dies meanwhile is not waited for.
             if all(rank in found or rank in self._gone for rank in others):
                 return [found[rank] for rank in sorted(found)]
             self._take(self._mail.receive())
@@ -232,9 +233,10 @@ class Side:
         }
 
     def settle(self) -> None:
-        """Send the newest weights, and the buffers of the first living worker, to all ranks.
+        """Give all ranks the newest weights, and the buffers of the first living worker.
 
-        When all ranks have come to here, every ticket is applied.
+        When all ranks have come to here, every ticket is applied. In ``sync`` mode workers have the newest weights
+        already.
         """
         if self._settled:
             return
@@ -301,6 +303,7 @@ class Side:
         return found
 
     def _entry(self, name: str, value: Tensor | Json, cut: Cut | None) -> Entry:
+        # Scalars and what is not cut are declared as equal on every rank.
         if cut is None or not isinstance(value, Tensor) or not value.ndim:
             return Replicated(value.detach() if isinstance(value, Tensor) else value)
         if tuple(value.shape) != cut.part_shape(self._server):
@@ -345,6 +348,7 @@ class Side:
         """Leave the other ranks. They take a rank that fails for dead."""
         mail = self.__dict__.pop("_mail", None)
         if mail is not None:
+            # Peers are told of an orderly end and of a stop only; they take this rank for dead after any other error.
             mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))
         for name in ("_model", "_part", "_update", "_by_parameter", "_again"):
             self.__dict__.pop(name, None)

@@ -62,6 +62,7 @@ class Worker(Side):
             checkpoint_activations(model)
         if self._train.compile:
             model.compile()
+        # For each server: the parameters that concern it, and their places in its messages.
         self._placed = {server: self._exchanged(model, server) for server in self._servers}
         self._places = {
             server: Flat([rows_of(p, rows) for p, rows in placed]) for server, placed in self._placed.items()
@@ -100,6 +101,7 @@ class Worker(Side):
     def _pass(self, batch: Batch) -> Told:
         """Leave the gradient in ``.grad``; return what else a push says of it, from the loss on."""
         batch = batch.to(self._device)
+        # No more micro-batches than the smallest share has samples.
         parts = min(self._train.accumulate, batch.global_count // self._count)
         passes: list[dict[str, Loss]] = []
         for part in [batch] if parts == 1 else batch.split(parts):
@@ -110,6 +112,7 @@ class Worker(Side):
             loss = sum(others, first)
             loss.backward()  # type: ignore[no-untyped-call]
             passes.append({"": Loss(loss.detach(), next(iter(losses.values())).weight)})
+        # If the criterion gives no weights, each sample weighs one.
         weights = [weight for weight in weights_of(passes) if weight is not None]
         weight = float(sum(weight.detach().double() for weight in weights)) if weights else float(len(batch))
         return float(means_of(passes)[""]), weight, len(batch), batch.global_count
@@ -159,6 +162,7 @@ class Worker(Side):
         """Compute a dead worker's ticket for ``server``; once, even if other servers ask for it as well."""
         assert self._again is not None, "begin() comes before the first step"
         if self._again_done.get(share, (-1,))[0] != step:
+            # This also seeds the random generators: the pass draws what the dead worker would have drawn.
             batch = self._again(step, Share(share, self._count))
             with undone(self._model):
                 told = self._pass(batch)

@@ -101,6 +101,7 @@ class Pipeline(AllNeeded):
         self._place, replica = divmod(session.rank, self._replicas)
         self.share = Share(replica, self._replicas)
         per_rank = config.pipeline.stages_per_rank if self._is_interleaved else 1
+        # Interleaved stages go round: with p ranks, place k has the stages k, k + p, k + 2p, ...
         self._stages = range(self._place, self._ranks * per_rank, self._ranks)  #: of this rank
         self._count = self._ranks * per_rank
         self._device = session.device
@@ -136,6 +137,7 @@ class Pipeline(AllNeeded):
         smallest = batch.global_count // self._replicas
         self._micro_batches = micro_batches(self._config.pipeline, self._ranks, smallest, least=self._train.accumulate)
         self._size = -(-len(batch) // self._micro_batches)
+        # The plan needs two samples: the first one is given twice.
         self._place_model(model, torch.cat([self._inputs(objective, batch.part(0, 1))] * 2))
         total = partial(sum_in_order, group=self._line)
         self._update = Update(self._model, optimizer(self._model), self._train, total)
@@ -204,7 +206,10 @@ class Pipeline(AllNeeded):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of the global mean loss in ``.grad``; return this rank's part of each loss, by name."""
+        """Leave the gradient of the global mean loss in ``.grad``.
+
+        Returns this rank's part of each loss, by name.
+        """
         self._batches = batch.to(self._device).split(self._micro_batches)
         self._found = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
@@ -317,13 +322,17 @@ class Pipeline(AllNeeded):
         return (lap * self._ranks + self._place, number) if number < batches else None
 
     def _expected(self, tick: int, batches: Sequence[Tensor]) -> Tensor | None:
-        """Return memory for this rank's input at ``tick``; None if it has no turn or takes the batch itself."""
+        """Return memory for this rank's input at ``tick``; None if it needs none.
+
+        It needs none without a turn, and none in the first stage, whose input is the batch itself.
+        """
         turn = self._turn(tick, len(batches))
         if turn is None or turn[0] == 0:
             return None
         return self._parts[turn[0] // self._ranks].takes.empty(len(batches[turn[1]]), self._device)
 
     def _exchange(self, made: Tensor | None, wanted: Tensor | None) -> Tensor | None:
+        # To the next rank, from the previous one; the first rank follows the last one.
         near = [dist.get_global_rank(self._line, (self._place + way) % self._ranks) for way in (1, -1)]
         sends = [] if made is None else [dist.P2POp(dist.isend, made.contiguous(), near[0], self._line)]
         receives = [] if wanted is None else [dist.P2POp(dist.irecv, wanted, near[1], self._line)]
@@ -346,6 +355,7 @@ class Pipeline(AllNeeded):
         if self._config.activation_checkpointing:
             checkpoint_activations(model)
         here = next(model.parameters()).device  # the inputs may be on the GPU already
+        # Rank 0 plans for all: only its model has values.
         plan = _agreed(lambda: layers.plan(model, inputs.to(here), self._count, self._config.pipeline.split))
         # Rank 0 keeps all tensors to send them; every rank, rank 0 as well, then deletes the layers of other ranks.
         whole = layers.tensors(model, plan.kept(range(self._count))) if dist.get_rank() == 0 else {}
@@ -369,6 +379,7 @@ class Pipeline(AllNeeded):
     def _hand_out(self, whole: Mapping[str, Tensor], plan: layers.Plan) -> None:
         """Send each other rank the tensors of its layers from rank 0, one at a time."""
         if dist.get_rank():
+            # Rank 0 sends in the same order, the model's.
             for tensor in layers.tensors(self._model, plan.kept(self._stages)).values():
                 arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
                 dist.recv(arrived, 0)
@@ -385,6 +396,7 @@ class Pipeline(AllNeeded):
             PipelineStage(part, stage, self._count, self._device, group=self._line)
             for part, stage in zip(self._parts, self._stages, strict=True)
         ]
+        # torch scales no gradients: _loss() divides by the samples of the global batch.
         options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self._is_interleaved:
             return ScheduleInterleaved1F1B(stages, self._micro_batches, **options)  # type: ignore[arg-type]
@@ -395,6 +407,7 @@ class Pipeline(AllNeeded):
         """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
         self._activity.phase = PRIMING
         self._weighs, self._names = False, ("",)
+        # For this pass the objective checks its losses. Its first call is torch's probe.
         objective, self._objective = (
             self._objective,
             (checked := CheckedObjective(self._objective, self._train, probes=1)),
@@ -405,6 +418,7 @@ class Pipeline(AllNeeded):
             self._forward_backward(batch)
         self._objective, self._names = objective, checked.names
         self.own_time.take()  # it may have compiled the model
+        # Only after the pass, in which the other ranks would wait for one that raised.
         refuse_together(checked.refusal)
         self._learn()
         self._update.drop()
@@ -473,6 +487,7 @@ class _Part(nn.Module):
         self._seed = seed + self._number
 
     def forward(self, inputs: Tensor) -> Tensor:
+        # A stage passes micro-batches in the order of their numbers, so a counter gives each its seed.
         if self.training:
             _seed(self._seed, self._device)
             self._seed += 1

@@ -47,10 +47,13 @@ def _entry(own: Replicated | None, told: list[_Told | None]) -> Entry:
     first = next(rank for rank, found in enumerate(told) if found is not None)
     known = told[first]
     assert known is not None
+    # All ranks have it, or this rank has it and it is small.
     if own is not None and (None not in told or not known.shape):
         return own
+    # Small: every rank holds a copy.
     if not known.shape:
         return Replicated(known.value)
+    # The first rank that has the tensor writes it; the others declare an empty part.
     if own is not None and first == dist.get_rank():
         assert isinstance(own.value, Tensor)
         return Sharded(own.value.detach(), known.shape, (0,) * len(known.shape))

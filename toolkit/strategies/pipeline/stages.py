@@ -56,16 +56,19 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     model and the shape of ``inputs`` only. Raises ConfigError for a model that is no chain, has fewer layers than
     stages, or shares parameters between them.
     """
+    # Both modes must call the same layers, and parameters must belong to layers that are called.
     calls = _watch(model, inputs, training=False)
     _refuse_other_calls(calls, _watch(model, inputs, training=True))
     idle = [name for name in _layers(model) if name not in {call.name for call in calls}]
     _refuse_what_no_layer_has(model, [*(call.name for call in calls), *idle])
     _refuse_unused(model, idle)
+    # Cut where the config says, or so that stages cost about the same.
     groups = _groups(calls)
     starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
     ends = [*starts[1:], len(calls)]
     cut = tuple(tuple(call.name for call in calls[a:b]) for a, b in zip(starts, ends, strict=True))
     found = Plan(cut, tuple(idle))
+    # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
     _refuse_empty(model, found)
     _refuse_other_rows([calls[end - 1] for end in ends], len(inputs))
@@ -90,6 +93,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
     def inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():
+            # Open containers and modules that hold blocks; a block is one layer.
             if child not in whole and (_only_holds(child) or not whole.isdisjoint(child.modules())):
                 yield from inside(child, f"{prefix}{name}.")
             else:
@@ -151,6 +155,7 @@ class _Watch:
 
     def _check(self, found: Any, name: str) -> None:
         does = None
+        # An operation in place shows in the tensor's version.
         if found is not self._tensor or found._version != self._version:
             does = "computes something"
         if random_state() != self._random:  # for dropout, for noise, or to skip layers now and then
@@ -178,6 +183,7 @@ def _watch(model: nn.Module, inputs: Tensor, *, training: bool) -> list[_Call]:
         try:
             if not training:
                 model.eval()
+            # As in modes.in_training(): only a model that is in evaluation mode as a whole is changed.
             elif not model.training:
                 model.train()
             watch.end(model(inputs))
@@ -245,6 +251,7 @@ def _joined(before: tuple[int, int, list[int]], start: int, cost: int) -> tuple[
 def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
     names = [call.name for call in calls]
     starts = [0]
+    # A stage begins with the first called layer that has the name or is inside the module of that name.
     for wanted in split:
         found = next((n for n, name in enumerate(names) if owner(name, [wanted]) is not None), None)
         if found is None:
@@ -253,6 +260,7 @@ def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
                 f"{', '.join(names)}"
             )
         starts.append(found)
+    # The first start is 0, so a split at the first layer is refused as well.
     if sorted(set(starts)) != starts:
         raise ConfigError(
             f"strategy.pipeline.split: {', '.join(split)} do not follow each other; the order of the layers is "

@@ -212,6 +212,7 @@ class _Buffers:
         self._kept = [buffer.clone() for buffer in self._model.buffers()]
 
     def follow(self, left_out: Tensor) -> None:
+        # Restore the buffers if the step was skipped, without a look from the host.
         for buffer, kept in zip(self._model.buffers(), self._kept, strict=True):
             buffer.copy_(torch.where(left_out > 0, kept, buffer))
             kept.copy_(buffer)
@@ -246,6 +247,7 @@ def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[
             f"({listing(unknown, 3)}): they would be in no checkpoint, and each rank would train its own; make them "
             "parameters of the model, or of a criterion that is a torch.nn.Module"
         )
+    # The job makes its optimizer from the model, so the parameters of the criterion may be missing.
     learnt = [] if criterion is None else [p for p in criterion.parameters() if p.requires_grad and p not in has]
     if learnt:
         optimizer.add_param_group({"params": learnt})

@@ -29,6 +29,7 @@ class OptimizerState:
 
     def entries(self) -> dict[str, Replicated | Sharded]:
         """Return every slot; tensors are live and may be filled in place."""
+        # Without a step there may be no slots yet.
         if not self._stepped and not self._optimizer.state:
             self._make_slots()
         found = ((name, slots[slot]) for name, slots, slot in self._named() if slots[slot] is not None)
@@ -68,6 +69,7 @@ class OptimizerState:
         for group in groups:
             group["lr"] = 0.0
             _set_gradients(group["params"])
+        # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
         self._optimizer.step()
         self._optimizer.zero_grad()
         for group, rate in zip(groups, rates, strict=True):

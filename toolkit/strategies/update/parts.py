@@ -37,6 +37,7 @@ class Parts:
         rank calls it.
         """
         whole = torch.zeros_like(like)
+        # One collective for each way of cutting; a rank without such parameters adds zeros.
         for kind in self._kinds:
             found = [value for parameter, value in values.items() if self._cut[parameter] == kind]
             part = torch.stack(found).sum(0) if found else torch.zeros_like(like)
