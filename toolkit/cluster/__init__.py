@@ -1,4 +1,4 @@
-"""Facts about where we are: nodes, ranks, interfaces, and what Slurm says.
+"""Facts about the current place: nodes, ranks, network interfaces, and what Slurm reports.
 
-Nothing here imports torch or submitit: the login node and ``toolkit --help`` come through this package.
+Nothing here imports torch or submitit: the login node and ``toolkit --help`` import this package.
 """

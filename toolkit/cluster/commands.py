@@ -1,8 +1,8 @@
-"""The one place that runs Slurm's programs, and the one that knows how their text reads.
+"""The only module that runs Slurm's programs and parses their output.
 
-Every call is an argv list with a time limit, in the C locale, free of the variables with which a user's profile changes
-the output (SQUEUE_FORMAT and the like). A program that fails is a `SlurmError` with its own last words. A question that
-nobody answers (accounting off, controller busy) is ``None``: unknown is never "dead".
+Every call is an argv list with a time limit, in the C locale, without the variables by which a user's profile changes
+the output (SQUEUE_FORMAT and the like). A program that fails raises `SlurmError` with the end of its stderr. A question
+without an answer (accounting off, controller busy) gives ``None``: unknown never means "dead".
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from toolkit.cluster import states
 from toolkit.cluster.reachable import DEFAULT_SLURMD_PORT
 from toolkit.errors import SlurmError, SlurmRefusedError
 
-#: Long enough for a busy controller, short enough for a reader who waits. Without a readable SLURM_CONF Slurm's
-#: programs retry for 60 s before they fail.
+#: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
+#: SLURM_CONF Slurm's programs retry for 60 s before they fail.
 TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
 #: The first version in which a job with ``--requeue=expedite`` that ends with exit code 0 is not held in the queue.
@@ -31,7 +31,7 @@ EXPEDITES_SINCE = (25, 11, 3)
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job as ``scontrol show job`` tells it. Times are seconds since the epoch, ``None`` where Slurm has none."""
+    """One job as ``scontrol show job`` prints it. Times are seconds since the epoch, ``None`` where Slurm has none."""
 
     job_id: str
     state: str  #: long form, see `toolkit.cluster.states`
@@ -44,14 +44,14 @@ class JobRow:
     is_expedited: bool = False  #: see `SlurmCommands.forbid_requeue`
     submit_time: float | None = None
     start_time: float | None = None  #: while pending: Slurm's estimate
-    end_time: float | None = None  #: while running: when the limit, or the grace of a preemption, ends it
+    end_time: float | None = None  #: while running: when the time limit or the grace time of a preemption ends it
     preempt_time: float | None = None
-    time_limit_s: float | None = None  #: None: unlimited, or the partition's
+    time_limit_s: float | None = None  #: None: unlimited, or the partition's limit
     partition: str | None = None
     qos: str | None = None
     node_list: str = ""
     excluded: str = ""  #: node list, as asked for
-    options: tuple[str, ...] = ()  #: of sbatch: what was asked for beside sizes, which the job's environment tells
+    options: tuple[str, ...] = ()  #: sbatch options asked for, except sizes, which the job's environment holds
     batch_host: str | None = None
     exit_code: int | None = None  #: 0 until the job ends
     exit_signal: int | None = None
@@ -65,14 +65,14 @@ class JobRow:
 
     @property
     def requeue_id(self) -> str:
-        """The id to requeue: of an array element ``ARRAY_TASK``, because the bare id requeues the whole array."""
+        """Return the id to requeue: ``ARRAY_TASK`` for an array element. The bare id would requeue the whole array."""
         is_element = self.array_job_id is not None and (self.array_task_id or "").isdigit()
         return f"{self.array_job_id}_{self.array_task_id}" if is_element else self.job_id
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The little that both squeue and sacct know of a job."""
+    """The fields of a job that both squeue and sacct report."""
 
     job_id: str
     state: str
@@ -86,77 +86,82 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Settings:
-    """What we go by of a cluster's configuration, with Slurm's own defaults."""
+    """The parts of a cluster's configuration that the toolkit uses. The defaults are Slurm's own."""
 
-    slurmd_port: int = DEFAULT_SLURMD_PORT  #: on which every node's slurmd listens
-    mpi_default: str = "none"  #: the plugin for ranks over MPI that an srun has which names none
-    task_plugins: str = "task/none"  #: whether each task is bound to CPUs of its own
+    slurmd_port: int = DEFAULT_SLURMD_PORT  #: the port on which every node's slurmd listens
+    mpi_default: str = "none"  #: the MPI plugin of an srun that names none
+    task_plugins: str = "task/none"  #: tells whether each task is bound to its own CPUs
     preempt_type: str = "preempt/none"
-    preempt_mode: str = "OFF"  #: where neither a partition nor a QOS says another
-    kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that is ended, its batch script included
+    preempt_mode: str = "OFF"  #: used where neither the partition nor the QOS sets a mode
+    kill_wait_s: float = 30.0  #: from SIGTERM to SIGKILL for a job that Slurm ends, including its batch script
     expedites: bool = False  #: whether jobs may ask for ``--requeue=expedite``
 
 
 class SlurmCommands(Protocol):
-    """What the rest of the toolkit asks of Slurm; `Slurm` and `toolkit.cluster.fake.FakeSlurm` answer."""
+    """What the rest of the toolkit asks of Slurm. `Slurm` and `toolkit.cluster.fake.FakeSlurm` implement it."""
 
     def available(self) -> bool:
-        """Whether jobs can be submitted here: sbatch exists and a controller answers within seconds."""
+        """True if jobs can be submitted here: sbatch exists and a controller answers within seconds."""
         ...
 
     def show_job(self, job_id: str) -> JobRow | None:
-        """The job, or ``None`` when the controller no longer knows it."""
+        """Return the job, or ``None`` when the controller no longer knows it."""
         ...
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
-        """Every id asked for with its status, ``None`` where nobody knows. Asks once for all."""
+        """Return the status of every id, ``None`` where it is unknown. Ask once for all ids."""
         ...
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
-        """End a job or one step of it, or send a signal: to all its steps, or (``batch``) to the batch shell only.
+        """End a job or one of its steps, or send a signal.
 
-        To end a job that is over or unknown is no error. A signal needs a running job with steps: scancel waits for
-        one of a job that is pending or ending, until the time limit.
+        The signal goes to all steps of the job, or with ``batch`` to the batch shell only. Ending a job that is over or
+        unknown is no error. A signal needs a running job with steps: for a job that is pending or ending, scancel waits
+        for a step until the time limit.
         """
         ...
 
     def find_step(self, job_id: str, name: str) -> str | None:
-        """The number of the job's running step of this name, or ``None``."""
+        """Return the number of the job's running step of this name, or ``None``."""
         ...
 
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
-        """Put the job back into the queue; no error if Slurm has done so already. Name array elements ``A_T``.
+        """Put the job back into the queue. Name array elements ``A_T``.
 
-        A plain requeue also revives a job that somebody has cancelled and that is completing. With ``if_running`` such
-        a job stays cancelled, and that is no error either: look at the job afterwards.
+        It is no error if Slurm has requeued the job already. A plain requeue also revives a job that was canceled and
+        is still completing. With ``if_running`` such a job stays canceled, which is no error either: look at the job
+        afterwards.
         """
         ...
 
     def forbid_requeue(self, job_id: str) -> None:
-        """Have Slurm never requeue the job from now on.
+        """Forbid Slurm to requeue the job from now on.
 
-        One with ``--requeue=expedite`` goes back into the queue, and is held there, also if its batch script ends with
-        an exit code other than 0 (``_set_job_requeue_exit_value`` in Slurm's job_mgr.c). One that may not be requeued
-        does not.
+        A job with ``--requeue=expedite`` also goes back into the queue, and is held there, if its batch script ends
+        with an exit code other than 0 (``_set_job_requeue_exit_value`` in Slurm's job_mgr.c). A job that may not be
+        requeued does not.
         """
         ...
 
     def expedites(self) -> bool:
-        """Whether the site allows ``--requeue=expedite``, and sbatch knows it."""
+        """True if the site allows ``--requeue=expedite`` and sbatch knows the option."""
         ...
 
     def exclude_nodes(self, job_id: str, node_list: str) -> None:
-        """Keep a pending job off these nodes. Slurm refuses this for a running job: requeue first."""
+        """Keep a pending job off these nodes. Slurm refuses this for a running job: requeue it first."""
         ...
 
     def drained(self, node_list: str) -> dict[str, str]:
-        """Return which of these nodes take no new jobs (DRAIN), and the reason with who gave it. Asks once for all."""
+        """Return the reason for each of these nodes that takes no new jobs (DRAIN), with who gave it.
+
+        Asks once for all nodes.
+        """
         ...
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
-        """Give back the nodes of a running job but for the node list ``keep``; steps go on there.
+        """Give back the nodes of a running job except the node list ``keep``, where steps go on.
 
-        A requeued job gets as many nodes as it was submitted with. A site may refuse it (``disable_job_shrink``).
+        A requeued job gets as many nodes as it was submitted with. A site may refuse this (``disable_job_shrink``).
         """
         ...
 
@@ -165,24 +170,24 @@ class SlurmCommands(Protocol):
         ...
 
     def could_run(self, arguments: Sequence[str]) -> bool:
-        """Whether a job with these options could ever start. One that could not is held for ever, without a word."""
+        """True if a job with these options could ever start. Slurm would hold one that could not for ever, silently."""
         ...
 
     def settings(self) -> Settings:
-        """How this cluster is set up."""
+        """Return how this cluster is set up."""
         ...
 
     def clock(self) -> float:
-        """The controller's time, by which a job's times are, in seconds since the epoch."""
+        """Return the controller's time, by which a job's times are measured, in seconds since the epoch."""
         ...
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
-        """Whether a preemption ends this job for good, instead of requeueing or suspending it."""
+        """True if a preemption ends this job for good, instead of requeueing or suspending it."""
         ...
 
 
 class Slurm:
-    """The real one. ``environ`` stands for ``os.environ`` and also says, by its PATH, where the programs are."""
+    """Slurm itself. ``environ`` replaces ``os.environ``; its PATH also says where the programs are."""
 
     def __init__(self, environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._environ = dict(os.environ if environ is None else environ)
@@ -204,11 +209,13 @@ class Slurm:
             if error.says("Invalid job id"):
                 return None
             raise
+        # A whole array has several rows: return the row asked for, else the first.
         rows = parse_jobs(text)
         return next((row for row in rows if job_id in (row.job_id, row.requeue_id)), rows[0] if rows else None)
 
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         wanted = list(dict.fromkeys(job_ids))
+        # squeue first; accounting only for the jobs that the controller has forgotten.
         found = _match(wanted, self._queued(wanted) if wanted else [])
         gone = [job_id for job_id in wanted if found[job_id] is None]
         return found | (_match(gone, self._accounted(gone)) if gone else {})
@@ -244,17 +251,19 @@ class Slurm:
         self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={node_list}"])
 
     def drained(self, node_list: str) -> dict[str, str]:
-        # --all: also where the partition is hidden
+        # --all also lists nodes whose partition is hidden.
         return parse_drained(self._run(["scontrol", "--all", "show", "node", node_list]))
 
     def release_nodes(self, job_id: str, *, keep: str) -> None:
-        # Not the plain environment: in a job's, scontrol leaves scripts in the working directory (update_job.c).
+        # Not the plain environment: with a job's environment scontrol leaves scripts in the working directory
+        # (update_job.c).
         environ = submit_environment(self._environ)
         self._run(["scontrol", "update", f"JobId={job_id}", f"NodeList={keep}"], environ=environ)
 
     def sbatch(self, arguments: Sequence[str]) -> str:
-        # Not the plain environment: sbatch hands what it gets on to the job.
+        # Not the plain environment: sbatch hands its environment on to the job.
         answer = self._run(["sbatch", "--parsable", *arguments], environ=submit_environment(self._environ))
+        # --parsable prints the id, followed by ``;CLUSTER`` where a cluster is named.
         lines = answer.split()
         if not lines or not re.fullmatch(r"[0-9]+(;.*)?", lines[-1]):
             raise SlurmError(f"sbatch printed no job id but {answer.strip()!r}; look for the job with `squeue --me`")
@@ -268,7 +277,7 @@ class Slurm:
         return True
 
     def sbatch_flags(self) -> frozenset[str]:
-        """The long names of all options that sbatch lists, those of the site's plugins among them."""
+        """Return the long names of all options that sbatch lists, including those of the site's plugins."""
         return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", self._run(["sbatch", "--help"])))
 
     def settings(self) -> Settings:
@@ -288,18 +297,22 @@ class Slurm:
         )
 
     def preemption_cancels(self, job: JobRow, settings: Settings) -> bool:
+        # Each preemption plugin takes the mode from another place.
         asked = {"preempt/partition_prio": self._mode_of_partition, "preempt/qos": self._mode_of_qos}
         ask = asked.get(settings.preempt_type)
         return ask is not None and "CANCEL" in (ask(job) or settings.preempt_mode).upper()
 
     def _mode_of_partition(self, job: JobRow) -> str | None:
-        """Those of all its partitions, of which a pending job may have several."""
+        """Return the modes of all partitions of the job. A pending job may have several."""
         names = filter(None, (job.partition or "").split(","))
         text = "\n".join(self._run(["scontrol", "show", "partition", name]) for name in names)
         return ",".join(re.findall(r"\bPreemptMode=(\S+)", text)) or None
 
     def _mode_of_qos(self, job: JobRow) -> str | None:
-        """None, for the cluster's, also where the accounting that knows the QOS cannot be asked from a node."""
+        """Return the mode of the job's QOS, or None where the cluster's mode holds.
+
+        Also returns None where the accounting that knows the QOS cannot be asked from a node.
+        """
         columns = ["--noheader", "--parsable2", "format=PreemptMode"]
         try:
             mode = self._run(["sacctmgr", "show", "qos", job.qos, *columns]).strip() if job.qos else ""
@@ -317,9 +330,10 @@ class Slurm:
     # ------------------------------------------------------------------------------------------------- asking
 
     def _queued(self, job_ids: list[str]) -> list[JobStatus]:
-        """One squeue for all. For several ids it would load the jobs of the whole cluster: it is asked for ours then.
+        """Ask squeue once for all jobs.
 
-        For a single id that the controller does not know it fails.
+        For several ids squeue would load the jobs of the whole cluster, so it is asked for this user's jobs instead.
+        For a single id that the controller does not know, squeue fails.
         """
         ask = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r"]
         if len(job_ids) > 1:
@@ -332,7 +346,7 @@ class Slurm:
             return []
 
     def _accounted(self, job_ids: list[str]) -> list[JobStatus]:
-        """One sacct for those that the controller has forgotten; none where accounting is off or down."""
+        """Ask sacct once for the jobs that the controller has forgotten. Empty where accounting is off or down."""
         columns = ["--parsable2", "--format=JobID,State,NodeList"]
         ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
         try:
@@ -363,7 +377,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-#: Number and name of each step that `scontrol show step` tells of; a name of ours has no spaces.
+#: Number and name of each step in the output of `scontrol show step`; the toolkit's step names have no spaces.
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
 
 
@@ -380,14 +394,14 @@ class _Failed(SlurmError):
 
 
 class _ProgramFailed(_Failed, SlurmRefusedError):
-    """The controller answered, and refused."""
+    """The controller answered and refused."""
 
 
 class _ProgramUnheard(_Failed):
-    """The controller did not answer: it restarts, is overloaded, or the network is away."""
+    """The controller did not answer: it restarts, is overloaded, or cannot be reached over the network."""
 
 
-#: How Slurm's programs say that they reached nobody (slurm_errno.c, 22.05 to 24.11).
+#: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 24.11).
 _UNHEARD = (
     "Unable to contact slurm controller",
     "Unable to contact slurm database",
@@ -400,7 +414,7 @@ _UNHEARD = (
     "in standby mode",
 )
 
-#: What to do about the failures that readers meet most.
+#: Advice for the most frequent failures, by what Slurm prints.
 _ADVICE = (
     ("Unable to contact slurm controller", "the controller is down or unreachable: `scontrol ping`, or ask the site"),
     ("Could not establish a configuration source", "set SLURM_CONF to the cluster's slurm.conf"),
@@ -422,7 +436,7 @@ def _shown(argv: Sequence[str]) -> str:
 
 
 def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> str:
-    """The program's stdout. It gets no stdin: a program that asks a question would wait for ever."""
+    """Return the program's stdout. It gets no stdin: a program that asks a question would wait for ever."""
     try:
         done = subprocess.run(
             argv,
@@ -442,7 +456,7 @@ def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, st
     except OSError as error:
         raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
     if done.returncode != 0:
-        # A signal is no answer either: Slurm's SIGTERM for a job that it requeues reaches our children, too.
+        # Death by a signal is no answer either: Slurm's SIGTERM for a job that it requeues also reaches our children.
         is_unheard = done.returncode < 0 or any(words in done.stderr for words in _UNHEARD)
         failed = _ProgramUnheard if is_unheard else _ProgramFailed
         raise failed(argv, done.returncode, done.stderr)
@@ -451,20 +465,23 @@ def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, st
 
 # --------------------------------------------------------------------------------------------------- environments
 
-#: A user's profile changes the columns, filters and questions of Slurm's programs through variables of these names.
+#: Prefixes of variables by which a user's profile changes the columns, filters and questions of Slurm's programs.
 _OUTPUT_CHANGING = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
 
 
 def _plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """C locale, and times as seconds since the epoch: local times are ambiguous for an hour each autumn."""
+    """Return ``environ`` with the C locale, and with times in seconds since the epoch.
+
+    Local times are ambiguous for an hour each autumn.
+    """
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_CHANGING)}
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
-#: Where Slurm is and which cluster is meant; everything else of these families describes the job we are in.
+#: Where Slurm is and which cluster is meant. All other variables of these families describe the current job.
 _SITE_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 _JOB_VARIABLES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "OMPI_COMM_WORLD_", "PRTE_LAUNCHED")
-#: One rank's place in one launch: inherited by another launch they name the wrong rank, see `placement`.
+#: One rank's place in one launch. Inherited by another launch they name the wrong rank, see `placement`.
 _RANK_VARIABLES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "ROLE_RANK"}
 )
@@ -484,10 +501,10 @@ _LAUNCH_VARIABLES = _RANK_VARIABLES | {
 
 
 def submit_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit a new job from, also out of a running one.
+    """Return the environment to submit a new job from, also from inside a running job.
 
-    sbatch takes its options from SBATCH_* and SLURM_* and hands everything on to the job: an inherited
-    SLURM_CPU_BIND pins the new job's ranks to the old job's cores, an inherited RANK names the wrong rank.
+    sbatch takes options from SBATCH_* and SLURM_* and hands its environment on to the job: an inherited
+    SLURM_CPU_BIND pins the new job's ranks to the old job's cores, and an inherited RANK names the wrong rank.
     """
     strange = (*_JOB_VARIABLES, "TORCHELASTIC_")
     return {
@@ -497,8 +514,8 @@ def submit_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-#: What srun reads as options although the batch script only describes itself with it (srun(1), INPUT ENVIRONMENT).
-#: After the allocation has shrunk they contradict it; everything they say goes on the command line instead.
+#: Variables by which the batch script describes itself and which srun reads as options (srun(1), INPUT ENVIRONMENT).
+#: After the allocation has shrunk they contradict it. The command line gives everything that they say.
 _STEP_OPTIONS = frozenset(
     {
         "SLURM_NNODES",
@@ -538,7 +555,7 @@ _STEP_OPTION_FAMILIES = (
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an ``srun`` inside an allocation, whose options stand all on its command line."""
+    """Return the environment for an ``srun`` inside an allocation, which gets all options on its command line."""
     return {
         name: value
         for name, value in environ.items()
@@ -554,18 +571,18 @@ class Step:
     hosts: Sequence[str]
     cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step beside others may have
     output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
-    name: str | None = None  #: by which `SlurmCommands.find_step` finds it
+    name: str | None = None  #: the name by which `SlurmCommands.find_step` finds the step
     mpi: str | None = None
     overlap: bool = False  #: beside running ranks; without it such a step waits for ever
     extra: Sequence[str] = ()
 
 
 def srun_argv(step: Step) -> list[str]:
-    """The command line of ``step``; its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
+    """Return the command line of ``step``. Its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
 
-    srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): the first rank to stop cleanly would otherwise take
-    the others with it. ``--cpus-per-task`` always for ranks: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the
-    host file says which they are, and 24.11 refuses both together.
+    srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): otherwise the first rank to stop cleanly would end
+    the others. Ranks always get ``--cpus-per-task``: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the host file
+    names the nodes, and 24.11 refuses both together.
     """
     return [
         "srun",
@@ -585,14 +602,17 @@ def srun_argv(step: Step) -> list[str]:
 
 
 def srun_here_argv(command: Sequence[str]) -> list[str]:
-    """The command line that runs ``command``, which may begin with srun's options, once on this node of the job,
-    beside all else that runs there."""
+    """Return the command line that runs ``command`` once on this node of the job, beside all else that runs there.
+
+    ``command`` may begin with srun's options.
+    """
     here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
-    """The command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each, from a login node."""
+    """Return the command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each, from a login
+    node."""
     size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 
@@ -607,16 +627,16 @@ _NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A", "Unknown"})
 
 
 def parse_jobs(text: str) -> list[JobRow]:
-    """The records of ``scontrol show job``, in its form of several lines.
+    """Return the jobs in the output of ``scontrol show job``, in its form of several lines.
 
-    Not ``--oneliner``: a comment such as ``x JobState=FAILED`` would be a field there. On lines of their own free
-    texts end where the line ends, and of a field that appears twice the first, Slurm's own, counts.
+    Not ``--oneliner``: there a comment such as ``x JobState=FAILED`` would read as a field. Here a free text ends where
+    its line ends. Of a field that appears twice the first, Slurm's own, counts.
     """
     return [_row(_fields(record)) for record in re.split(r"\n(?=JobId=)", text) if record.startswith("JobId=")]
 
 
 def parse_drained(text: str) -> dict[str, str]:
-    """The nodes among the records of ``scontrol show node`` that are drained or draining, each with the reason.
+    """Return the drained or draining nodes in ``scontrol show node``'s output, each with the reason.
 
     A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does not answer. The reason ends with who gave it
     and when: ``new fan [root@1795417311]``.
@@ -683,15 +703,16 @@ def _row(fields: Mapping[str, str]) -> JobRow:
 _OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
 _OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
 _EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
-#: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02, with ``=`` before a task's number since 24.05.
+#: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.
 _GRES = re.compile(r"gres[:/]([^,]+)")
 
 
 def _options(fields: Mapping[str, str]) -> Iterator[str]:
-    """sbatch's options, read back from what scontrol shows of a job, wherever they were written."""
+    """Yield sbatch's options, read back from scontrol's output, wherever the user wrote them."""
     for field, option in _OPTIONS.items():
         if field in fields:
             yield f"--{option}={fields[field]}"
+    # GPUs and other generic resources stand in TRES strings: those of a node, then those of the job or a task.
     gres = [item.replace("=", ":") for item in _GRES.findall(fields.get("TresPerNode", ""))]
     if gres:
         yield f"--gres={','.join(gres)}"
@@ -700,12 +721,13 @@ def _options(fields: Mapping[str, str]) -> Iterator[str]:
             name, _, number = item.replace("=", ":").partition(":")
             if name == "gpu":
                 yield f"--{option}={number}"
+    # Exclusive use is shown as a value of OverSubscribe.
     if fields.get("OverSubscribe") in _EXCLUSIVE:
         yield _EXCLUSIVE[fields["OverSubscribe"]]
 
 
 def parse_time(text: str | None) -> float | None:
-    """Seconds since the epoch from ``1795190400`` or ``2026-11-20T16:00:00`` (local time); ``None`` for all else."""
+    """Return seconds since the epoch for ``1795190400`` or ``2026-11-20T16:00:00`` (local time), else ``None``."""
     if text is None or text in _NOTHING:
         return None
     if text.isdigit():
@@ -720,7 +742,7 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]+)(?::([0-9]+))?")
 
 
 def parse_duration(text: str | None) -> float | None:
-    """Seconds from ``1-02:03:04`` or ``02:03:04`` or ``03:04``; ``None`` for UNLIMITED and Partition_Limit."""
+    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; ``None`` for UNLIMITED and Partition_Limit."""
     match = _DURATION.fullmatch(text or "")
     if match is None:
         return None
@@ -730,7 +752,7 @@ def parse_duration(text: str | None) -> float | None:
 
 
 def _exit(text: str | None) -> tuple[int | None, int | None]:
-    """``1:0`` is exit code 1 by no signal."""
+    """Parse an exit code and a signal: ``1:0`` is exit code 1 and no signal."""
     match = re.fullmatch(r"([0-9]+):([0-9]+)", text or "")
     return (int(match[1]), int(match[2])) if match else (None, None)
 
@@ -746,12 +768,12 @@ def _status(line: str) -> JobStatus:
 
 
 def _base_id(job_id: str) -> str:
-    """An id that every squeue takes; of an array's element it takes ``A_T`` only from those it has split off."""
+    """Return an id that every squeue takes. It takes ``A_T`` only for array elements that it has split off."""
     return re.split(r"[_+]", job_id)[0]
 
 
 def _match(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobStatus | None]:
-    """Each id with its row; a whole array or a het job with one of its unfinished members, while there is one."""
+    """Return the row of each id. A whole array or het job gets an unfinished member's row, while there is one."""
     by_id: dict[str, list[JobStatus]] = {}
     for row in rows:
         for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:

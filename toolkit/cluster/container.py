@@ -1,8 +1,8 @@
-"""Containers: the commands that run inside an image by Apptainer, or by Pyxis and Enroot; the supervisor stays outside.
+"""Containers: the commands that run inside an image by Apptainer, or by Pyxis and Enroot. The supervisor stays outside.
 
 Apptainer (https://apptainer.org/docs/user/main/cli/apptainer_exec.html) is a program that becomes the command: file
 descriptors, signals and exit codes are the command's own. Pyxis (https://github.com/NVIDIA/pyxis/wiki/Usage) is a part
-of srun, so what is to run inside is an srun step.
+of srun, so a command can run inside only as an srun step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ APPTAINER, PYXIS = "apptainer", "pyxis"
 
 @dataclass(frozen=True)
 class Image:
-    """What ``cluster.container`` names, and the runtime that it is for."""
+    """The image that ``cluster.container`` names, and the runtime that it is for."""
 
     runtime: str
     name: str  #: a file, a folder, or ``[REGISTRY#]IMAGE[:TAG]`` for Pyxis
 
 
 def parse(text: str) -> Image:
-    """The image that ``cluster.container`` stands for. Raises ConfigError where it does not say for which runtime."""
+    """Return the image that ``cluster.container`` stands for.
+
+    Raises ConfigError if the text does not say for which runtime it is.
+    """
+    # An explicit runtime comes first; otherwise the form of the name must be one that only one runtime takes.
     runtime, colon, name = text.partition(":")
     if colon and runtime in (APPTAINER, PYXIS):
         image = Image(runtime, name)
@@ -46,7 +50,7 @@ def parse(text: str) -> Image:
 
 
 def refuse_missing(text: str) -> None:
-    """Where jobs are submitted: raises ConfigError for an image file that is not there."""
+    """Raise ConfigError for an image file that does not exist, where jobs are submitted."""
     image = parse(text)
     if _is_a_file(image) and not Path(image.name).exists():
         raise ConfigError(f"cluster.container: there is no {image.name}; build it, or `apptainer pull` it, first")
@@ -58,27 +62,30 @@ def _is_a_file(image: Image) -> bool:
 
 @dataclass(frozen=True)
 class Container:
-    """Starts commands inside ``image``, where ``folders`` are found under the paths that they have outside."""
+    """Starts commands inside ``image``, where ``folders`` have the same paths as outside."""
 
     image: Image
     folders: tuple[str, ...]
     workdir: str
-    code: str  #: of the run: first on Python's path
+    code: str  #: the run's code: first on Python's path
     gpus: bool
 
     @property
     def is_a_step(self) -> bool:
-        """Whether only srun can start something inside."""
+        """True if only srun can start something inside."""
         return self.image.runtime == PYXIS
 
     def command(self, module: Sequence[str]) -> list[str]:
-        """``python -m module`` inside. The image's own Python; of the host's only the run's code is on its path, and
-        packages below the user's home, made for another Python, are left out."""
+        """Return the command that runs ``python -m module`` inside, with the image's own Python.
+
+        Of the host only the run's code is on its path. Packages below the user's home are left out: they were made for
+        another Python.
+        """
         inside = ["env", f"PYTHONPATH={self.code}", "PYTHONNOUSERSITE=1", "python3", "-P", "-m", *module]
         return inside if self.is_a_step else [*self._apptainer(), *inside]
 
     def srun_options(self) -> list[str]:
-        """What the srun of a step adds for it."""
+        """Return the options that the srun of a step needs for the container."""
         if not self.is_a_step:
             return []
         mounts = ",".join(f"{folder}:{folder}" for folder in self.folders)
@@ -95,8 +102,11 @@ class Container:
 
 
 def outermost(folders: Iterable[str | Path]) -> tuple[str, ...]:
-    """Those of ``folders`` that are there and lie in no other one, as absolute paths, symbolic links and all: ranks use
-    them as they are given. Raises ConfigError for one that no mount can name."""
+    """Return those of ``folders`` that exist and lie in no other one, as absolute paths.
+
+    Symbolic links are kept: ranks use the paths as they are given. Raises ConfigError for a path that no mount can
+    name.
+    """
     found: list[Path] = []
     for folder in sorted({fsio.expand(folder).absolute() for folder in folders}, key=lambda path: path.parts):
         if set(":,") & set(str(folder)):

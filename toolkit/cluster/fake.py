@@ -1,8 +1,8 @@
-"""An in-memory Slurm for tests: the same protocol as `toolkit.cluster.commands.Slurm`, and a clock that the test turns.
+"""An in-memory Slurm for tests: the protocol of `toolkit.cluster.commands.Slurm`, with a clock that the test sets.
 
-Nothing is scheduled and nothing runs. A job stays pending until the test calls `FakeSlurm.start`, and time stands still
-until it calls `FakeSlurm.advance`. What follows from that (limits, the end of a preemption's grace, the delay of a
-requeue, COMPLETING before the end, refusals) is as on a real Slurm with its default settings::
+It schedules and runs nothing. A job stays pending until the test calls `FakeSlurm.start`, and time stands still until
+the test calls `FakeSlurm.advance`. What follows from that (time limits, the end of a preemption's grace time, the delay
+of a requeue, COMPLETING before the end, refusals) is as on a real Slurm with its default settings::
 
     slurm = FakeSlurm()
     job = slurm.sbatch(["--time=10", "job.sh"])
@@ -23,13 +23,13 @@ from toolkit.cluster.commands import JobRow, JobStatus, Settings, parse_duration
 from toolkit.cluster.states import Phase, phase
 from toolkit.errors import SlurmError
 
-#: How long a requeued job may not start: ``cred_expire`` + 1.
+#: Seconds for which a requeued job may not start: ``cred_expire`` + 1.
 REQUEUE_DELAY_S = 121.0
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A signal, or with ``signal=None`` the end, that somebody asked for with `FakeSlurm.cancel`."""
+    """A call of `FakeSlurm.cancel`: a signal, or the end of the job with ``signal=None``."""
 
     job_id: str
     signal: str | None = None
@@ -38,7 +38,7 @@ class Sent:
 
 
 class FakeSlurm:
-    """See the module's text. ``sent``, ``submitted``, ``excluded`` and ``kept`` tell what has been asked for."""
+    """The fake, see the module's text. ``sent``, ``submitted``, ``excluded`` and ``kept`` record the calls."""
 
     def __init__(self, now: float = 1_800_000_000.0, accounting: bool = True, preempt_mode: str = "REQUEUE") -> None:
         self.now = now
@@ -51,8 +51,8 @@ class FakeSlurm:
         self.submitted: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
         self.drains: dict[str, str] = {}  #: the drained nodes, with the reasons
-        self.asked_for_nodes: list[str] = []  #: the node list of each question
-        self.kept: dict[str, str] = {}  #: by job, what it kept when it gave nodes back
+        self.asked_for_nodes: list[str] = []  #: the node list of each call of `drained`
+        self.kept: dict[str, str] = {}  #: by job, the node list that it kept when it gave nodes back
         self._jobs: dict[str, JobRow] = {}
         self._accounted: dict[str, JobRow] = {}
         self._may_start: dict[str, float] = {}
@@ -152,7 +152,7 @@ class FakeSlurm:
     # ----------------------------------------------------------------------------------- what the test decides
 
     def start(self, job_id: str, node_list: str = "node1") -> None:
-        """Let a pending job run; refused while a requeue's delay lasts, as Slurm would."""
+        """Start a pending job. Fails during a requeue's delay, as Slurm would."""
         row = self._one(job_id)
         assert row.state == "PENDING", f"job {job_id} is {row.state}, not PENDING"
         wait_s = self._may_start.get(row.job_id, 0.0) - self.now
@@ -164,14 +164,15 @@ class FakeSlurm:
         )
 
     def add_step(self, job_id: str, name: str) -> str:
-        """srun starts a step in a running job; its number."""
+        """Start a step in a running job, as srun would, and return its number."""
         names = self._steps.setdefault(self._running(job_id).job_id, [])
         names.append(name)
         return str(len(names) - 1)
 
     def finish(self, job_id: str, exit_code: int = 0, signal: int = 0) -> None:
-        """The batch script ends."""
+        """End the batch script."""
         row = self._running(job_id)
+        # An expedited job that fails goes back into the queue and is held there, see `forbid_requeue`.
         if row.is_expedited and row.can_requeue and exit_code:
             self._put_back(row)
             self._set(self._one(job_id), state="REQUEUE_HOLD", reason="JobHeldUser", exit_code=exit_code)
@@ -180,11 +181,11 @@ class FakeSlurm:
         self._set(row, state=state, end_time=self.now, exit_code=exit_code, exit_signal=signal)
 
     def preempt(self, job_id: str, grace_s: float = 0.0) -> None:
-        """Another job wants the nodes: the state stays RUNNING while the grace lasts, EndTime shrinks."""
+        """Preempt the job: the state stays RUNNING during the grace time, and EndTime becomes earlier."""
         self._set(self._running(job_id), preempt_time=self.now, end_time=self.now + grace_s)
 
     def fail_node(self, job_id: str) -> None:
-        """A node dies: the job is requeued, or ends with NODE_FAIL where it may not be."""
+        """Let a node die: the job is requeued, or ends with NODE_FAIL where it may not be."""
         row = self._running(job_id)
         if row.can_requeue:
             self._put_back(row)
@@ -192,14 +193,14 @@ class FakeSlurm:
             self._set(row, state="NODE_FAIL", end_time=self.now)
 
     def forget(self, job_id: str) -> None:
-        """The controller drops a finished job (MinJobAge); accounting, if it is on, keeps it."""
+        """Drop a finished job from the controller (MinJobAge). Accounting, if it is on, keeps it."""
         for row in self._known(job_id):
             assert row.is_over, f"job {job_id} is {row.state}: a controller forgets finished jobs only"
             self._accounted[row.job_id] = self._jobs[row.job_id]
         self._jobs = {key: row for key, row in self._jobs.items() if key not in self._accounted}
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and happen what it brings."""
+        """Advance the clock, and end the jobs whose time is up."""
         self.now += seconds
         for row in list(self._jobs.values()):
             if row.state == "COMPLETING":
@@ -251,6 +252,7 @@ class FakeSlurm:
     def _set(self, row: JobRow, **changes: Any) -> None:
         self._jobs[row.job_id] = replace(row, **changes)
 
+    # The first row that is not over, else the last: accounting's rows stand behind the controller's.
     def _status(self, job_id: str) -> JobStatus | None:
         gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
         rows = self._find(job_id) + (gone if self.accounting else [])
@@ -264,7 +266,7 @@ class FakeSlurm:
             self._complete(row, "CANCELLED")
 
     def _complete(self, row: JobRow, final: str) -> None:
-        """End with COMPLETING first, which is no end: the nodes are being cleaned."""
+        """End with COMPLETING first, which is not the end: the nodes are being cleaned."""
         self._final[row.job_id] = final
         self._steps.pop(row.job_id, None)
         self._set(row, state="COMPLETING", end_time=self.now)
@@ -294,10 +296,10 @@ def _option(argument: str) -> tuple[str, str]:
 
 
 def _array_indices(text: str) -> list[str | None]:
-    """``0-3,7%2`` as Slurm counts it; a job without an array is one element without an index."""
+    """Return the indices of ``0-3,7%2`` in Slurm's order. A job without an array is one element without an index."""
     return [*hostlist.expand(f"[{text.partition('%')[0]}]")] if text else [None]
 
 
 def _time_limit(text: str) -> float | None:
-    """sbatch's ``--time``: a bare number is minutes."""
+    """Return the seconds of sbatch's ``--time``, in which a bare number is minutes."""
     return 60.0 * int(text) if text.isdigit() else parse_duration(text)

@@ -1,9 +1,9 @@
 """Slurm's host list notation, ``rack[1-2]node[01-03],login``, in both directions.
 
 `expand` equals ``scontrol show hostnames`` and `compress` equals ``scontrol show hostlist``: order and duplicates are
-kept, nothing is sorted, because the place of a name in the list is its node number. Where scontrol lets a typing
-error through (``n[1`` becomes the host ``n]``) this module refuses it, and it accepts text behind the last bracket
-(``n[1-2]-ib``), which scontrol does not.
+kept and nothing is sorted, because a name's place in the list is its node number. There are two differences. This
+module refuses a typing error that scontrol lets through (``n[1`` becomes the host ``n]``), and it accepts text behind
+the last bracket (``n[1-2]-ib``), which scontrol does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import prod
 
 from toolkit.errors import RequestError
 
-#: Above this a list is a typing error; expanding it would eat the login node's memory.
+#: A longer list is a typing error, and expanding it would use up the login node's memory.
 MAX_HOSTS = 1_000_000
 
 _SEPARATORS = re.compile(r"[\s,]*")
@@ -29,7 +29,10 @@ _COUNT = re.compile(r"([0-9]{1,4000})(?:\(x([0-9]{1,4000})\))?")
 
 
 def expand(text: str) -> list[str]:
-    """The names in ``text`` in the order of ``scontrol show hostnames``; `RequestError` names text and position."""
+    """Return the names in ``text`` in the order of ``scontrol show hostnames``.
+
+    Raises `RequestError` that names text and position.
+    """
     hosts: list[str] = []
     for start, entry in _entries(text):
         if "[" in entry:
@@ -40,13 +43,14 @@ def expand(text: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """``names`` in the notation of ``scontrol show hostlist``; ``expand(compress(names)) == list(names)``.
+    """Write ``names`` in the notation of ``scontrol show hostlist``; ``expand(compress(names)) == list(names)``.
 
-    Only neighbours in the list are joined: a sorted list would be shorter and would renumber the nodes.
+    Joins only neighbors in the list: a sorted list would be shorter, and would renumber the nodes.
     """
     groups: list[_Group] = []
     for name in names:
         host = _parse_host(name)
+        # Names with the same prefix and a number share one pair of brackets; all others stand alone.
         if groups and host.width and groups[-1].prefix == host.prefix and groups[-1].runs[-1].width:
             groups[-1].add(host)
         else:
@@ -55,7 +59,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """``2(x3),1`` as ``[2, 2, 2, 1]``: the notation of SLURM_TASKS_PER_NODE and SLURM_JOB_CPUS_PER_NODE."""
+    """Return ``2(x3),1`` as ``[2, 2, 2, 1]``: the notation of SLURM_TASKS_PER_NODE and SLURM_JOB_CPUS_PER_NODE."""
     counts: list[int] = []
     position = 0
     for item in text.split(",") if text else ():
@@ -63,6 +67,7 @@ def expand_counts(text: str) -> list[int]:
         if match is None:
             raise _error(text, position, f"expected a count such as 4 or 4(x2), found {item[:80]!r}")
         repeats = int(match[2] or 1)
+        # Checked before the list grows, see MAX_HOSTS.
         if len(counts) + repeats > MAX_HOSTS:
             raise _error(text, position, f"more than {MAX_HOSTS} nodes")
         counts += [int(match[1])] * repeats
@@ -71,18 +76,19 @@ def expand_counts(text: str) -> list[int]:
 
 
 def compress_counts(counts: Iterable[int]) -> str:
-    """``counts`` in the notation that `expand_counts` reads: neighbours that are equal are joined, as Slurm does."""
+    """Write ``counts`` in the notation that `expand_counts` reads. Joins equal neighbors, as Slurm does."""
     runs = [(count, len(list(equals))) for count, equals in itertools.groupby(counts)]
     return ",".join(str(count) if repeats == 1 else f"{count}(x{repeats})" for count, repeats in runs)
 
 
 def _entries(text: str) -> Iterator[tuple[int, str]]:
-    """The comma- or blank-separated entries with their positions; commas inside brackets do not separate."""
+    """Yield the entries, separated by commas or blanks, with their positions. Commas in brackets do not separate."""
     position = _skip_separators(text, 0)
     while position < len(text):
         match = _ENTRY.match(text, position)
         assert match is not None, "the pattern matches the empty string"
         end = match.end()
+        # The pattern stops at a bracket only if it has no partner.
         if end < len(text) and text[end] in "[]":
             raise _error(text, end, "this bracket has no partner" if text[end] == "]" else "this bracket never closes")
         yield position, match[0]
@@ -99,6 +105,7 @@ def _expand_entry(text: str, start: int, entry: str) -> list[str]:
     brackets = [_parse_bracket(text, start + m.start(1), m[1]) for m in _BRACKET.finditer(entry)]
     if prod(map(len, brackets)) > MAX_HOSTS:
         raise _error(text, start, f"{entry!r} stands for more than {MAX_HOSTS} hosts")
+    # The last bracket runs fastest; the brackets before it nest in Slurm's order.
     *literals, before_last, tail = _BRACKET.split(entry)[::2]
     *outer, last = brackets
     heads = [head + before_last for head in _in_slurms_order(literals, outer)]
@@ -106,7 +113,8 @@ def _expand_entry(text: str, start: int, entry: str) -> list[str]:
 
 
 def _in_slurms_order(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
-    """Slurm's nesting (``_push_range_list``) of the brackets before the last one: the first of them runs fastest."""
+    """Yield the texts before the last bracket in Slurm's nesting (``_push_range_list``): the first bracket runs
+    fastest."""
     for numbers in itertools.product(*reversed(brackets)):
         yield "".join(itertools.chain.from_iterable(zip(literals, reversed(numbers), strict=True)))
 
@@ -140,7 +148,7 @@ def _error(text: str, position: int, problem: str) -> RequestError:
 
 @dataclass
 class _Run:
-    """Consecutive hosts ``prefix + low..high``; ``width`` 0 is a name without a number."""
+    """Consecutive hosts ``prefix + low..high``. ``width`` 0 is a name without a number."""
 
     prefix: str
     low: int = 0
@@ -148,7 +156,7 @@ class _Run:
     width: int = 0
 
     def is_followed_by(self, other: _Run) -> bool:
-        """Joining must not change how a number is padded: n9, n10 may join, n9, n010 may not."""
+        """True if ``other`` can join without a change of padding: n9, n10 may join, n9, n010 may not."""
         same_padding = len(str(other.low).zfill(self.width)) == other.width
         return other.low == self.high + 1 and same_padding
 
@@ -159,7 +167,7 @@ class _Run:
 
 @dataclass
 class _Group:
-    """Neighbouring runs with one prefix, written with one pair of brackets."""
+    """Neighboring runs with one prefix, written with one pair of brackets."""
 
     prefix: str
     runs: list[_Run]

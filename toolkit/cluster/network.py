@@ -1,8 +1,8 @@
 """Which interface carries the traffic between ranks, and which InfiniBand ports there are.
 
-The interface is a fact of the routing table, not of a name: the kernel is asked which of our addresses it would use
-towards the peer, and the interface that owns this address is the one. InfiniBand is read from sysfs and only reported:
-NCCL finds ACTIVE ports and the topology by itself, and a list of ours would switch that off.
+The routing table decides on the interface, not a name: the kernel is asked which of this node's addresses it would use
+towards the peer, and the interface that owns this address is the answer. InfiniBand is read from sysfs and only
+reported: NCCL finds ACTIVE ports and the topology by itself, and a list of ours would switch that off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; ``address`` is set where it was found by address, ``speed_mbps`` where the driver knows."""
+    """A network interface. ``address`` is set if it was found by address, ``speed_mbps`` if the driver knows it."""
 
     name: str
     operstate: str
@@ -45,9 +45,9 @@ class IbPort:
 
 
 def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
-    """The interface of this node that reaches ``peer`` (an address or a host name).
+    """Return the interface of this node that reaches ``peer``, an address or a host name.
 
-    Where the peer is this very node it is the interface that owns the peer's address: the kernel would route to itself
+    Where the peer is this very node, it is the interface that owns the peer's address: the kernel would route to itself
     through ``lo``, which no other node can reach. ``lo`` is the answer only for a peer on it, such as 127.0.0.1.
     """
     address = _source_address(peer)
@@ -61,12 +61,13 @@ def interface_for(peer: str, sysfs: Path = SYSFS) -> Interface:
 
 
 def rank_address(environ: Mapping[str, str], peer: str) -> str:
-    """This node's address on the interface that a rank with this environment uses, see `rank_network_environment`."""
+    """Return this node's address on the interface of a rank with this environment, see `rank_network_environment`."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not named:
         address = interface_for(peer).address
         assert address is not None
         return address
+    # The user has named an interface: take its address, IPv4 before IPv6.
     try:
         index = socket.if_nametoindex(named)
     except OSError:
@@ -78,26 +79,27 @@ def rank_address(environ: Mapping[str, str], peer: str) -> str:
 
 
 def wildcard() -> str:
-    """The address that stands for all of this node's."""
+    """Return the address that stands for all addresses of this node."""
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of ``address``, which may be the wildcard."""
+    """Return a listening socket on a free port of ``address``, which may be the wildcard."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=4096, dualstack_ipv6=address == "::")
 
 
 def reachable_at(address: str) -> str:
-    """The address by which this node itself reaches what listens on ``address``."""
+    """Return the address by which this node itself reaches what listens on ``address``."""
     return "localhost" if address in ("::", "0.0.0.0") else address
 
 
 def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> str:
-    """The address of ``here``, this node, on the network that its ranks on ``hosts`` share; of one node the loopback.
+    """Return the address of ``here``, this node, on the network that its ranks on ``hosts`` share.
 
-    What listens there is not offered to other networks. It is the wildcard, with a warning, where the host names do not
-    lead to one network. The first and the last of the other hosts are asked for: a lookup of each would take long.
+    For one node it is the loopback. What listens there is not offered to other networks. If the host names lead to more
+    than one network, or to none, it is the wildcard, with a warning. Only the first and the last of the other hosts are
+    looked up: a look-up of each would take long.
     """
     others = [host for host in hosts if host != here]
     if not others:
@@ -111,7 +113,7 @@ def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> 
 
 
 def interfaces(sysfs: Path = SYSFS) -> list[Interface]:
-    """Every interface of this node by name."""
+    """Return every interface of this node, by name."""
     return [_read_interface(sysfs, path.name) for path in _entries(sysfs / "class/net")]
 
 
@@ -123,7 +125,7 @@ def plain_address(address: str) -> str:
 
 
 def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
-    """The ACTIVE ports, by device and port; a port that is down or being configured is not listed."""
+    """Return the ACTIVE ports, by device and port. A port that is down or being configured is not listed."""
     ports = [
         _read_port(sysfs, device, port)
         for device in _entries(sysfs / "class/infiniband")
@@ -135,10 +137,11 @@ def infiniband_ports(sysfs: Path = SYSFS) -> list[IbPort]:
 def rank_network_environment(
     environ: Mapping[str, str], peer: str, sysfs: Path = SYSFS, nccl_ib_hca: str | None = None
 ) -> dict[str, str]:
-    """NCCL's and gloo's interface for one rank, found on the rank's own node; what the user has set is left alone.
+    """Return NCCL's and gloo's interface for one rank, found on the rank's own node.
 
-    ``nccl_ib_hca`` is a site profile's list such as ``mlx5_0,mlx5_3``. It gets NCCL's ``=`` prefix, as the interface
-    does: without it NCCL matches by prefix, and ``mlx5_1`` would take ``mlx5_10`` too.
+    What the user has set is left alone. ``nccl_ib_hca`` is a site profile's list such as ``mlx5_0,mlx5_3``. It gets
+    NCCL's ``=`` prefix, as the interface does: without it NCCL matches by prefix, and ``mlx5_1`` would take ``mlx5_10``
+    too.
     """
     wanted: dict[str, str] = {}
     if not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= environ.keys():
@@ -153,14 +156,17 @@ def rank_network_environment(
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The directories in ``folder`` in natural order (mlx5_2 before mlx5_10); none where it does not exist."""
+    """Return the directories in ``folder`` in natural order (mlx5_2 before mlx5_10); none if it does not exist."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path.name))
 
 
 def _read(path: Path) -> str:
-    """A sysfs file's text; drivers answer with an error where they know nothing (``speed`` of a downed link)."""
+    """Return a sysfs file's text, empty if it cannot be read.
+
+    Drivers answer with an error where they know nothing (``speed`` of a downed link).
+    """
     try:
         return path.read_text().strip()
     except OSError:
@@ -175,7 +181,7 @@ def _read_interface(sysfs: Path, name: str, address: str | None = None) -> Inter
 
 
 def _read_port(sysfs: Path, device: Path, port: Path) -> IbPort:
-    """``state`` reads ``4: ACTIVE`` and ``rate`` reads ``400 Gb/sec (4X NDR)``."""
+    """Read a port. ``state`` holds ``4: ACTIVE`` and ``rate`` holds ``400 Gb/sec (4X NDR)``."""
     rate = _read(port / "rate").split(" ")[0]
     return IbPort(
         device=device.name,
@@ -188,7 +194,10 @@ def _read_port(sysfs: Path, device: Path, port: Path) -> IbPort:
 
 
 def _netdev(device: Path, port: int) -> str | None:
-    """RoCE names it in the port's first GID; for IPoIB it is the device's interface with this port's ``dev_port``."""
+    """Return the interface over the same port.
+
+    RoCE names it in the port's first GID. For IPoIB it is the device's interface with this port's ``dev_port``.
+    """
     named = _read(device / f"ports/{port}/gid_attrs/ndevs/0")
     candidates = [path for path in _entries(device / "device/net") if _dev_port(path) in (None, port - 1)]
     return named or (candidates[0].name if candidates else None)
@@ -202,12 +211,12 @@ def _dev_port(netdev: Path) -> int | None:
 # ------------------------------------------------------------------------------------------------------ addresses
 
 
-#: An address that nobody has (RFC 5737): the way there is the default route.
+#: An address that no host has (RFC 5737): the way there is the default route.
 _ELSEWHERE = (socket.AF_INET, "192.0.2.1")
 
 
 def _source_address(peer: str) -> str:
-    """Our address on the way to ``peer``, by the first of its addresses that there is a way to."""
+    """Return our address on the way to ``peer``, by the first of its addresses that has a route."""
     failures = []
     for family, target in _candidates(peer):
         try:
@@ -218,7 +227,7 @@ def _source_address(peer: str) -> str:
 
 
 def _ask_routing_table(family: socket.AddressFamily, target: str) -> str:
-    """Connecting a UDP socket chooses our address and sends nothing."""
+    """Return our address on the route to ``target``. To connect a UDP socket chooses it and sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return _plain(str(probe.getsockname()[0]))
@@ -229,7 +238,8 @@ def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
     routable = [(family, address) for family, address in addresses if not _is_loopback(address)]
     if routable or _is_loopback(peer) or peer.split(".")[0] == "localhost":
         return routable or addresses
-    # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the way out, if there is one.
+    # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if there is
+    # one.
     return [_ELSEWHERE, *addresses]
 
 
@@ -245,7 +255,7 @@ def _resolve(peer: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _is_loopback(peer: str) -> bool:
-    """Whether ``peer`` is an address of the loopback; a name is not."""
+    """True if ``peer`` is an address of the loopback; a name is not."""
     try:
         return ipaddress.ip_address(_plain(peer)).is_loopback
     except ValueError:
@@ -253,12 +263,15 @@ def _is_loopback(peer: str) -> bool:
 
 
 def _plain(address: str) -> str:
-    """An address without its scope: ``fe80::1%eth0`` is ``fe80::1``."""
+    """Return an address without its scope: ``fe80::1%eth0`` is ``fe80::1``."""
     return address.partition("%")[0]
 
 
 def _owner(address: str) -> str | None:
-    """The interface that has ``address``, secondary and IPv6 addresses included; all of 127.0.0.0/8 is ``lo``'s."""
+    """Return the interface that has ``address``; all of 127.0.0.0/8 belongs to ``lo``.
+
+    Finds secondary and IPv6 addresses too.
+    """
     index = dict(_netlink_addresses()).get(address)
     if index is not None:
         return socket.if_indextoname(index)
@@ -272,7 +285,7 @@ _HEADER, _IFADDRMSG, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI
 
 
 def _netlink_addresses() -> Iterator[tuple[str, int]]:
-    """Address and interface index of every RTM_NEWADDR message of a dump."""
+    """Yield address and interface index of every RTM_NEWADDR message of a dump."""
     request = _IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     header = _HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:

@@ -1,9 +1,9 @@
-"""Where this process stands among the ranks, derived from what its launcher put into the environment.
+"""Where this process stands among the ranks, derived from the variables that its launcher has set.
 
-The innermost launcher wins: torchrun (or the supervisor's explicit variables) over MPI over an srun step over alone.
-Under ``srun torchrun`` SLURM_PROCID numbers the agents, under ``mpirun`` every rank sees SLURM_PROCID=0 of the process
-that mpirun runs in, so only variables of *one* launcher are ever combined. Two variables of the same launcher that
-contradict each other are a `PlacementError`: a guess would hang all ranks at the rendezvous.
+The innermost launcher wins: torchrun (or the supervisor's explicit variables), then MPI, then an srun step, then alone.
+Only variables of *one* launcher are ever combined: under ``srun torchrun`` SLURM_PROCID numbers the agents, and under
+``mpirun`` every rank sees SLURM_PROCID=0 of the process that mpirun runs in. Two variables of the same launcher that
+contradict each other raise a `PlacementError`: a guess would hang all ranks at the rendezvous.
 
 Sources: srun(1) OUTPUT ENVIRONMENT VARIABLES and ``_exec_task`` of slurmstepd (het steps number nodes and tasks
 globally); torch's ``LocalElasticAgent``; PRRTE's and Open MPI's ``OMPI_COMM_WORLD_*``; ``pmixp_info_set`` and
@@ -22,7 +22,7 @@ from typing import NoReturn
 from toolkit.cluster import hostlist
 from toolkit.errors import PlacementError, RequestError
 
-#: Step ids from here up are none: batch script, interactive shell, extern step (SLURM_MAX_NORMAL_STEP_ID).
+#: Step ids from here up are no srun steps: batch script, interactive shell, extern step (SLURM_MAX_NORMAL_STEP_ID).
 FIRST_SPECIAL_STEP_ID = 0xFFFFFFF0
 
 _NODE_NOTE = "{} no node numbers: node_rank and nodes assume that nodes are filled one after the other"
@@ -32,7 +32,7 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place. ``node_rank`` counts the launcher's nodes, ``hosts`` names them in that order where known."""
+    """One rank's place. ``node_rank`` counts the launcher's nodes; ``hosts`` names them in that order where known."""
 
     rank: int
     world_size: int
@@ -53,14 +53,18 @@ class Placement:
 
     @property
     def job(self) -> str | None:
-        """The id to requeue or cancel: an array element is ``ARRAY_TASK``; the bare id would mean the whole array."""
+        """Return the id to requeue or cancel: ``ARRAY_TASK`` for an array element. The bare id means the whole
+        array."""
         if self.array_job_id and self.array_task_id:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id
 
 
 def derive(environ: Environ, hostname: str) -> Placement:
-    """The placement of this process; `PlacementError` where one launcher's variables contradict each other."""
+    """Return the placement of this process.
+
+    Raises `PlacementError` where one launcher's variables contradict each other.
+    """
     return (
         _from_explicit(environ, hostname)
         or _from_mpi(environ, hostname)
@@ -72,9 +76,10 @@ def derive(environ: Environ, hostname: str) -> Placement:
 def rank_environment(
     placement: Placement, master_addr: str | None = None, master_port: int | None = None
 ) -> dict[str, str]:
-    """What torchrun-style scripts read, for one rank: the only place in this package that names these variables.
+    """Return the variables that torchrun-style scripts read, for one rank.
 
-    TORCHELASTIC_RUN_ID is left out on purpose: it would make this launch look like torchrun's to `derive`.
+    Only this function in the package names these variables. It leaves out TORCHELASTIC_RUN_ID on purpose: with it
+    `derive` would take this launch for torchrun's.
     """
     values: dict[str, object] = {
         "RANK": placement.rank,
@@ -91,10 +96,11 @@ def rank_environment(
 
 
 def launch_key(environ: Environ) -> str | None:
-    """A name that all ranks of this launch derive equally and no other launch does; ``None`` where there is none.
+    """Return a name that all ranks of this launch derive equally, and no other launch; ``None`` if there is none.
 
-    It keys a rendezvous without a supervisor. Job ids start at 1 again in a fresh cluster and two steps of a job run
-    side by side, hence the port and address that this step's srun listens on. Plain MPICH passes nothing unique.
+    It keys a rendezvous without a supervisor. It holds the port and address that this step's srun listens on, because
+    job ids start at 1 again in a fresh cluster and two steps of a job run side by side. Plain MPICH passes nothing
+    unique.
     """
     if _is_explicit(environ):
         return _join_key("torchrun", environ, _TORCHRUN_KEY)
@@ -102,7 +108,7 @@ def launch_key(environ: Environ) -> str | None:
         return _mpi_key(environ)
     if _step_id(environ) is None:
         return None
-    # The components of a het job listen on ports of their own: with the port in it the key would split the launch.
+    # The components of a het job listen on ports of their own: the port in the key would split the launch.
     names = _STEP_KEY if "SLURM_HET_SIZE" in environ else (*_STEP_KEY, "SLURM_SRUN_COMM_PORT")
     return _join_key("srun", environ, names)
 
@@ -143,7 +149,7 @@ class _Number:
 
 
 def _number(environ: Environ, *names: str) -> _Number | None:
-    """The first of ``names`` that is set."""
+    """Return the first of the variables ``names`` that is set."""
     name = next((name for name in names if environ.get(name, "") != ""), None)
     if name is None:
         return None
@@ -153,7 +159,7 @@ def _number(environ: Environ, *names: str) -> _Number | None:
     return _Number(int(text), name)
 
 
-#: Longer ones are none that a launcher sets, and Python refuses to convert very long ones.
+#: No launcher sets a longer number, and Python refuses to convert very long ones.
 _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 
@@ -178,7 +184,7 @@ def _refuse(problem: str, advice: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The six numbers of a placement, checked against each other before anybody uses them."""
+    """The six numbers of a placement. `check` tests them against each other before they are used."""
 
     rank: _Number
     world_size: _Number
@@ -237,7 +243,7 @@ _EXPLICIT_ADVICE = (
     "set LOCAL_RANK and LOCAL_WORLD_SIZE as well (0 and 1 where each rank has a machine to itself), or start the "
     "ranks with torchrun, `toolkit exec` or srun, which set them all, or unset RANK and WORLD_SIZE"
 )
-#: MASTER_ADDR that no other machine could reach: all ranks are on this one.
+#: A MASTER_ADDR that no other machine could reach: all ranks are on this one.
 _LOOPBACK = re.compile(r"localhost|ip6-localhost|127\.[0-9.]+|::1")
 
 
@@ -246,15 +252,16 @@ def _from_explicit(environ: Environ, hostname: str) -> Placement | None:
         return None
     numbers = _explicit_numbers(environ)
     numbers.check(_EXPLICIT_ADVICE)
+    # The host names of other nodes are unknown; a derived node number is noted for `toolkit env`.
     hosts = (hostname,) if numbers.nodes.value == 1 else ()
     notes = (_NODE_NOTE.format("RANK and its companions name"),) if "/" in numbers.node_rank.source else ()
     return _placement(environ, _explicit_launcher(environ), hostname, numbers, hosts, notes)
 
 
 def _is_explicit(environ: Environ) -> bool:
-    """Whether RANK and its companions are a launch of their own, not an echo of the srun step's numbers.
+    """True if RANK and its companions are a launch of their own, not an echo of the srun step's numbers.
 
-    MASTER_ADDR, MASTER_PORT or WORLD_SIZE alone are somebody's export, no launcher.
+    MASTER_ADDR, MASTER_PORT or WORLD_SIZE without RANK were exported by hand; no launcher set them.
     """
     rank = _number(environ, "RANK")
     if rank is None:
@@ -266,12 +273,13 @@ def _is_explicit(environ: Environ) -> bool:
 
 
 def _echoes_step(environ: Environ, rank: _Number, world_size: _Number) -> bool:
-    """Whether a wrapper in the step (or our own shim) copied the step's numbers into RANK and WORLD_SIZE."""
+    """True if a wrapper in the step, or our own shim, copied the step's numbers into RANK and WORLD_SIZE."""
     step_rank, step_size = _step_rank_and_size(environ)
     if step_rank is None or step_size is None or step_size.value != world_size.value:
         return False
     if step_rank.value == rank.value:
         return True
+    # The same number of ranks but another rank: which of the two holds would be a guess.
     _refuse(
         f"{rank} and {step_rank}, both of {world_size.value} ranks, name different ranks",
         "RANK was exported before srun started the tasks (in the batch script SLURM_PROCID is always 0): "
@@ -287,6 +295,7 @@ def _explicit_numbers(environ: Environ) -> _Numbers:
         return _single(rank, world_size, _number(environ, "LOCAL_RANK"))
     local_size = _explicit_local_size(environ, rank, world_size)
     local_rank = _number(environ, "LOCAL_RANK")
+    # Without LOCAL_RANK only these two cases leave no doubt: all ranks on one node, or one rank on each.
     if local_rank is None and local_size.value == world_size.value:
         local_rank = _Number(rank.value, f"RANK, as all ranks are on one node ({local_size.source})")
     if local_rank is None and local_size.value == 1:
@@ -297,7 +306,7 @@ def _explicit_numbers(environ: Environ) -> _Numbers:
 
 
 def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -> _Number:
-    """Return LOCAL_WORLD_SIZE, or what follows from the number of nodes or a MASTER_ADDR that is this machine.
+    """Return LOCAL_WORLD_SIZE, or derive it from the number of nodes or a MASTER_ADDR that is this machine.
 
     ``init_process_group`` needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, and some launchers set no more.
     """
@@ -319,7 +328,10 @@ def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -
 
 
 def _groups(environ: Environ, rank: _Number, world_size: _Number, local_size: _Number) -> tuple[_Number, _Number]:
-    """Return the node's number and how many there are. Where nobody says so, nodes hold equally many ranks in a row."""
+    """Return the node's number and the number of nodes.
+
+    Where no variable gives them, all nodes are taken to hold equally many ranks, in a row.
+    """
     if local_size.value == world_size.value and "GROUP_RANK" not in environ:
         return _Number(0, "one node"), _Number(1, "one node")
     node_rank, nodes = _number(environ, "GROUP_RANK", "NODE_RANK"), _number(environ, "GROUP_WORLD_SIZE", "NNODES")
@@ -390,28 +402,30 @@ def _from_mpi(environ: Environ, hostname: str) -> Placement | None:
     _check_families_agree(environ, families)
     numbers = _mpi_numbers(environ, families[0])
     numbers.check(_MPI_ADVICE)
+    # MPI numbers ranks but not nodes, so a node's number follows from the ranks before it.
     is_one_node = numbers.nodes.value == 1
     notes = () if is_one_node else (_NODE_NOTE.format("mpirun names"),)
     return _placement(environ, "mpi", hostname, numbers, (hostname,) if is_one_node else (), notes)
 
 
 def _mpi_families(environ: Environ) -> list[_MpiFamily]:
-    """The kinds of mpirun that have started this process, less those whose variables the srun step itself set."""
+    """Return the kinds of mpirun that started this process, without those whose variables the srun step itself set."""
     present = [family for family in _MPI_FAMILIES if environ.get(family.rank)]
     return [family for family in present if not _is_of_step(environ, family)]
 
 
 def _is_of_step(environ: Environ, family: _MpiFamily) -> bool:
-    """Whether ``family``'s variables come from srun's own PMI plugin: then this is one launch, the step."""
+    """True if srun's own PMI plugin set ``family``'s variables: then there is one launch, the step."""
     step_rank, step_size = _step_rank_and_size(environ)
     if step_rank is None or step_size is None:
         return False
     if family.rank == "PMI_RANK" and _number(environ, *family.local_rank) is not None:
-        return False  # Slurm's plugin never sets these: an mpirun inside the step does
+        return False  # Slurm's plugin never sets these, but an mpirun inside the step does
     if family.rank == "PMI_RANK" and environ.get("PMI_JOBID") == _step_name(environ):
         return True
     if family.rank == "OMPI_COMM_WORLD_RANK" and _is_foreign_pmix(environ):
         return False
+    # Equal numbers in both are one launch.
     rank, size = _number(environ, family.rank), _number(environ, family.size)
     agrees_on_size = size is not None and size.value == step_size.value
     return rank is not None and rank.value == step_rank.value and agrees_on_size
@@ -422,7 +436,7 @@ def _step_name(environ: Environ) -> str:
 
 
 def _is_foreign_pmix(environ: Environ) -> bool:
-    """Whether a PMIx launcher other than srun (``prterun-host-pid@1``) started this process."""
+    """True if a PMIx launcher other than srun (``prterun-host-pid@1``) started this process."""
     namespace = environ.get("PMIX_NAMESPACE", "")
     return bool(namespace) and not namespace.startswith("slurm.pmix.")
 
@@ -458,6 +472,7 @@ def _mpi_numbers(environ: Environ, family: _MpiFamily) -> _Numbers:
     local_size = _required(environ, *family.local_size, because=rank, advice=_MPI_ADVICE)
     if local_size.value == 0:
         _refuse(f"{local_size} leaves no rank on this node", _MPI_ADVICE)
+    # Rounded up: the last node may have fewer ranks.
     source = f"{family.rank} / {local_size.source}"
     node_rank = _Number(rank.value // local_size.value, source)
     nodes = _Number(-(-size.value // local_size.value), source)
@@ -470,7 +485,10 @@ _STEP_ADVICE = "start the ranks with `srun`, without exporting SLURM_* variables
 
 
 def _step_id(environ: Environ) -> str | None:
-    """The id of the srun step this process is a task of; a batch script and an interactive shell are in none."""
+    """Return the id of the srun step that this process is a task of.
+
+    A batch script and an interactive shell are in none.
+    """
     number = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if number is None or number.value >= FIRST_SPECIAL_STEP_ID:
         return None
@@ -504,7 +522,7 @@ def _step_numbers(environ: Environ, step: _Number) -> _Numbers:
     nodes = read("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     return _Numbers(
         rank=read("SLURM_PROCID"),
-        # Never SLURM_NTASKS where the step's own number is there: in the batch script it is the job's.
+        # SLURM_NTASKS only where the step's own number is missing: in the batch script it is the job's.
         world_size=read("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=read("SLURM_LOCALID"),
         local_world_size=_tasks_on_node(environ, node_rank, nodes),
@@ -514,7 +532,7 @@ def _step_numbers(environ: Environ, step: _Number) -> _Numbers:
 
 
 def _tasks_on_node(environ: Environ, node_rank: _Number, nodes: _Number) -> _Number:
-    """This node's entry of ``2(x3),1``: nodes may carry different numbers of tasks, so nothing is divided."""
+    """Return this node's entry of ``2(x3),1``. Nodes may have different numbers of tasks, so nothing is divided."""
     name = next((n for n in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if n in environ), None)
     if name is None:
         _refuse("SLURM_STEP_TASKS_PER_NODE is not set in an srun step", _STEP_ADVICE)
@@ -535,7 +553,7 @@ def _step_hosts(environ: Environ, nodes: _Number) -> tuple[str, ...]:
 
 
 def _check_pmi_agrees(environ: Environ) -> None:
-    """The step's own PMI plugin numbers the ranks as the step does, or somebody has overwritten one of them."""
+    """Refuse a step whose own PMI plugin numbers the rank differently: somebody has overwritten one of the two."""
     if environ.get("PMIX_NAMESPACE") == f"slurm.pmix.{_step_name(environ)}":
         _check_equal(environ, "PMIX_RANK", "SLURM_PROCID", _STEP_ADVICE)
     if environ.get("PMI_JOBID") == _step_name(environ):

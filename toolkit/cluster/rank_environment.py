@@ -1,7 +1,7 @@
-"""The one rank shim: what torch, NCCL, gloo and OpenMP read, as each rank decides it on its own node.
+"""The one rank shim: the variables of torch, NCCL, gloo and OpenMP, decided by each rank on its own node.
 
-Ranks of ours and of foreign scripts come through here, under whatever launcher. It loads nothing heavy: a foreign rank
-pays for it before its own imports.
+All ranks use it, those of foreign scripts too, under every launcher. It loads nothing heavy: a foreign rank pays for
+it before its own imports.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from toolkit.errors import PlacementError
 
 
 def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int) -> dict[str, str]:
-    """What torch, NCCL, gloo and OpenMP read, as decided on this node. What the user has set is left alone."""
+    """Return the variables of torch, NCCL, gloo and OpenMP for this node, without those that the user has set."""
     values = placement.rank_environment(place)
+    # A supervised launch without an address: the supervisor runs where srun runs.
     if environ.get("TOOLKIT_SUPERVISED") == "1" and "MASTER_ADDR" not in environ:
         if "SLURM_LAUNCH_NODE_IPADDR" not in environ:
             raise PlacementError(
@@ -26,6 +27,7 @@ def environment(place: Placement, environ: Mapping[str, str], cpus_per_task: int
     key = placement.launch_key(environ)
     if key is not None and "TOOLKIT_LAUNCH_KEY" not in environ:
         values["TOOLKIT_LAUNCH_KEY"] = _file_name(key)
+    # The interface is the one that reaches the rendezvous, or the node of srun.
     peer = values.get("MASTER_ADDR") or environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if peer is not None:
         values.update(network.rank_network_environment(environ, peer))

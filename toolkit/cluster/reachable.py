@@ -1,4 +1,4 @@
-"""Whether a node is there at all, asked of its slurmd: long before Slurm itself gives it up (SlurmdTimeout, 300 s)."""
+"""Ask a node's slurmd whether the node is alive, long before Slurm itself gives it up (SlurmdTimeout, 300 s)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from toolkit import open_files
 #: A node under load accepts a connection all the same: the kernel does that.
 TIMEOUT_S = 3.0
 DEFAULT_SLURMD_PORT = 6818
-#: Threads that look names up, and how long all of them may take.
+#: Threads that look names up, and the seconds that all look-ups together may take.
 LOOK_UPS, LOOK_UP_S = 32, 10.0
-#: Descriptors that are left to the rest of the process.
+#: Descriptors left to the rest of the process.
 KEPT_FREE = 64
-#: Errors of this machine: the question was not asked, so they say nothing of the other node.
+#: Errors of this machine: the question never left it, so they say nothing about the other node.
 _OURS = frozenset(
     {
         errno.EMFILE,
@@ -39,20 +39,22 @@ _OURS = frozenset(
 )
 
 
-Question = tuple[str, socket.AddressFamily, Any]  #: host, and an address of it
+Question = tuple[str, socket.AddressFamily, Any]  #: a host and one of its addresses
 
 
 def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float = TIMEOUT_S) -> set[str]:
-    """Return those of ``hosts`` on which nothing accepts a connection on ``port``; none that could not be asked.
+    """Return those of ``hosts`` on which nothing accepts a connection on ``port``.
 
-    None at all if our own node, ``here``, does not answer: then it is the port that is wrong. Slurm's own daemons talk
-    to each other on slurmd's port, so no site's firewall closes it. All are asked at once, as far as the limit of open
-    files goes: blocks for ``timeout_s`` and as long as the names are looked up.
+    A host that could not be asked is not among them. The result is empty if our own node, ``here``, does not answer:
+    then the port is wrong. Slurm's own daemons talk to each other on slurmd's port, so no site's firewall closes it.
+    All hosts are asked at once, as far as the limit of open files allows. Blocks for ``timeout_s`` plus the time that
+    the look-ups of the names take.
     """
     addresses = _look_up(dict.fromkeys([here, *hosts]), port)
     questions = [(host, *address) for host, found in addresses.items() for address in found]
     there, silent = set[str](), {host for host, found in addresses.items() if not found}
     with open_files.all_claimed():
+        # Ask in waves of as many connections as there are free descriptors.
         while questions:
             at_once = max(1, open_files.hard_limit() - len(list(Path("/proc/self/fd").iterdir())) - KEPT_FREE)
             wave, questions = questions[:at_once], questions[at_once:]
@@ -63,7 +65,7 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
 
 
 def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
-    """Whether ``host`` accepts a connection on ``port``."""
+    """True if ``host`` accepts a connection on ``port``."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s):
             return True
@@ -72,9 +74,13 @@ def answers(host: str, port: int, timeout_s: float = TIMEOUT_S) -> bool:
 
 
 def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.AddressFamily, Any]]]:
-    """The addresses of each name, none for one that nobody knows. A name is left out if no name server tells."""
+    """Return the addresses of each name, none for a name that does not exist.
+
+    A name is left out if no name server answers.
+    """
     pool = ThreadPoolExecutor(LOOK_UPS)
     futures = {name: pool.submit(_addresses, name, port) for name in names}
+    # After LOOK_UP_S a look-up that hangs is left behind: its name counts as not asked.
     wait(futures.values(), LOOK_UP_S)
     pool.shutdown(wait=False, cancel_futures=True)
     found = {name: future.result() for name, future in futures.items() if future.done() and not future.cancelled()}
@@ -88,12 +94,12 @@ def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] |
         ]
     except socket.gaierror as error:
         return [] if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
-    except UnicodeError:  # of a damaged file: no host has such a name
+    except UnicodeError:  # a name from a damaged file: no host has such a name
         return []
 
 
 def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set[str]]:
-    """The hosts that accept a connection, and those that refuse it or say nothing."""
+    """Return the hosts that accept a connection, and those that refuse it or do not answer."""
     there, silent = set[str](), set[str]()
 
     def note(host: str, error: int | None) -> None:
@@ -104,6 +110,7 @@ def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set
 
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
+        # Start all connections without waiting for any.
         for host, family, address in questions:
             try:
                 connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
@@ -114,6 +121,7 @@ def _ask(questions: Sequence[Question], timeout_s: float) -> tuple[set[str], set
                 selector.register(connection, selectors.EVENT_WRITE, host)
             else:
                 note(host, error)
+        # Collect the outcomes until the deadline; what is still open then is silent.
         deadline = time.monotonic() + timeout_s
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):

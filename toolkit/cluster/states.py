@@ -1,7 +1,7 @@
-"""The states of a Slurm job, each classed by the one question that matters: can it still run?
+"""The states of a Slurm job, each classed by one question: can the job still run?
 
-Source: the JOB STATE CODES of squeue(1) and sacct(1), 22.05 to 24.11. Several of them look like an end and are none
-(COMPLETING, REQUEUED, SPECIAL_EXIT): a job taken for finished too early is resubmitted beside itself.
+Source: the JOB STATE CODES of squeue(1) and sacct(1), 22.05 to 24.11. Several states look like an end and are none
+(COMPLETING, REQUEUED, SPECIAL_EXIT): a job that is taken for finished too early gets resubmitted beside itself.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a state means for somebody who waits for the job."""
+    """What a state means for a program that waits for the job."""
 
     PENDING = "pending"  #: not running, will run (or is held)
-    RUNNING = "running"  #: holds nodes, in whatever way
+    RUNNING = "running"  #: holds nodes, in any way
     ENDED_WELL = "ended well"
     ENDED_BADLY = "ended badly"
     UNKNOWN = "unknown"  #: a state newer than this table, or no answer: never taken for an end
@@ -55,18 +55,18 @@ _CODES = {code: state for state, (code, _) in _STATES.items() if code}
 
 
 def canonical(state: str) -> str:
-    """The long form of ``state``: ``CANCELLED by 1000``, ``CANCELLED+`` and ``CA`` are all ``CANCELLED``."""
+    """Return the long form of ``state``: ``CANCELLED by 1000``, ``CANCELLED+`` and ``CA`` are all ``CANCELLED``."""
     words = state.split()
     word = words[0].rstrip("+").upper() if words else ""
     return _CODES.get(word, word)
 
 
 def phase(state: str | None) -> Phase:
-    """The phase of a state as any of Slurm's programs prints it; ``None`` (no answer) is `Phase.UNKNOWN`."""
+    """Return the phase of a state as any of Slurm's programs prints it. ``None`` (no answer) is `Phase.UNKNOWN`."""
     known = _STATES.get(canonical(state or ""))
     return known[1] if known else Phase.UNKNOWN
 
 
 def is_over(state: str | None) -> bool:
-    """Whether a job in ``state`` has ended for good. An unknown state is never over."""
+    """True if a job in ``state`` has ended for good. An unknown state is never over."""
     return phase(state) in (Phase.ENDED_WELL, Phase.ENDED_BADLY)

@@ -2,7 +2,7 @@
 
 Each node of a job is checked once, by its agent; `toolkit doctor` has srun do the same. A node prints one line of
 JSON, an :class:`Answer`, and ends. Nodes do not talk to each other: `toolkit.cluster.checks.verdict` compares their
-answers. The checks must be up within a few hundredths of a second: standard library only.
+answers. The checks must start within a few hundredths of a second, so they use the standard library only.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any, Literal
 
 Severity = Literal["ok", "warning", "bad"]
 
-#: Where srun runs, which is where ranks find the store of their supervisor; or the first node of the step.
+#: The peer of a request: the host where srun runs, where ranks find their supervisor's store; or the step's first node.
 LAUNCHER, FIRST_NODE = "launcher", "first node"
-#: A program or server of the node, and a file system, are waited for this long. All checks run at once.
+#: Seconds to wait for a program or server of the node, and for a file system. All checks run at once.
 ASKING_LIMIT_S, DISK_LIMIT_S = 15.0, 8.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``text`` says, of what is not ok, what is wrong, the figure, and what to do."""
+    """What one check found. If the node is not ok, ``text`` says what is wrong, the figure, and what to do."""
 
     check: str
     severity: Severity
     figure: str  #: a few characters for a table
     text: str = ""
-    value: float | None = None  #: of checks whose figure is compared between nodes
+    value: float | None = None  #: for checks whose figure is compared between nodes
 
     @staticmethod
     def parse(content: dict[str, Any]) -> Finding:
-        """From a line of JSON. Raises TypeError or ValueError for one that is no finding."""
+        """Return the finding in one parsed line of JSON. Raises TypeError or ValueError if it is none."""
         found = Finding(**content)
         if found.severity not in ("ok", "warning", "bad") or not isinstance(found.text, str):
             raise ValueError(f"not a finding: {content}")
@@ -40,7 +40,7 @@ class Finding:
 
 
 def ok(check: str, figure: str, value: float | None = None) -> Finding:
-    """Nothing is wrong."""
+    """Return a finding that nothing is wrong."""
     return Finding(check, "ok", figure, value=value)
 
 
@@ -48,15 +48,15 @@ def ok(check: str, figure: str, value: float | None = None) -> Finding:
 class Request:
     """What is asked of a node."""
 
-    folder: str  #: inside the run folder, shared by all nodes; holds the file ``token``, and takes one of each node's
+    folder: str  #: in the run folder, shared by all nodes: holds the file ``token``, and one file that each node writes
     token: str  #: the content of these files
-    cpus: Sequence[int]  #: that the ranks of a node need: of the n-th task the n-th, or of all the only one
+    cpus: Sequence[int]  #: CPUs that a node's ranks need: the n-th entry for the n-th task, or one entry for all tasks
     gpus: int = 0  #: that a node must have
     peer: str = LAUNCHER  #: a node on the network of the ranks, by name or address, or one of the two words above
     disk_limit_s: float = DISK_LIMIT_S
 
     def cpus_of(self, task: int) -> int:
-        """Return the number of CPUs that the ranks of the node of srun's task ``task`` need."""
+        """Return the number of CPUs that the ranks on the node of srun's task ``task`` need."""
         return self.cpus[task % len(self.cpus)]
 
 
@@ -66,9 +66,9 @@ ANSWER_HEAD = '{"node": '
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node prints: its name, its clock when it began and when it was done, and its findings.
+    """What a node prints: its name, its clock at the start and at the end, and its findings.
 
-    ``nodes`` are all nodes of the step in Slurm's notation; empty where enough other nodes tell them.
+    ``nodes`` are all nodes of the step in Slurm's notation; empty where enough other nodes print them.
     """
 
     node: str

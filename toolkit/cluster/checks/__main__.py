@@ -28,15 +28,15 @@ from toolkit.cluster.checks import (
     storage,
 )
 
-#: What the kernel itself answers. Silence is a starved or broken node.
+#: For questions that the kernel itself answers. Silence means a starved or broken node.
 QUICK_LIMIT_S = 10.0
-#: Only so many tasks tell the names of all nodes, for those that print nothing: of thousands, all need not.
+#: The tasks that print the names of all nodes, for the nodes that print nothing. With thousands of nodes a few suffice.
 TELL_ALL_NAMES = 8
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. It runs in a thread, which hangs where a file system or a driver does: ``silent`` is found then."""
+    """One check. It runs in a thread, which hangs if a file system or a driver does: then ``silent`` is the finding."""
 
     run: Callable[[], list[Finding]]
     limit_s: float
@@ -47,6 +47,7 @@ def check_node(request: Request, name: str, task: int) -> list[Finding]:
     """Make all checks at once; return their findings when each has ended or its time is up."""
     began = time.monotonic()
     running = [(check, _start(check)) for check in _checks(request, name, task)]
+    # All checks run already, so their limits run from the same start.
     findings: list[Finding] = []
     for check, answers in running:
         try:
@@ -73,6 +74,7 @@ def _start(check: Check) -> SimpleQueue[list[Finding]]:
 def _checks(request: Request, name: str, task: int) -> list[Check]:
     asked = request.cpus_of(task)
     folder, temporary = Path(request.folder), Path(os.environ.get("TMPDIR") or "/tmp")
+    # A hanging file system cannot be interrupted: the thread is left behind, and the finding says so.
     runs = folder.parent
 
     def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
@@ -82,6 +84,7 @@ def _checks(request: Request, name: str, task: int) -> list[Check]:
         )
         return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
 
+    # A look-up that has not ended within three times the warning's limit is reported as slow.
     look_up_s = 3 * host.LOOK_UP_WARNING_S
     slow = host.slow_look_up(f"takes more than {look_up_s:g} s", f"> {look_up_s:g} s")
     return [
@@ -115,7 +118,7 @@ def _check_limits(gpus: int) -> list[Finding]:
 
 
 def _find_address(request: Request) -> Finding:
-    """Return our address among the ranks."""
+    """Return a finding with our address among the ranks."""
     try:
         return ok("network", _address(request))
     except Exception as error:
@@ -123,7 +126,10 @@ def _find_address(request: Request) -> Finding:
 
 
 def _look_up(request: Request) -> list[Finding]:
-    """Return how long the name service takes for our address; nothing where we have none, which `network` tells."""
+    """Return a finding on how long the name service takes for our address.
+
+    Empty if we have no address, which `network` reports.
+    """
     try:
         address = _address(request)
     except Exception:
@@ -150,7 +156,7 @@ def main() -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST", "") if task < TELL_ALL_NAMES else ""
     line = json.dumps(asdict(Answer(name, began, time.time(), findings, nodes))) + "\n"
     os.write(1, line.encode())
-    os._exit(0)  # a thread that hangs in the kernel would be waited for
+    os._exit(0)  # a normal exit would wait for a thread that hangs in the kernel
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether a node's CPUs are there and free."""
+"""Checks whether a node's CPUs are there and free."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from toolkit.cluster.checks import Finding, Severity, ok
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-#: Between two looks at the processes, of which there are three: what counts is the demand that lasts through both
-#: intervals. A daemon that wakes up is busy in one of them. The kernel counts in nanoseconds, so this is enough.
+#: Seconds between two of the three looks at the processes. Only demand that lasts through both intervals counts: a
+#: daemon that wakes up is busy in one of them. The kernel counts in nanoseconds, so this interval is enough.
 LOOK_S = 0.12
-#: CPUs that others may take from the ranks before it is worth a word, and before a node is refused: these shares of
-#: what the ranks need, but never less than these numbers.
+#: CPUs that others may take from the ranks before a warning, and before the node is refused: these shares of the CPUs
+#: that the ranks need, but never less than these numbers.
 WARNING_SHARE, WARNING_CPUS = 0.25, 0.5
 BAD_SHARE, BAD_CPUS = 0.5, 0.9
 
 
 def check_cpus(asked: int, usable: float | None = None) -> Finding:
-    """CPUs that this process may use, by affinity and by cgroup, against those the ranks of this node need."""
+    """Compare the CPUs that this process may use, by affinity and cgroup, with those that this node's ranks need."""
     usable = usable_cpus() if usable is None else usable
     figure = f"{usable:g} of {asked}"
     if usable >= asked:
@@ -37,7 +37,7 @@ def check_cpus(asked: int, usable: float | None = None) -> Finding:
 
 
 def usable_cpus() -> float:
-    """CPUs by affinity, cut by the cgroup's quota."""
+    """Return the number of CPUs by affinity, limited by the cgroup's quota."""
     try:
         groups = (PROC / "self/cgroup").read_text()
     except OSError:
@@ -46,20 +46,25 @@ def usable_cpus() -> float:
 
 
 def cpu_quotas(groups: str, root: Path = CGROUPS) -> Iterator[float]:
-    """The CPUs that each cgroup above us allows; ``groups`` is the text of ``/proc/self/cgroup``."""
+    """Yield the CPUs that each cgroup above us allows. ``groups`` is the text of ``/proc/self/cgroup``."""
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
+        # cgroup 2 names no controllers; of cgroup 1 only the hierarchy with "cpu" counts.
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "cpu" if controllers else root
         folder = top / path.lstrip("/")
+        # A parent's quota also binds, so go up to the root.
         while folder != top.parent:
             yield from _quota(folder)
             folder = folder.parent
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """cgroup 2 says ``max 100000`` or ``150000 100000`` in one file; cgroup 1 has two, and -1 for no limit."""
+    """Yield the quota in CPUs of one cgroup, if it has one.
+
+    cgroup 2 writes ``max 100000`` or ``150000 100000`` in one file; cgroup 1 has two files, and -1 for no limit.
+    """
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         try:
             words = " ".join((folder / name).read_text() for name in names).split()
@@ -74,10 +79,11 @@ def _quota(folder: Path) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Process:
-    """One process at one moment. ``demand_s`` counts its threads' time on a CPU and their time waiting for one: a
-    process that is starved needs as much as one that is not.
+    """One process at one moment.
 
-    ``seen_s`` is when, on a clock that only goes on: on a busy node we are made to wait in the middle of a look.
+    ``demand_s`` counts its threads' time on a CPU and their time waiting for one: a starved process needs as much as
+    one that is not. ``seen_s`` is the moment on a monotonic clock: on a busy node we may be made to wait in the middle
+    of a look.
     """
 
     pid: int
@@ -89,23 +95,24 @@ class Process:
 
 @dataclass(frozen=True)
 class Use:
-    """CPUs that processes ask for: of no job at all, by process, and of other jobs together."""
+    """CPUs that processes ask for: of no job, by process; and of other jobs together."""
 
     strangers: Mapping[Process, float]
     other_jobs: float
 
 
 def check_taken(asked: int, use: Use | None = None, online: int | None = None) -> Finding:
-    """Whether somebody takes the CPUs that the ranks need.
+    """Return whether other processes take the CPUs that the ranks need.
 
-    Only what cannot find room on CPUs that we do not ask for counts. Other jobs are the scheduler's business: they are
-    worth a warning where a site does not confine them. Processes outside of any job have escaped from one that is over,
-    or belong to somebody who logged in.
+    Only demand that finds no room on the CPUs that we do not ask for counts. Other jobs are the scheduler's business:
+    they are worth a warning where a site does not confine them. Processes outside of any job have escaped from a job
+    that is over, or belong to a user who logged in.
     """
     use = measure_use() if use is None else use
     online = online or os.cpu_count() or 1
     strangers = sum(use.strangers.values())
     taken = strangers + use.other_jobs - max(0, online - asked)
+    # Only the part that processes of no job take counts against the node.
     severity = _severity(min(taken, strangers), asked)
     if severity != "ok":
         text = (
@@ -113,6 +120,7 @@ def check_taken(asked: int, use: Use | None = None, online: int | None = None) -
             f"({_names(use.strangers)}): end them, or have the node drained"
         )
         return Finding("cpus taken", severity, f"{strangers:.1f}", text)
+    # What other jobs take is at most a warning: the scheduler has placed them here.
     if _severity(taken, asked) == "bad":
         text = (
             f"other jobs ask for {use.other_jobs:.1f} of its {online} CPUs, of which the ranks need {asked}: the site "
@@ -145,7 +153,7 @@ def _owner(pid: int) -> str:
 
 
 def measure_use(look_s: float = LOOK_S) -> Use:
-    """What the processes that we can see, but ours, asked of the CPUs just now."""
+    """Measure the CPUs that the visible processes, except our own, ask for just now."""
     looks = [processes()]
     for _ in range(2):
         time.sleep(look_s)
@@ -154,7 +162,7 @@ def measure_use(look_s: float = LOOK_S) -> Use:
 
 
 def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float]:
-    """CPUs that each process of the last look asked for in every interval since the first."""
+    """Return the CPUs that each process of the last look asked for in every interval since the first."""
     return {
         process: min(
             max(0.0, later.demand_s - sooner.demand_s) / (later.seen_s - sooner.seen_s)
@@ -166,7 +174,10 @@ def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float
 
 
 def job_of(pid: int) -> str | None:
-    """By its environment, which can be read of our own user's processes only: those of others are of other jobs."""
+    """Return the job of a process by its environment.
+
+    It can be read only for our own user's processes; those of other users belong to other jobs.
+    """
     try:
         variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -181,8 +192,11 @@ def sort_out(
     job: str | None,
     job_of: Callable[[int], str | None] = job_of,
 ) -> Use:
-    """Strangers' and other jobs' demand. What descends from a slurmstepd belongs to a job, whatever its owner; without
-    one above ourselves we are in no job, and only our own family is not a stranger."""
+    """Divide the demand into that of strangers and that of other jobs.
+
+    What descends from a slurmstepd belongs to a job, whoever owns it. Without a slurmstepd above ourselves we are in no
+    job, and every process outside our own family is a stranger.
+    """
     in_job = _in_step(us, table)
     family = set(_ancestors(us, table)) | {pid for pid in table if us in _ancestors(pid, table)}
     strangers, other_jobs = {}, 0.0
@@ -199,14 +213,14 @@ def _in_step(pid: int, table: Mapping[int, Process]) -> bool:
 
 
 def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
-    """The process itself first. A parent outside of our pid namespace is 0."""
+    """Yield the process itself, then its ancestors. A parent outside of our pid namespace is 0."""
     while pid in table:
         yield pid
         pid = table[pid].parent
 
 
 def processes(proc: Path = PROC) -> dict[int, Process]:
-    """Every process that we can see, by pid."""
+    """Return every process that we can see, by pid."""
     found = (_read_process(folder) for folder in proc.iterdir() if folder.name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
@@ -220,6 +234,7 @@ def _read_process(folder: Path) -> Process | None:
         demand_s, seen_s = _scheduled_s(folder), time.monotonic()
     except OSError:  # it has just ended
         return None
+    # The name in parentheses may hold spaces and parentheses, hence the last one.
     name, _, rest = rest.rpartition(") ")
     fields = rest.split()
     if demand_s is None:
@@ -228,7 +243,7 @@ def _read_process(folder: Path) -> Process | None:
 
 
 def _scheduled_s(folder: Path) -> float | None:
-    """Seconds on a CPU and in the queue for one, of all threads; None where the kernel does not count them."""
+    """Return the seconds on a CPU and in the queue for one, of all threads; None if the kernel does not count them."""
     total_ns = 0
     for thread in (folder / "task").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Whether the GPUs are there and empty, and which InfiniBand ports are up."""
+"""Checks whether the GPUs are there and empty, and which InfiniBand ports are up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from toolkit.cluster import network
 from toolkit.cluster.checks import Finding, ok
 
-#: The driver itself takes some hundred MiB of a GPU. More than this share of it is somebody's.
+#: Shares of a GPU's memory. The driver itself takes some hundred MiB; more than these shares belongs to a process.
 LEFTOVER_WARNING, LEFTOVER_BAD = 0.02, 0.10
 DEVICES = ("nvidia[0-9]*", "dri/renderD*")
 
@@ -30,7 +30,10 @@ Ask = Callable[[Sequence[str]], str | None]
 
 
 def ask_smi(arguments: Sequence[str]) -> str | None:
-    """What nvidia-smi answers; None where there is none. Raises OSError or subprocess.SubprocessError."""
+    """Return what nvidia-smi prints; None if there is no nvidia-smi.
+
+    Raises OSError or subprocess.SubprocessError.
+    """
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
     if program is None:
         return None
@@ -43,7 +46,7 @@ def ask_smi(arguments: Sequence[str]) -> str | None:
 
 
 def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: Path = Path("/dev")) -> list[Finding]:
-    """GPUs that a process sees here against those asked for, and what others have left in their memory."""
+    """Compare the visible GPUs with those asked for, and report what others have left in their memory."""
     if asked == 0:
         return []
     try:
@@ -51,6 +54,7 @@ def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: 
     except (OSError, subprocess.SubprocessError) as error:
         text = f"{error}; the driver is not well: have the node drained"
         return [Finding("gpus", "bad", f"0 of {asked}", text)]
+    # Without nvidia-smi the device files are counted.
     if answer is None:
         return [_count(asked, max(len(list(dev.glob(pattern))) for pattern in DEVICES), environ)]
     visible = list(_visible(_parse(answer), environ))
@@ -76,7 +80,7 @@ def _parse(answer: str) -> Iterator[Gpu]:
 
 
 def _number(text: str) -> float:
-    """nvidia-smi writes ``[N/A]`` where a GPU has no memory of its own."""
+    """Return the number, 0 for ``[N/A]``, which nvidia-smi prints for a GPU without memory of its own."""
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
@@ -108,7 +112,7 @@ def _users(ask: Ask) -> str:
 
 
 def check_infiniband(sysfs: Path = network.SYSFS) -> list[Finding]:
-    """The ports that are ACTIVE; nodes are compared by their number, which is what a port that is down changes."""
+    """Return the ACTIVE ports. Nodes are compared by their number, which a port that is down changes."""
     if not (sysfs / "class/infiniband").is_dir():
         return []
     ports = network.infiniband_ports(sysfs)

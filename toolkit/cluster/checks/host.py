@@ -1,4 +1,4 @@
-"""Limits of this node's processes, and its name service."""
+"""Checks of the limits of this node's processes, and of its name service."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 from toolkit.cluster.checks import Finding, ok
 
-#: TCPStore looks its peers' addresses up, and each rank waits for that.
+#: TCPStore looks up its peers' addresses, and each rank waits for that.
 LOOK_UP_WARNING_S = 1.0
-#: A rank keeps files, sockets to its peers and pipes to its data loaders' workers open.
+#: A rank keeps open its files, its sockets to its peers and its pipes to its data loaders' workers.
 BAD_FILES, WARNING_FILES = 256, 1024
-#: What InfiniBand sends from and receives into is locked in memory.
+#: InfiniBand locks the memory that it sends from and receives into.
 LOCKED_BYTES = 64 * 2**20
 
 
 def check_look_up(address: str, look_up: Callable[[str], object] = socket.gethostbyaddr) -> Finding:
-    """How long the name service takes for our own address; that it knows none is harmless."""
+    """Measure how long the name service takes for our own address. That it knows no name is harmless."""
     began = time.monotonic()
     with contextlib.suppress(OSError):
         look_up(address)
@@ -30,7 +30,7 @@ def check_look_up(address: str, look_up: Callable[[str], object] = socket.gethos
 
 
 def slow_look_up(how_long: str, figure: str) -> Finding:
-    """A warning: ranks start late, but they start."""
+    """Return a warning, not an error: ranks start late, but they start."""
     text = (
         f"the reverse look-up of the node's own address {how_long}, and every rank waits for it when it opens the "
         "process group: add the nodes to /etc/hosts, or have the name server in /etc/resolv.conf looked at"
@@ -39,7 +39,7 @@ def slow_look_up(how_long: str, figure: str) -> Finding:
 
 
 def check_open_files(limit: int | None = None) -> Finding:
-    """The soft limit, which is what the ranks have."""
+    """Check the soft limit on open files, which is what the ranks have."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     figure = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
     if limit == resource.RLIM_INFINITY or limit >= WARNING_FILES:
@@ -49,7 +49,10 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Finding:
-    """Of a node with InfiniBand: with GPUs NCCL does not start without it, other ranks do not use it."""
+    """Check the limit on locked memory of a node with InfiniBand.
+
+    With GPUs NCCL does not start without it; ranks without GPUs do not use it.
+    """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     figure = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     if limit == resource.RLIM_INFINITY or limit >= LOCKED_BYTES:

@@ -1,4 +1,4 @@
-"""Whether the shared folder is the same for all nodes, and whether there is room where a run writes."""
+"""Checks whether the shared folder is the same on all nodes, and whether there is room where a run writes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 from toolkit.cluster.checks import Finding, ok
 
-#: A node of a cluster with NFS may see a new file this much later than the one that wrote it.
+#: With NFS a node may see a new file this much later than the node that wrote it.
 SEEN_WITHIN_S = 3.0
 TOKEN = "token"
 SAME = "same"
-#: Free bytes and inodes below which a run cannot go on, and below which it will not for long.
+#: Free bytes and inodes below which a run cannot go on, and below which it cannot go on for long.
 BAD_BYTES, WARNING_BYTES = 100 * 2**20, 2**30
 BAD_INODES, WARNING_INODES = 100, 10_000
 
 
 def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WITHIN_S) -> Finding:
-    """Whether the caller's token can be read in ``folder``; leaves an answer there for the caller to read."""
+    """Check that the caller's token can be read in ``folder``, and leave an answer there for the caller to read."""
     wrong = _reading(folder, token, within_s) or _writing(folder / node, token)
     return Finding("shared folder", "bad", "bad", wrong) if wrong else ok("shared folder", SAME)
 
 
 def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str | None:
-    """What is in ``path`` as soon as it is ``wanted``, at the latest after ``within_s``; None: there is no such file.
+    """Return the text of ``path`` as soon as it is ``wanted``, at the latest after ``within_s``.
 
-    Raises OSError for all else.
+    Returns None if there is no such file. Raises OSError for all other errors.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -45,6 +45,7 @@ def _reading(folder: Path, token: str, within_s: float) -> str | None:
         found = read_soon(folder / TOKEN, token, within_s)
     except OSError as error:
         return f"{folder.parent}: cannot be read ({_words(error)}){_advice(error)}"
+    # Tell a missing mount from a file that does not appear on a folder of the same name.
     if found is None and not _is_dir(folder.parent):
         return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
     if found is None:
@@ -92,13 +93,13 @@ def _advice(error: OSError) -> str:
 
 
 def check_space(check: str, path: Path) -> Finding:
-    """Free space and inodes where ``path`` lies."""
+    """Check the free space and inodes where ``path`` lies."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
         return Finding(check, "bad", "?", f"{path}: {_words(error)}{_advice(error)}")
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
-    counted = stat.f_files > 0  # a file system such as btrfs makes inodes as it needs them
+    counted = stat.f_files > 0  # a file system such as btrfs makes inodes on demand
     figure, there = _size(free), f"{path} has {_size(free)} and {inodes if counted else 'enough'} inodes free"
     if free < BAD_BYTES or (counted and inodes < BAD_INODES):
         return Finding(check, "bad", figure, f"{there}: it is full; make room, or choose another folder")

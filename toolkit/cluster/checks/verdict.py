@@ -1,4 +1,4 @@
-"""What the checks of all nodes mean together: which nodes to do without, and what is wrong with none of them."""
+"""What the checks of all nodes mean together: which nodes to do without, and which faults lie with no single node."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from toolkit.cluster import hostlist
 from toolkit.cluster.checks import Answer, Finding, ok
 
-#: Off from the other nodes; logs and time stamps of files are then wrong, and soon credentials are refused.
+#: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
+#: refused.
 BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
-#: Of a single node these say nothing about the node: they are the same on the next.
+#: Checks that say nothing about a single node: the result is the same on the next.
 NOT_THE_NODES = frozenset({"run folder space"})
 
 
@@ -20,8 +21,8 @@ NOT_THE_NODES = frozenset({"run folder space"})
 class Report:
     """What is known of the nodes.
 
-    ``bad`` has the reason for each node to do without. ``common`` is wrong on every node alike, or was in the way of
-    the checks: no other node mends that. Of ``unknown`` nodes nothing was heard, which is a warning.
+    ``bad`` has the reason for each node to do without. ``common`` has what is wrong on every node alike, or prevented
+    the checks: no other node mends that. Nothing was heard of the nodes in ``unknown``, which is a warning.
     """
 
     hosts: tuple[str, ...]
@@ -34,11 +35,11 @@ class Report:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing is bad; there may be warnings."""
+        """True if nothing is bad; there may be warnings."""
         return not self.bad and not self.common
 
     def summary(self) -> list[str]:
-        """For a log: one line for each thing that is wrong, or one that says that nothing is."""
+        """Return lines for a log: a head, then one line for each thing that is wrong."""
         bad = "all" if self.common else len(self.bad)
         counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
         plural = "s" if len(self.hosts) > 1 else ""
@@ -46,7 +47,7 @@ class Report:
         return [head, *self.problems()]
 
     def problems(self) -> list[str]:
-        """A line for each thing that is wrong, with all nodes of which it is."""
+        """Return a line for each thing that is wrong, with all nodes that it concerns."""
         return [
             *(f"every node: bad: {text}" if self.findings else text for text in self.common),
             *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
@@ -55,7 +56,7 @@ class Report:
 
 
 def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each text with the hosts of which it is said, in Slurm's notation."""
+    """Yield each text with its hosts, in Slurm's notation."""
     hosts: dict[str, list[str]] = {}
     for host, text in texts.items():
         hosts.setdefault(text, []).append(host)
@@ -69,32 +70,35 @@ class Heard:
     name: str
     findings: list[Finding] | None = None  #: None: it has not answered
     clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two, in seconds
-    failure: str = ""  #: why it has not answered, where something says so
+    failure: str = ""  #: why it has not answered, if an error names the reason
 
     def take(self, answer: Answer, asked: float, received: float, began: float, ended: float) -> None:
-        """Take its answer. It was asked after ``asked`` and heard at ``received`` by our clock.
+        """Take the node's answer.
 
-        By its own clock these were ``began`` and ``ended``.
+        By our clock the node was asked after ``asked`` and heard at ``received``; by its own clock these were ``began``
+        and ``ended``.
         """
         self.findings = list(answer.findings)
         self.clock = (ended - received, began - asked)
 
     def find(self, finding: Finding) -> None:
-        """Add a finding of ours to its own."""
+        """Add a finding of ours to the node's own."""
         self.findings = [*(self.findings or ()), finding]
 
 
 def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> Report:
-    """Compare what was heard of the nodes, in ``took_s``.
+    """Compare what was heard of the nodes within ``took_s``.
 
     A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
-    slow. ``errors`` are those that name no node. They are the reason where nothing was heard of any.
+    slow. ``errors`` are those that name no node; they are the reason if no node was heard at all.
     """
     if errors and not any(node.findings or node.failure for node in nodes):
         return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
+    # Add the findings that need a comparison of the nodes.
     found = {node.name: list(node.findings or ()) for node in nodes}
     for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes)):
         found[host].append(finding)
+    # What is bad on every node is not held against any single one.
     common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
     return Report(
         hosts=tuple(found),
@@ -108,12 +112,12 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
 
 
 def prevented(hosts: Sequence[str], why: str, took_s: float) -> Report:
-    """Nothing is known of any node."""
+    """Return a report in which nothing is known of any node."""
     return Report(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
 
 
 def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
-    """The texts of what is bad."""
+    """Return the texts of all bad findings, by check."""
     texts: dict[str, list[str]] = {}
     for finding in (finding for findings in found.values() for finding in findings if finding.severity == "bad"):
         texts.setdefault(finding.check, []).append(finding.text)
@@ -143,7 +147,10 @@ def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Fi
 
 
 def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """Each clock against that of most nodes, or of two nodes against ours: our own may be the one that is wrong."""
+    """Compare each clock with that of most nodes, or with ours if there are at most two.
+
+    Our own clock may be the wrong one.
+    """
     clocks = {node.name: node.clock for node in nodes if node.clock is not None}
     usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
     for host, (low, high) in clocks.items():
@@ -162,10 +169,10 @@ def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
 
 
 def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
-    """Return the lead on our clock that lies within the bounds of most nodes; of several, the one nearest to 0.
+    """Return the lead on our clock that lies within the bounds of most nodes, nearest to 0 if several do.
 
-    Not a mean of the bounds: they are wide for nodes that answer late, and nodes that answer at once would seem to be
-    behind them. (Marzullo's algorithm.)
+    This is Marzullo's algorithm. A mean of the bounds would not do: they are wide for nodes that answer late, and nodes
+    that answer at once would seem to be behind them.
     """
     edges = sorted((edge for low, high in bounds for edge in ((low, 1), (high, -1))), key=lambda e: (e[0], -e[1]))
     within = most = 0
@@ -179,7 +186,10 @@ def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
 
 
 def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """A node with fewer InfiniBand ports up than most: the ranks would meet over the wrong network, or not at all."""
+    """Find nodes with fewer active InfiniBand ports than most.
+
+    Their ranks would meet over the wrong network, or not at all.
+    """
     ports = {
         node.name: sum(finding.value or 0 for finding in node.findings if finding.check == "infiniband")
         for node in nodes
