@@ -611,8 +611,7 @@ def srun_here_argv(command: Sequence[str]) -> list[str]:
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
-    """Return the command line that asks Slurm for ``nodes`` nodes and runs ``command`` once on each, from a login
-    node."""
+    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes, from a login node."""
     size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 

@@ -113,8 +113,10 @@ def _expand_entry(text: str, start: int, entry: str) -> list[str]:
 
 
 def _in_slurms_order(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
-    """Yield the texts before the last bracket in Slurm's nesting (``_push_range_list``): the first bracket runs
-    fastest."""
+    """Yield the texts before the last bracket in Slurm's nesting, in which the first bracket runs fastest.
+
+    Source: Slurm's ``_push_range_list``.
+    """
     for numbers in itertools.product(*reversed(brackets)):
         yield "".join(itertools.chain.from_iterable(zip(literals, reversed(numbers), strict=True)))
 

@@ -53,8 +53,10 @@ class Placement:
 
     @property
     def job(self) -> str | None:
-        """Return the id to requeue or cancel: ``ARRAY_TASK`` for an array element. The bare id means the whole
-        array."""
+        """Return the id to requeue or cancel, ``ARRAY_TASK`` for an array element.
+
+        The bare id would mean the whole array.
+        """
         if self.array_job_id and self.array_task_id:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id

@@ -15,9 +15,9 @@ from toolkit.errors import JobFailedError
 
 @dataclass(frozen=True)
 class Share:
-    """Part ``index`` of ``count`` parts of every global batch; with ``count`` 0 this rank gets no data at all.
+    """Part ``index`` of ``count`` parts of every global batch. With ``count`` 0 this rank gets no data.
 
-    Ranks that work on the same samples (of one tensor-parallel group, say) hold equal shares::
+    Ranks that work on the same samples (those of one tensor-parallel group, say) hold equal shares::
 
         >>> toolkit.Share(index=1, count=3).bounds(10)
         (3, 6)
@@ -31,7 +31,10 @@ class Share:
             raise ValueError(f"share {self.index} of {self.count}: the index must be within 0..count-1")
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """``(start, stop)`` of this share in ``range(size)``; the parts tile it and differ in length by at most one."""
+        """Return this share's ``(start, stop)`` in ``range(size)``.
+
+        The parts tile it; lengths differ by at most one.
+        """
         if self.count == 0:
             return 0, 0
         return self.index * size // self.count, (self.index + 1) * size // self.count
@@ -39,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True)
 class BadSample:
-    """Sample ``index`` of the data set could not be loaded: another one stands at ``position`` in its place."""
+    """A sample, ``index`` in the data set, that could not be loaded: another one stands at ``position``."""
 
     index: int
     position: int
@@ -58,8 +61,8 @@ class Batch:
     int64, always on the CPU, says where each sample stands in the order of the whole run (in evaluation: its index in
     the eval set). ``global_count`` is the number of samples that all shares together hold in this step: the divisor of
     the loss. ``bad`` names the samples that should have been here and were replaced; ``stream_state``, in JSON, is
-    where the stream stands after them, if they come from one. Parts of a batch repeat neither. ``is_stacked`` is false
-    where a collate function of the job's own made ``data``::
+    where the stream stands after them, if they come from one. Parts of a batch have neither. ``is_stacked`` is false
+    if a collate function of the job's own made ``data``::
 
         >>> data = {"image": torch.zeros(2, 8, 8), "label": torch.tensor([3, 5])}
         >>> batch = toolkit.Batch(data, positions=torch.tensor([6, 7]), global_count=4)
@@ -85,12 +88,12 @@ class Batch:
 
     @property
     def inputs(self) -> Any:
-        """The first of a pair (inputs, targets). Raises JobFailedError where the samples are no pairs."""
+        """Return the first of a pair (inputs, targets). Raises JobFailedError if the samples are no pairs."""
         return self._pair()[0]
 
     @property
     def targets(self) -> Any:
-        """The second of a pair (inputs, targets). Raises JobFailedError where the samples are no pairs."""
+        """Return the second of a pair (inputs, targets). Raises JobFailedError if the samples are no pairs."""
         return self._pair()[1]
 
     def _pair(self) -> Any:
@@ -107,23 +110,24 @@ class Batch:
         return replace(self, data=data)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with its tensors on ``device``; from pinned memory the host does not wait for the copy."""
+        """Return the batch with its tensors on ``device``. From pinned memory the host does not wait for the copy."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked host memory; torch's DataLoader calls this by name."""
+        """Return the batch in page-locked host memory. torch's DataLoader calls this by name."""
         return self.map(Tensor.pin_memory)
 
     def split(self, parts: int) -> list[Batch]:
-        """``parts`` micro-batches in order, of sizes that differ by at most one (0 where there are fewer samples).
+        """Return ``parts`` micro-batches in order, with sizes that differ by at most one (0 if there are fewer
+        samples).
 
-        Each keeps ``global_count``, so losses divided by it add up to the loss of the whole. Raises JobFailedError
-        for data that cannot be cut.
+        Each keeps ``global_count``, so losses divided by it add up to the loss of the whole. Raises JobFailedError for
+        data that cannot be split.
         """
         return [self.part(*Share(index, parts).bounds(len(self))) for index in range(parts)]
 
     def part(self, start: int, stop: int) -> Batch:
-        """Samples ``start`` to ``stop`` of these. Raises JobFailedError for data that cannot be cut."""
+        """Return samples ``start`` to ``stop`` of these. Raises JobFailedError for data that cannot be split."""
         part = slice(start, stop)
         try:
             data = nested.rows(self.data, len(self), part, is_stacked=self.is_stacked)

@@ -20,20 +20,23 @@ def sum_across_ranks(tensor: Tensor) -> Tensor:
 
 
 def sum_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, float]:
-    """Each value added up over all ranks, in float64, which counts are exact in up to 2**53; every rank gives the same
-    names. One collective and one host sync."""
+    """Return each value added up over all ranks, in float64, where counts are exact up to 2**53.
+
+    Every rank gives the same names. One collective and one host sync.
+    """
     return dict(zip(values, sum_across_ranks(_row(values, device)).tolist(), strict=True))
 
 
 def gather_by_name(values: Mapping[str, float | Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Each value of every rank, float64 (ranks,) on the host, equal on all; every rank gives the same names.
+    """Return each value of every rank, float64 (ranks,) on the host, equal on all.
 
-    One collective and one host sync.
+    Every rank gives the same names. One collective and one host sync.
     """
     return dict(zip(values, gather_rows(_row(values, device)).cpu().unbind(1), strict=True))
 
 
 def _row(values: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
+    # Plain numbers go to the device in one copy; tensors are then put in their places there.
     plain = [value if isinstance(value, float) else 0.0 for value in values.values()]
     numbers = torch.tensor(plain, dtype=torch.float64, device=device)
     for index, value in enumerate(values.values()):
@@ -43,14 +46,14 @@ def _row(values: Mapping[str, float | Tensor], device: torch.device) -> Tensor:
 
 
 def start_sum(tensor: Tensor) -> dist.Work:
-    """Begin :func:`sum_across_ranks`; ``tensor`` must be left alone until ``.wait()`` of the result has returned."""
+    """Begin :func:`sum_across_ranks`. Leave ``tensor`` alone until ``.wait()`` of the result has returned."""
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None  # None is for ranks outside the group; all of ours are in the default one
     return work
 
 
 def gather_rows(row: Tensor) -> Tensor:
-    """The ``row`` (...) of every rank, of one shape and dtype on all: (ranks, ...)."""
+    """Return the ``row`` (...) of every rank as (ranks, ...). Shape and dtype must be equal on all."""
     rows = row.new_empty((dist.get_world_size(), *row.shape))
     for part, place in zip(_pieces(row.view(1, -1)), _pieces(rows.view(len(rows), -1)), strict=True):
         received = torch.empty_like(place, memory_format=torch.contiguous_format)
@@ -60,7 +63,7 @@ def gather_rows(row: Tensor) -> Tensor:
 
 
 def exchange_rows(rows: Tensor) -> Tensor:
-    """Send row i of ``rows`` (ranks, ...) to rank i; what all ranks sent here, in their order: (ranks, ...)."""
+    """Send row i of ``rows`` (ranks, ...) to rank i. Return what all ranks sent here, in their order: (ranks, ...)."""
     result = torch.empty_like(rows)
     for part, place in zip(_pieces(rows.view(len(rows), -1)), _pieces(result.view(len(rows), -1)), strict=True):
         received = torch.empty_like(place, memory_format=torch.contiguous_format)
@@ -69,21 +72,22 @@ def exchange_rows(rows: Tensor) -> Tensor:
     return result
 
 
-#: gloo sends a message of some MB as a whole before it reads what comes: only with small ones both directions of a
+#: gloo sends a message of some MB as a whole before it reads what comes. Only with small messages both directions of a
 #: link are in use at once (100 Mbit/s, 12.5 MB each way: 2.1 s in one message, 1.05 s in small ones).
 _MESSAGE_BYTES = 1 << 18
 
 
 def _pieces(rows: Tensor) -> Sequence[Tensor]:
-    """``rows`` (n, m) as (n, some) each, so that a row's is a message; views."""
+    """Split ``rows`` (n, m) into views of (n, some), so that one row of a piece is one message."""
     return torch.split(rows, max(1, _MESSAGE_BYTES // rows.element_size()), dim=1)
 
 
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a small ``tensor`` (...) over ``group``, rank by rank: of equal values every group has equal bits.
+    """Return the sum of a small ``tensor`` (...) over ``group``, added rank by rank.
 
-    An all-reduce may add in another order in each group, as its links have it, and copies of a model would drift apart.
-    NCCL serves no tensors in host memory, where offloaded weights have theirs: these go by way of the GPU.
+    So equal values give equal bits in every group. An all-reduce may add in another order in each group, as its links
+    have it, and copies of a model would drift apart. NCCL serves no tensors in host memory, where offloaded weights
+    have theirs: these go through the GPU.
     """
     sent = tensor.to(_served(group, tensor.device))
     rows = sent.new_empty((dist.get_world_size(group), *tensor.shape))
@@ -92,12 +96,12 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _served(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """Return ``wanted`` where ``group`` serves such devices, else the current one of a kind that it serves."""
+    """Return ``wanted`` if ``group`` serves such devices, else the current device of a kind that it serves."""
     kinds = [device.type for device in group._device_types]
     return wanted if wanted.type in kinds else torch.device(kinds[0])
 
 
-#: What is sent at once: enough for the speed of a link to count and not its latency, little enough to be copied for it.
+#: Size of one message: large enough that a link's speed counts and not its latency, small enough to be copied for it.
 BUCKET_BYTES = 1 << 25
 
 
@@ -110,10 +114,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
 
 
 def sum_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, part: Tensor | float = 1.0) -> int:
-    """Replace ``tensors`` in place by the sums over ``group`` of ``part`` of each; returns the bytes of the messages.
+    """Replace ``tensors`` in place by the sums over ``group`` of ``part`` of each; return the bytes sent.
 
-    Where the ranks' parts add up to 1 it is a mean. They travel in flat buckets, cut by their order and sizes alone:
-    the same bits in every run.
+    If the ranks' parts add up to 1, it is a mean. The tensors travel in flat buckets, divided by their order and sizes
+    alone: the same bits in every run.
     """
     sent = 0
     for bucket in _buckets(tensors):

@@ -1,10 +1,10 @@
 """A process group over mpi4py: `dist.backend: mpi` on a torch that was built without MPI.
 
 torch sees a Python `ProcessGroup` (torch 2.11 knows no other way). A collective with ``async_op=False`` is MPI's
-blocking one, in the caller; the others are made in their order by a thread of the group, which blocks as well, on a
-communicator of its own (MPI's non-blocking ones took 2 to 4 times as long: 64 MB 75 ms instead of 18). So all ranks
-must say the same of ``async_op``, as they do where each runs the same program. Messages between two ranks never block:
-a pipeline sends both ways at once.
+blocking one, called in the caller's thread. The others run in order in a thread of the group, on a communicator of its
+own. That thread blocks as well: MPI's non-blocking collectives took 2 to 4 times as long (64 MB 75 ms instead of 18).
+So all ranks must pass the same ``async_op``, as they do where each runs the same program. Messages between two ranks
+never block: a pipeline sends both ways at once.
 
 Sums of half precision are made in fp32 and rounded once. Tensors on a GPU go through host memory, unless
 ``TOOLKIT_MPI_CUDA=1`` says that this MPI reads GPU memory.
@@ -33,26 +33,28 @@ from torch.futures import Future
 
 from toolkit.errors import ConfigError, StoppedError
 
-mpi4py.rc.initialize = False  # a rank that only imports this is no MPI process
+mpi4py.rc.initialize = False  # a rank that only imports this module is no MPI process
 mpi4py.rc.finalize = False  # see `finalize`
 from mpi4py import MPI  # noqa: E402
 
-#: The name under which torch knows it: torch 2.11 refuses `mpi`, which is its own.
+#: The name under which torch knows the backend: torch 2.11 refuses `mpi`, which is its own.
 NAME = "mpi4py"
-#: Open MPI spins while it waits. Where more runs than there are cores (data workers, a second thread of ours), those
-#: for whom it waits would not get on for whole time slices: 25 MB took 26 ms instead of 10 on a busy machine.
+#: Open MPI spins while it waits. With more threads than cores (data workers, a second thread of ours), the ranks that
+#: it waits for would lose whole time slices: 25 MB took 26 ms instead of 10 on a busy machine.
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 CUDA_VARIABLE = "TOOLKIT_MPI_CUDA"
-#: How often a thread asks after messages for which nobody waits. More often would take the processor from others.
+#: Pause between two polls for messages that no caller waits for. A shorter one would take the CPU from other threads.
 PAUSE_S = 50e-6
-#: How long a caller that waits for a message asks without a pause.
+#: How long a caller that waits for a message polls without a pause.
 EAGER_S = 1e-3
-#: A rank's part of a long all-reduce, which is made in pieces that stay in the processor's caches: 64 MB on 2 ranks in
-#: 18 ms instead of 45. With more ranks, and so a longer way round, pieces are longer.
+#: A rank's part of one piece of a long all-reduce. Pieces stay in the processor's caches: 64 MB on 2 ranks in 18 ms
+#: instead of 45. With more ranks, and so a longer way round, pieces are longer.
 PIECE_BYTES = 2 << 20
+#: How long a closing group waits for each of its threads.
 LEFT_AFTER_S = 1.0
 
 Calls = Sequence[tuple[Any, ...]]
+#: MPI's type to move elements, by their size in bytes.
 _MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 _REDUCED = {
     torch.float32: MPI.FLOAT,
@@ -66,7 +68,7 @@ _REDUCED = {
 _Op = dist.ReduceOp
 _BITWISE = {_Op.BAND: MPI.BAND, _Op.BOR: MPI.BOR, _Op.BXOR: MPI.BXOR}
 _OPS = {_Op.SUM: MPI.SUM, _Op.AVG: MPI.SUM, _Op.PRODUCT: MPI.PROD, _Op.MIN: MPI.MIN, _Op.MAX: MPI.MAX, **_BITWISE}
-#: A bool is reduced as the byte 0 or 1: a sum is "any", as NCCL has it, and a product "all".
+#: A bool is reduced as the byte 0 or 1: a sum is "any", as in NCCL, and a product "all".
 _BOOL_OPS = {_Op.SUM: MPI.MAX, _Op.PRODUCT: MPI.MIN, _Op.MIN: MPI.MIN, _Op.MAX: MPI.MAX, **_BITWISE}
 
 
@@ -74,21 +76,25 @@ _BOOL_OPS = {_Op.SUM: MPI.MAX, _Op.PRODUCT: MPI.MIN, _Op.MIN: MPI.MIN, _Op.MAX: 
 
 
 def register() -> str:
-    """Make the backend known to torch; returns its name."""
+    """Make the backend known to torch and return its name."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
 
 
 def launch_key(rank: int, size: int) -> str:
-    """A name that all ranks of this launch have and no other launch does. Every rank calls it."""
+    """Return a name that all ranks of this launch have, and no other launch. Every rank must call it."""
     _open(rank, size)
     return str(MPI.COMM_WORLD.bcast(secrets.token_hex(8)))
 
 
 def _create(options: Any, _: object) -> MpiGroup:
-    """torch's call for each new group, on its members only; a default group comes with an empty list of ranks."""
+    """Open a group. torch calls this on the members of each new group.
+
+    The default group comes with an empty list of ranks.
+    """
     ranks = list(options.global_ranks_in_group)
+    # Each group gets a communicator of its own, so that its messages never meet those of another group.
     if not ranks:
         _open(options.group_rank, options.group_size)
         _await_all(options.store, options.group_rank, options.group_size)
@@ -110,10 +116,10 @@ def _open(rank: int, size: int) -> None:
 
 
 def _await_all(store: dist.Store, rank: int, size: int) -> None:
-    """Return when every rank has opened MPI. No message goes out before.
+    """Return when every rank has opened MPI. No message is sent before.
 
-    Open MPI's ranks leave its opening within some milliseconds of each other. A message from one that has left crashes
-    one that has not (pml/ob1, open-mpi/ompi issues 11438 and 13559: 1 in 67 launches on 4 nodes).
+    Open MPI's ranks finish opening within some milliseconds of each other. A message from a rank that has finished
+    crashes one that has not (pml/ob1, open-mpi/ompi issues 11438 and 13559: 1 in 67 launches on 4 nodes).
     """
     opened = [f"mpi_opened/{os.environ.get('TOOLKIT_ATTEMPT', '1')}/{other}" for other in range(size)]
     store.set(opened[rank], "1")
@@ -121,9 +127,9 @@ def _await_all(store: dist.Store, rank: int, size: int) -> None:
 
 
 def check_world(ours: tuple[int, int], mpis: tuple[int, int], library: str) -> None:
-    """Raises ConfigError when MPI does not see the ranks that were started: ``(rank, world size)`` by both.
+    """Raise ConfigError unless MPI sees the ranks that were started. Both pairs are ``(rank, world size)``.
 
-    A launcher that the MPI library does not know leaves each rank alone in a world of one, without a word.
+    A launcher that the MPI library does not know leaves each rank alone in a world of one, without a message.
     """
     if ours != mpis:
         raise ConfigError(
@@ -135,9 +141,9 @@ def check_world(ours: tuple[int, int], mpis: tuple[int, int], library: str) -> N
 
 
 def finalize(_: type[BaseException] | None, error: BaseException | None, __: object) -> None:
-    """An exit of a context: close MPI, if all ranks come here.
+    """Close MPI if all ranks come here. Called as the exit of a context.
 
-    MPI waits in this for every rank: after a failure that would be for ever. A rank that ends without it tells the
+    MPI waits in this for every rank, so after a failure it would wait for ever. A rank that ends without it tells the
     launcher that the job has failed, which is then right.
     """
     if (error is None or isinstance(error, StoppedError)) and MPI.Is_initialized() and not MPI.Is_finalized():
@@ -152,7 +158,10 @@ def _first_line(text: str) -> str:
 
 
 def _on_host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The elements of ``tensor`` in a row, where MPI can read them: its own memory if they lie so, else a copy."""
+    """Return the elements of ``tensor`` in a row, where MPI can read them.
+
+    That is the tensor's own memory if they lie so, else a copy.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"no {tensor.layout} or quantized tensors over MPI; send dense ones")
     device = tensor.device if os.environ.get(CUDA_VARIABLE) == "1" else torch.device("cpu")
@@ -163,15 +172,18 @@ def _on_host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _give_back(staged: Tensor, tensor: Tensor) -> None:
-    """Copy into ``tensor`` what has arrived in a copy of it."""
+    """Copy into ``tensor`` what has arrived in ``staged``, unless both share memory."""
     if staged.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(staged.view_as(tensor))
         if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # whoever asked may be on another stream
+            torch.cuda.current_stream(tensor.device).synchronize()  # the caller may be on another stream
 
 
 def _message(tensor: Tensor, datatype: MPI.Datatype | None = None, counts: Sequence[int] | None = None) -> list[Any]:
-    """mpi4py's description of the memory of ``tensor``; ``counts`` elements for or from each rank, in a row."""
+    """Return mpi4py's description of ``tensor``'s memory.
+
+    ``counts`` are the elements for or from each rank, in a row.
+    """
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     datatype = datatype or _MOVED[tensor.element_size()]
     if counts is None:
@@ -184,7 +196,7 @@ def _counts(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _room(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Memory for the elements of ``tensors`` in a row."""
+    """Return memory for the elements of ``tensors`` in a row."""
     return torch.empty(sum(_counts(tensors)), dtype=dtype)
 
 
@@ -209,17 +221,18 @@ def _give_back_row(row: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How MPI makes a sum (a minimum, ...) of tensors of one dtype."""
+    """How MPI reduces tensors of one dtype (sum, minimum, ...)."""
 
     op: MPI.Op
-    dtype: torch.dtype  #: in which it is made
+    dtype: torch.dtype  #: in which MPI reduces
     datatype: MPI.Datatype
-    divisor: int  #: of an average, else 1
+    divisor: int  #: the number of ranks for an average, else 1
 
     @classmethod
     def of(cls, op: Any, dtype: torch.dtype, size: int) -> _Reduction:
-        """Raises TypeError for what MPI has no operation for."""
+        """Return the reduction for torch's ``op``. Raises TypeError where MPI has no such operation."""
         kind = op.op if isinstance(op, dist.ReduceOp) else op
+        # Half precision travels as fp32 and bools as bytes: MPI has no operations on them.
         half = dtype in (torch.float16, torch.bfloat16)
         wire = torch.float32 if half else torch.uint8 if dtype == torch.bool else dtype
         found = (_BOOL_OPS if dtype == torch.bool else _OPS).get(kind)
@@ -238,7 +251,7 @@ class _Reduction:
 
 
 class MpiWork(Work):
-    """One operation on its way. When MPI is done with it, ``finish`` puts the outcome where it belongs.
+    """One operation in progress. When MPI is done with it, ``finish`` puts the outcome in its place.
 
     ``held`` is the memory that MPI reads and writes until then.
     """
@@ -258,7 +271,7 @@ class MpiWork(Work):
         self._error: Exception | None = None
 
     def _end(self, error: Exception | None = None) -> None:
-        """Once, by the thread that has got it done, or has failed to."""
+        """End the work, once, from the thread that completed it or failed to."""
         try:
             if error is None:
                 self._finish()
@@ -270,7 +283,7 @@ class MpiWork(Work):
             self._ended.set()
             future = self._future
         if future is not None:
-            self._announce(future)  # without the lock: what hangs on it may wait for this very work
+            self._announce(future)  # without the lock: a callback may wait for this very work
 
     def _announce(self, future: Future[list[Tensor]]) -> None:
         if self._error is None:
@@ -279,7 +292,10 @@ class MpiWork(Work):
             future.set_exception(self._error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises DistBackendError when MPI fails, or after ``timeout`` (the group's where it is 0)."""
+        """Block until the work is done.
+
+        Raises DistBackendError when MPI fails, or after ``timeout`` (the group's where it is 0).
+        """
         limit_s = timeout.total_seconds() or self._limit_s
         if not self._ends_within(limit_s):
             raise dist.DistBackendError(f"{self._what}: not done after {limit_s:g} s; have all ranks called it?")
@@ -291,10 +307,10 @@ class MpiWork(Work):
         return self._ended.wait(limit_s)
 
     def synchronize(self) -> None:
-        """Nothing: where `wait` has returned, no stream is behind."""
+        """Do nothing: once `wait` has returned, no stream is behind."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Set to the tensors when the work is done, by the thread that does it."""
+        """Return a future of the tensors. The thread that completes the work sets it."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -318,7 +334,7 @@ class MpiWork(Work):
 
 
 class Collective(MpiWork):
-    """Calls of one of MPI's collectives, one after the other: ``calls`` holds the arguments of each."""
+    """Calls of one of MPI's collectives, one after the other. ``calls`` holds the arguments of each."""
 
     def __init__(self, method: str, calls: Calls, *work: Any) -> None:
         super().__init__(*work)
@@ -326,7 +342,7 @@ class Collective(MpiWork):
         self._calls = calls
 
     def run(self, comm: MPI.Intracomm) -> None:
-        """Blocks until all ranks have called it."""
+        """Make the calls. Blocks until all ranks have made them."""
         try:
             for arguments in self._calls:
                 getattr(comm, self._method)(*arguments)
@@ -337,7 +353,7 @@ class Collective(MpiWork):
 
 
 class Message(MpiWork):
-    """Something sent or received. MPI gets it on while somebody asks: whoever waits, else a thread."""
+    """A message sent or received. MPI moves it only during a poll: by the caller that waits, else by a thread."""
 
     def __init__(self, request: MPI.Request, *work: Any) -> None:
         super().__init__(*work)
@@ -346,7 +362,8 @@ class Message(MpiWork):
         self._status = MPI.Status()
 
     def poll(self) -> bool:
-        """Whether it is done; asks MPI unless another thread is just doing that. Never blocks."""
+        """Poll MPI, unless another thread is doing so, and return whether the message is done. Never blocks."""
+        # Only one thread tests the request; another one returns what is known so far.
         if not self._ended.is_set() and self._asking.acquire(blocking=False):
             try:
                 self._ask()
@@ -378,14 +395,14 @@ class Message(MpiWork):
         return self.poll()
 
     def source_rank(self) -> int:
-        """Who sent what was received from any rank, counted in the group."""
+        """Return the sender of a message received from any rank, as its rank in the group."""
         return int(self._status.Get_source())
 
     _source_rank = source_rank
 
 
 class MpiWorks(Work):
-    """Several operations, done when all are."""
+    """Several operations as one, done when all are."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
@@ -395,7 +412,7 @@ class MpiWorks(Work):
         return all(work.wait(timeout) for work in self._works)
 
     def synchronize(self) -> None:
-        """See `MpiWork`."""
+        """Do nothing, see `MpiWork`."""
 
     def get_future(self) -> Future[list[Tensor]]:
         every = torch.futures.collect_all([work.get_future() for work in self._works])
@@ -415,11 +432,11 @@ class MpiWorks(Work):
 
 
 def _nothing() -> None:
-    """The outcome lies in its place already."""
+    """Finish work whose outcome is in its place already."""
 
 
 def _named(what: str, error: Exception) -> Exception:
-    """``error`` with the rank and the operation in front."""
+    """Return ``error`` with the rank and the operation in front."""
     if isinstance(error, MPI.Exception):
         told = f"{what} failed: {error.Get_error_string()}; have all ranks given the same sizes and types?"
         return dist.DistBackendError(told)
@@ -438,7 +455,7 @@ class _Thread:
         self._queue.put(work)
 
     def close(self) -> None:
-        """Whatever it is still at is left there: after a failure it may wait for a rank that is dead."""
+        """End the thread, or leave it behind: after a failure its work may wait for a rank that is dead."""
         self._queue.put(None)
         self._thread.join(LEFT_AFTER_S)
 
@@ -451,6 +468,7 @@ def _run_in_order(comm: MPI.Intracomm, queue: SimpleQueue[Collective | None]) ->
 def _ask_after(queue: SimpleQueue[Message | None]) -> None:
     pending: list[Message] = []
     while True:
+        # With nothing pending the thread sleeps in the queue and costs nothing.
         if not pending or not queue.empty():
             arrived = queue.get()
             if arrived is None:
@@ -468,7 +486,7 @@ _Method = Callable[Concatenate["MpiGroup", _Arguments], Work]
 
 
 def _naming(method: _Method[_Arguments]) -> _Method[_Arguments]:
-    """Errors of ``method`` name the rank and the method."""
+    """Decorate ``method`` so that its errors name the rank and the method."""
 
     @wraps(method)
     def call(group: MpiGroup, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Work:
@@ -484,7 +502,7 @@ _Group: Any = dist.ProcessGroup  # for the type checker: torch's own signatures 
 
 
 class MpiGroup(_Group):  # type: ignore[misc]
-    """torch's process group over one communicator. Names and arguments of the methods are torch's own, old and new."""
+    """torch's process group over one communicator. Names and arguments of the methods are torch's, old and new."""
 
     def __init__(self, comm: MPI.Intracomm, world_rank: int, timeout: timedelta) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
@@ -498,7 +516,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         self._batch: list[Work] | None = None
         self._called = self._described = ""
 
-    # torch asks for these from C++ by the names there
+    # torch calls these from C++ by the names used there.
 
     def getBackendName(self) -> str:
         return NAME
@@ -516,11 +534,11 @@ class MpiGroup(_Group):  # type: ignore[misc]
         self._described = description
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The group is its own backend, on every device."""
+        """Return the group, which is its own backend on every device."""
         return self
 
     def shutdown(self) -> None:
-        """Stop the threads. The communicators go with MPI: to free them here would be to wait for all ranks."""
+        """Stop the threads. The communicators end with MPI: to free them here would wait for all ranks."""
         self._collectives.close()
         self._messages.close()
 
@@ -544,6 +562,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         (tensor,) = tensors
         reduction = _Reduction.of(opts.reduceOp, tensor.dtype, self._count)
         staged = _on_host(tensor, reduction.dtype)
+        # In pieces that stay in the caches, see PIECE_BYTES.
         pieces = torch.split(staged.view(-1), PIECE_BYTES * self._count // staged.element_size())
         calls = [(MPI.IN_PLACE, _message(piece, reduction.datatype), reduction.op) for piece in pieces]
         return self._do("Allreduce", calls, opts, partial(reduction.finish, staged, tensor), tensors, staged)
@@ -558,6 +577,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         staged = _on_host(tensor, reduction.dtype)
         message = _message(staged, reduction.datatype)
         is_root = self._own == opts.rootRank
+        # Only the root has an outcome: it reduces in place, the others just send.
         buffers = (MPI.IN_PLACE, message) if is_root else (message, None)
         finish = partial(reduction.finish, staged, tensor) if is_root else _nothing
         return self._do("Reduce", [(*buffers, reduction.op, opts.rootRank)], opts, finish, tensors, staged)
@@ -577,7 +597,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return MpiWorks([self.reduce_scatter_single(output, input, opts) for output, input in pairs])
 
     def _reduce_scatter(self, outputs: list[Tensor], row: Tensor, counts: list[int], opts: Any) -> Work:
-        """``row`` holds ``counts`` elements for each rank."""
+        """Reduce ``row``, which holds ``counts`` elements for each rank."""
         (output,) = outputs
         _check_sizes(counts, self._count, row.numel())
         _check_own(output.numel(), counts[self._own])
@@ -599,7 +619,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return self._do("Allgatherv", [arguments], opts, finish, tensors, (sent, received))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        """``outputs`` holds a list for each rank."""
+        """Gather several tensors. ``outputs`` holds a list for each rank."""
         by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
         return MpiWorks([self.allgather([list(tensors)], [tensor], opts) for tensors, tensor in by_tensor])
 
@@ -607,6 +627,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         _check_sizes([input.numel()] * self._count, self._count, output.numel())
         sent, received = _on_host(input), _on_host(output)
+        # The input may be this rank's part of the output: MPI forbids the same memory on both sides.
         is_in_place = sent.data_ptr() == received.data_ptr() + self._own * sent.nbytes
         memory, _, datatype = _message(received)
         arguments = (
@@ -617,7 +638,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return self._do("Allgather", [arguments], opts, finish, [output], (sent, received))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        """torch 2.11 gives no ``opts``."""
+        """Gather several tensors, each into one. torch 2.11 gives no ``opts``."""
         pairs = zip(outputs, inputs, strict=True)
         return MpiWorks([self.all_gather_single(output, input, opts) for output, input in pairs])
 
@@ -672,7 +693,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return self._do("Alltoallv", [arguments], opts, finish, [output], (sent, received))
 
     def _split(self, tensor: Tensor, splits: list[int] | None) -> list[Any]:
-        """``splits`` rows of ``tensor`` for or from each rank; without them, as many for each."""
+        """Describe ``splits`` rows of ``tensor`` for or from each rank; without ``splits`` equally many for each."""
         rows = tensor.shape[0] if tensor.dim() else 1
         splits = splits or [rows // self._count] * self._count
         _check_sizes(splits, self._count, rows)
@@ -701,7 +722,10 @@ class MpiGroup(_Group):  # type: ignore[misc]
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """All that was started since: nothing is held back until here, which is as correct and no slower."""
+        """Return all work started since `_start_coalescing`.
+
+        Nothing is held back until here, which is as correct and no slower.
+        """
         works, self._batch = self._batch or [], None
         return MpiWorks(works)
 
@@ -716,7 +740,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         result: list[Tensor],
         held: object,
     ) -> Work:
-        """One of MPI's collectives; here and now where the caller says that it will wait at once."""
+        """Start one of MPI's collectives. Run it here and now if the caller waits for it at once."""
         work = Collective(method, calls, f"{self.where}: {method.lower()}", finish, result, self._limit_s, held)
         if getattr(opts, "asyncOp", True):
             self._collectives.put(work)
@@ -736,7 +760,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
             self._batch.append(work)
         return work
 
-    # torch < 2.15 has other names for these; its C++ also looks for the last two by their own
+    # torch < 2.15 has other names for these; its C++ also looks for the last two by their own.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

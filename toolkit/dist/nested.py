@@ -19,7 +19,7 @@ ROOT = "batch"
 
 
 class NestingError(ValueError):
-    """Two values are not nested alike, or a leaf cannot be cut; says where."""
+    """Two values are not nested alike, or a leaf cannot be split; the message says where."""
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -31,7 +31,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """As :func:`map_leaves`, with the leaf's path (``batch['ids'][0]``) as first argument."""
+    """Map like :func:`map_leaves`, with the leaf's path (``batch['ids'][0]``) as first argument."""
     return _mapped(function, ROOT, tree, *others)
 
 
@@ -78,6 +78,7 @@ class _Texts(list[Any]):
 
 
 def _marked(tree: Any, path: str, ambiguous: int | None) -> Any:
+    # A list of plain values is one leaf with a row for each sample, not a node.
     if isinstance(tree, list) and tree and all(isinstance(each, (str, bytes, int, float, type(None))) for each in tree):
         return _Texts(tree)
     if isinstance(tree, (list, tuple)) and len(tree) == ambiguous and len(tree) > 1:
@@ -101,6 +102,7 @@ def _mapped(function: Callable[..., Any], path: str, tree: Any, *others: Any) ->
 
 def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) -> Any:
     """Return ``tree`` with each child replaced by ``function(path, child, *children of others)``."""
+    # All trees must agree before any child is visited.
     for other in others:
         if type(other) is not type(tree):
             raise NestingError(f"{path} is a {type(tree).__name__} in one sample, a {type(other).__name__} in another")
@@ -115,6 +117,7 @@ def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) 
             if len(other) != len(tree):
                 raise NestingError(f"{path} has {len(tree)} elements in one sample, {len(other)} in another")
         items = [function(f"{path}[{i}]", *each) for i, each in enumerate(zip(tree, *others, strict=True))]
+        # A named tuple takes its items as arguments, a list or tuple as one sequence.
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     names = [field.name for field in fields(tree) if field.init]
     trees = (tree, *others)
@@ -122,7 +125,7 @@ def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) 
 
 
 def _like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """Return ``made`` as a mapping of the same type: tokenizers of the Hugging Face kind have one of their own."""
+    """Return ``made`` as a mapping of the type of ``tree``. Tokenizers of the Hugging Face kind have their own type."""
     if type(tree) is dict or not isinstance(tree, MutableMapping):
         return made
     same = copy.copy(tree)

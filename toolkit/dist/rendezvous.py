@@ -2,10 +2,10 @@
 
 * Under a supervisor or torchrun ``MASTER_ADDR`` and ``MASTER_PORT`` name a store that an agent hosts.
 * Plain ``srun`` and ``mpirun`` host none and reserve no port. A port computed from the job id collides with the next
-  job that computes the same, so rank 0 binds a free one and writes it into a file on the shared folder, under a name
-  that only this launch has. A left-over file of an older launch names a dead port, or a store without our nonce: the
-  others read it again until rank 0 has replaced it.
-* Alone, a free port on loopback.
+  job that computes the same. So rank 0 binds a free port and writes it into a file on the shared folder, under a name
+  that only this launch has. A file left over from an older launch names a dead port, or a store without our nonce: the
+  other ranks read it again until rank 0 has replaced it.
+* A single rank takes a free port on loopback.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _WRITTEN = Record({"host": TEXT, "port": COUNT, "nonce": TEXT})
 def open_store(
     rank: int, world_size: int, timeout: timedelta, folder: Path, own_key: Callable[[], str] | None = None
 ) -> Store:
-    """The store of this launch, connected. ``folder`` is shared by the ranks and holds the rendezvous file if one is
-    needed, under the name that the launcher gives this launch, or else ``own_key()``. Raises ToolkitError when rank 0
-    cannot be found within ``timeout``."""
+    """Return a connected client of this launch's store.
+
+    ``folder`` is shared by the ranks. It holds the rendezvous file, if one is needed, under the name that the launcher
+    gives this launch, or else ``own_key()``. Raises ToolkitError when rank 0 cannot be found within ``timeout``.
+    """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return store_of_environment(rank, world_size, timeout)
     if world_size == 1:
@@ -51,6 +53,7 @@ def open_store(
             f"rank {rank} of {world_size}: nothing says where rank 0 is; start with `toolkit submit`, `toolkit run` "
             "under srun, torchrun or Open MPI's mpirun, set MASTER_ADDR and MASTER_PORT, or use dist.backend: mpi"
         )
+    # A folder of another user could hold a forged rendezvous file.
     trust.refuse_of_others(fsio.make_dir(folder), f"rank {rank}: the folder by which the ranks find each other")
     path = folder / f"{key}.json"
     if rank == 0:
@@ -59,7 +62,7 @@ def open_store(
 
 
 def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A new client of the store at ``MASTER_ADDR:MASTER_PORT``; rank 0 hosts it where no agent does."""
+    """Return a new client of the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts if no agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(
@@ -69,7 +72,7 @@ def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Stor
         is_master=rank == 0 and not agent,
         timeout=timeout,
         wait_for_workers=not agent,
-        multi_tenant=True,  # a library in this process may host its store there, too: they share the server
+        multi_tenant=True,  # a library in this process may host its store there too: they share the server
     )
 
 
@@ -79,6 +82,7 @@ def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
     store = _served(address or network.wildcard(), world_size, timeout)
     store.set(NONCE_KEY, nonce)
     fsio.write_json(path, {"host": address or socket.gethostname(), "port": store.port, "nonce": nonce})
+    # The file is removed once all ranks are in, or the wait has failed.
     store.set("toolkit/joined/0", "1")
     try:
         store.wait([f"toolkit/joined/{rank}" for rank in range(world_size)], timeout)
@@ -113,7 +117,7 @@ def _connect(written: dict[str, Any], timeout: timedelta) -> Store:
 
 
 def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
-    """A store that listens on ``address`` alone: torch's own socket would listen on every address."""
+    """Return a store that listens on ``address`` alone: torch's own socket would listen on every address."""
     with network.listen(address) as listener:
         port = listener.getsockname()[1]
         return TCPStore(
@@ -128,6 +132,6 @@ def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 def _interface_address() -> str | None:
-    """The address under which the other nodes reach this one; None where only its name is known."""
+    """Return the address under which the other nodes reach this one; None if only its name is known."""
     peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     return network.interface_for(peer).address if peer else None

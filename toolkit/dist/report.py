@@ -1,4 +1,4 @@
-"""How a rank tells the outside how far it is: its node's agent, or by files when nobody supervises."""
+"""How a rank reports its progress: to its node's agent, or to files in an unsupervised run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.rundir import RunDir
 
+#: Seconds between two reports of rank 0.
 HEARTBEAT_S = 0.5
-#: The last report may take this long to be taken by a busy agent; the result of the run, this long.
+#: Seconds that a busy agent may take to accept the last report, and the result of the run.
 LAST_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
 
 log = logs.get(__name__)
 
 
 class Reporter:
-    """Takes a rank's progress and its result. By itself it does nothing with them."""
+    """Takes a rank's progress and its result. The base class drops them."""
 
     def progress(self, **fields: Any) -> None:
         """Note where the rank is; never blocks on I/O."""
@@ -38,7 +39,7 @@ class Reporter:
 
 
 class _Latest(Reporter):
-    """The newest report and a thread that publishes it: a slow store or disk never delays a step."""
+    """Keeps the newest report, which a thread publishes: a slow store or disk never delays a step."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -63,13 +64,13 @@ class _Latest(Reporter):
 
 
 class AgentReporter(_Latest):
-    """Reports to the agent of this node, which tells the supervisor how all its ranks get on.
+    """Reports to the agent of this node, which tells the supervisor the progress of all its ranks.
 
-    Each report says what the rank is doing. That it comes is the sign of life by which a rank that waits is told from
-    one that is stopped or dead.
+    Each report says what the rank is doing. Its arrival is the heartbeat that tells a rank that waits from one that is
+    stopped or dead.
 
-    The connection is the rank's lifeline too: without a supervisor nobody would end this rank, so it ends itself. The
-    agent leaves when it has lost the supervisor.
+    The rank's life also depends on the connection: without a supervisor nothing would end this rank, so it ends itself.
+    The agent leaves when it has lost the supervisor.
     """
 
     def __init__(self, outbox: Outbox, attempt: int, rank: int, activity: Activity) -> None:
@@ -78,7 +79,7 @@ class AgentReporter(_Latest):
         self._outbox, self._sending = outbox, threading.Lock()
         self._attempt, self._rank = attempt, rank
         self._activity = activity
-        self._is_cut = False  #: a report was too long
+        self._is_cut = False  #: True once a report was too long
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any]) -> None:
@@ -95,6 +96,7 @@ class AgentReporter(_Latest):
         return Report(self._attempt, self._rank, now.phase, now.step, now.count)
 
     def _send(self, report: Report, patience_s: float) -> None:
+        # Too long for one message: leave the metrics out.
         data = report.as_bytes()
         if len(data) > MAX_BYTES:
             data = self._without_metrics(report).as_bytes()
@@ -118,7 +120,7 @@ class AgentReporter(_Latest):
 
 
 class FileReporter(_Latest):
-    """Rank 0 of an unsupervised run writes ``status.json`` and ``result.json`` itself."""
+    """Writes ``status.json`` and ``result.json`` itself, on rank 0 of an unsupervised run."""
 
     def __init__(self, run: RunDir, status: Mapping[str, Any]) -> None:
         super().__init__(HEARTBEAT_S)
@@ -146,4 +148,4 @@ class FileReporter(_Latest):
 
 
 class NullReporter(Reporter):
-    """For the other ranks of an unsupervised run: nobody listens."""
+    """For the other ranks of an unsupervised run, whose reports have no reader."""

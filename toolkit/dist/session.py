@@ -29,8 +29,8 @@ from toolkit.dist.stop_store import StoreTransport, connector
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
-#: A stop that was asked for and has not been reached after this long never will be: a rank is frozen or dead. Longer
-#: than any step, save and batch of an evaluation should take, shorter than the grace time that sites grant.
+#: A stop that has not been reached this long after the request never will be: a rank is frozen or dead. Longer than any
+#: step, save and batch of an evaluation should take, shorter than the grace time that sites grant.
 FORCE_AFTER_S = 120.0
 
 log = logs.get(__name__)
@@ -38,7 +38,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's place in the run. The default process group is open while the session is, also for one rank."""
+    """One rank's place in the run. The default process group is open during the session, also for one rank."""
 
     rank: int
     world_size: int
@@ -49,40 +49,45 @@ class Session:
     store: dist.Store
     reporter: Reporter
     gate: Gate
-    #: The process group's, until the first step has been made.
+    #: The process group's limit until the first step has been made.
     timeout: timedelta = timedelta(minutes=10)
-    #: What this rank is doing, for the supervisor: a run in which no rank's changes for long is ended as a hang.
+    #: What this rank is doing, for the supervisor: a run in which no rank's activity changes for long ends as a hang.
     activity: Activity = field(default_factory=Activity)
-    #: Ranks that have died and that the attempt goes on without; none but under a strategy that can.
+    #: Ranks that have died and that the attempt goes on without; only some strategies can do that.
     lost: set[int] = field(default_factory=set)
     #: The numbers of the blocks of :meth:`main_first`.
     blocks: Iterator[int] = field(default_factory=count)
 
     @property
     def is_main(self) -> bool:
-        """Rank 0."""
+        """True for rank 0."""
         return self.rank == 0
 
     def step_made(self) -> None:
-        """The first step of this attempt is done: from now on no rank has reason to keep others waiting for long."""
+        """Tighten the timeouts after this attempt's first step.
+
+        From then on no rank has reason to keep others waiting for long.
+        """
         timeouts.tighten(self.timeout)
 
     def progress(self, **fields: Any) -> None:
-        """Say where this rank is (phase, step, loss, ...); cheap, and never blocks on I/O."""
+        """Report where this rank is (phase, step, loss, ...). Cheap, and never blocks on I/O."""
         self.reporter.progress(**fields)
 
     def lose(self, rank: int) -> None:
-        """``rank`` has died and is not waited for any more: rank 0, whom a save and the gate ask, is to be told. Any
-        thread."""
+        """Note that ``rank`` has died and is not waited for any more. Any thread may call it.
+
+        Call it on rank 0, which a save and the gate ask.
+        """
         if rank not in self.lost:
             self.lost.add(rank)
             log.warning("rank %d has died", rank)
             self.gate.bury(rank)
 
     def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
-        """What ``say()`` returns on rank 0, where alone it is called, on every rank; JSON. All call this, once a topic.
+        """Return on every rank what ``say()`` returns on rank 0, the only rank that calls it; JSON.
 
-        Where it raises, the other ranks raise ToolkitError.
+        All ranks call this, once per topic. Where ``say()`` raises, the other ranks raise ToolkitError.
         """
         key = f"toolkit/{topic}/{self.attempt}"
         if not self.is_main:
@@ -90,6 +95,7 @@ class Session:
             if said is None:
                 raise ToolkitError(f"{topic}: rank 0 could not say: see its log")
             return said
+        # Publish None if ``say`` raises: the others must not wait for the timeout.
         said = None
         try:
             said = say()
@@ -99,7 +105,7 @@ class Session:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on all others: a download into a shared folder, say. Every rank calls it.
+        """Run the block on rank 0, then on all others: for a download into a shared folder, say. Every rank calls it.
 
         Where it raises on rank 0, the others raise ToolkitError.
         """
@@ -116,12 +122,12 @@ class Session:
             self.store.set(f"toolkit/{topic}/{self.attempt}", "{}" if is_done else "null")
 
     def owns_run(self) -> bool:
-        """Whether no later attempt has taken the run over while this rank's node was cut off."""
+        """True if no later attempt has taken the run over while this rank's node was cut off."""
         owner = os.environ.get(rundir.OWNER_VARIABLE)
         return owner is None or rundir.RunDir(self.run_dir).belongs_to(int(owner))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Hand over the run's result: step, epoch, samples, metrics. Rank 0's counts; any rank may call."""
+        """Hand over the run's result: step, epoch, samples, metrics. Any rank may call it; rank 0's result counts."""
         self.reporter.finish(result)
 
 
@@ -129,14 +135,15 @@ class Session:
 def open_session(config: DistConfig) -> Iterator[Session]:
     """Open the process group of this launch, read from the environment that ``toolkit run`` (or torchrun) has set.
 
-    Raises ConfigError when the backend does not fit the devices here. On the way out everything is closed in
-    reverse, also after an exception, which then goes on to the caller.
+    Raises ConfigError when the backend does not fit the devices here. At the end everything is closed in reverse, also
+    after an exception, which then goes on to the caller.
     """
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     backend = choose_backend(config.backend)
     device = choose_device(backend, local_rank)
     with ExitStack() as stack:
+        # Over our MPI backend the ranks can agree on a launch key themselves if the launcher gives none.
         key: Callable[[], str] | None = None
         if config.backend == "mpi" and backend != "mpi":
             stack.push(_mpi().finalize)
@@ -150,6 +157,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
+        # Pushed before the session, so closed after it.
         stack.push(partial(_close_process_group, rank))
         log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
         yield stack.enter_context(_session(place, device, store, timeout))
@@ -157,7 +165,7 @@ def open_session(config: DistConfig) -> Iterator[Session]:
 
 @contextmanager
 def open_beside(config: DistConfig) -> Iterator[Session]:
-    """Open a session where a library opens the process group. Only the launch's store is used, no collective."""
+    """Open a session beside a library that opens the process group. Uses only the launch's store, no collective."""
     rank, world_size, local_rank = place = _place()
     timeout = timedelta(seconds=config.timeout_s)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -175,6 +183,7 @@ def _session(
     with ExitStack() as stack:
         run = rundir.RunDir(_agree_on_run_dir(store, rank))
         activity = Activity()
+        # Closed in reverse order: the gate, then the reporter.
         client = store.clone()
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
         reporter = _build_reporter(run, rank, world_size, attempt, activity)
@@ -196,7 +205,10 @@ def _rendezvous_dir() -> Path:
 
 
 def choose_backend(name: str) -> str:
-    """torch's name for it. ``auto`` is NCCL where CUDA is, gloo elsewhere; torch's own MPI goes before ours."""
+    """Return torch's name of the backend.
+
+    ``auto`` is NCCL with CUDA and gloo without. torch's own MPI is preferred to ours.
+    """
     if name == "auto":
         return "nccl" if torch.cuda.is_available() else "gloo"
     if name == "mpi":
@@ -217,7 +229,10 @@ def _mpi() -> ModuleType:
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
-    """The rank's device, made current: its local rank's GPU, or the only one where Slurm already narrowed the view."""
+    """Return the rank's device and make it current.
+
+    It is the GPU of the local rank, or the only one if Slurm already narrowed the view.
+    """
     if backend != "nccl" and not torch.cuda.is_available():
         return torch.device("cpu")
     visible = torch.cuda.device_count()
@@ -233,7 +248,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
-    """Return the run folder: the environment's, else what rank 0 of an unsupervised run has made and tells."""
+    """Return the run folder: the environment's, else the one that rank 0 of an unsupervised run has published."""
     known = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if rank == 0:
         if known is None:
@@ -261,7 +276,7 @@ def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, attempt: int
 
 @contextmanager
 def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
-    """The gate at which the ranks agree where to stop, fed by this process's stop signals."""
+    """Open the gate at which the ranks agree where to stop, fed by this process's stop signals."""
     ask = StoreTransport(client)
     gate = Gate(rank, world_size, connector(store), ask=ask, force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
     handler = signals.install()
@@ -274,7 +289,10 @@ def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int
 
 
 def _force_exit(hang: Hang) -> None:
-    """A stop that hangs: nothing can be saved any more, and every second left is better spent on the next start."""
+    """End the process if a stop hangs.
+
+    Nothing can be saved any more, and every second left is better spent on the next start.
+    """
     if hang.kind != STOP:  # a save can wait, for the end of an evaluation too
         log.warning("%s", hang)
         return
@@ -283,9 +301,9 @@ def _force_exit(hang: Hang) -> None:
 
 
 def _close_process_group(rank: int, kind: object, error: BaseException | None, trace: object) -> None:
-    """Destroy the group. Where an exception passes, write it down first, and abort NCCL's group.
+    """Destroy the group. After an exception, write it down first and abort NCCL's group.
 
-    NCCL's shutdown may wait for peers that sit in a collective: a crash would look like a hang, and say nothing.
+    NCCL's shutdown may wait for peers that sit in a collective: a crash would look like a hang, without a message.
     """
     crashed = error is not None and not isinstance(error, StoppedError)
     if error is not None and crashed:
@@ -293,7 +311,7 @@ def _close_process_group(rank: int, kind: object, error: BaseException | None, t
     if not dist.is_initialized():
         return
     if crashed and dist.get_backend() == "nccl":
-        with suppress(Exception):  # the error that passes is the one to be seen
+        with suppress(Exception):  # the exception that is on its way is the one to show
             distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()

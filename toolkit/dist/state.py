@@ -1,11 +1,11 @@
 """The three kinds of training state, as a strategy declares them and a checkpoint stores them.
 
-Which kind a value is decides who writes it and who reads it, so that needs no agreement between ranks:
+The kind of a value decides who writes it and who reads it, so that needs no agreement between ranks:
 
 * `Replicated`: equal on every rank; rank 0 writes it, every rank reads it.
-* `Sharded`: every rank holds a rectangular part, or some, of one global tensor. Where several ranks hold the same part,
-  equal on all of them, exactly one of them writes it.
-* `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never meet.
+* `Sharded`: every rank holds one or several rectangular parts of one global tensor. Where several ranks hold the same
+  part, equal on all of them, exactly one of them writes it.
+* `PerRank`: every rank has its own, and the name holds the rank (`residual/rank3`), so names never collide.
 
 A value is a live tensor, which a load fills in place, or JSON, which a load hands back to `Strategy.loaded`.
 """
@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-#: What survives a round trip through JSON (sequences come back as lists). Nothing else is stored beside tensors.
+#: What survives a round trip through JSON (sequences come back as lists). Beside tensors nothing else is stored.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 
@@ -32,10 +32,10 @@ class Replicated:
 
 @dataclass(frozen=True, eq=False)
 class PerRank:
-    """A value of this rank alone; the name under which it is declared must hold the rank, as `.../rank3/...`.
+    """A value of this rank alone. The name under which it is declared must hold the rank, as `.../rank3/...`.
 
-    Another number of ranks cannot go on from it, unless `averages` says that what counts is its mean over the ranks:
-    then each of them starts from the mean of the tensors that all ranks had under this name.
+    Another number of ranks cannot resume from it, unless `averages` is true: then only its mean over the ranks counts,
+    and each new rank starts from the mean of the tensors that all ranks had under this name.
     """
 
     value: torch.Tensor | Json
@@ -47,9 +47,9 @@ class Sharded:
     """The rectangular part of a global tensor that this rank holds.
 
     `value` has shape `(s0, s1, ...)` and stands at `[o0:o0+s0, o1:o1+s1, ...]` of the global tensor.
-    `is_copy` says that another rank holds the same part and writes it. `fused` are `(parts, ranks)` of a tensor whose
-    rows are several tensors' one after the other: `value` then stands in a copy of the global tensor in which the rows
-    of each rank follow each other, of each of the `parts` some. See :meth:`pieces`.
+    `is_copy` says that another rank holds the same part and writes it. `fused` is `(parts, ranks)`, for a tensor whose
+    rows are those of several tensors one after the other. `value` then stands in a reordered copy of the global tensor,
+    in which the rows of each rank follow each other, some of each of the `parts`. See :meth:`pieces`.
     """
 
     value: torch.Tensor
@@ -64,6 +64,7 @@ class Sharded:
         if parts == 1 or not self.value.numel():
             yield self.value, self.offsets
             return
+        # The copy orders its runs of rows by rank, then part; the global tensor by part, then rank.
         run = self.global_shape[0] // (parts * ranks)
         begin, end = self.offsets[0], self.offsets[0] + self.value.shape[0]
         for start, stop in pairwise([begin, *range(begin - begin % run + run, end, run), end]):
@@ -80,8 +81,8 @@ class Sharded:
             raise ValueError(f"part {shape} at {self.offsets} stands outside the global tensor {self.global_shape}")
 
 
-#: What the names of state begin with that training can do without: where a checkpoint has none of it, it stays as it
-#: was made, and what only the checkpoint has is let be. So these may be switched on and off at a resume.
+#: Prefixes of the names of state that training can do without. What a checkpoint lacks of it keeps its initial value,
+#: and what only the checkpoint has is ignored. So these may be switched on and off at a resume.
 OPTIONAL = ("ema/", "mask/", "update/")
 
 Entry: TypeAlias = Replicated | PerRank | Sharded
@@ -89,5 +90,5 @@ State: TypeAlias = Mapping[str, Entry]
 
 
 def is_written_by(entry: Entry, rank: int) -> bool:
-    """Whether `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
+    """True if `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
     return rank == 0 if isinstance(entry, Replicated) else not (isinstance(entry, Sharded) and entry.is_copy)

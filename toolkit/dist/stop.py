@@ -1,9 +1,9 @@
 """The gate: all ranks agree at which step number something happens, without a collective and without a host sync.
 
-Each rank has its own clock, its own signals and its own speed. What they must do together, above all stop, is agreed
-over the store the ranks share, in rounds numbered 0, 1, 2, ...::
+Each rank has its own clock, signals and speed. What they must do together, above all stop, is agreed over the store
+that the ranks share, in rounds numbered 0, 1, 2, ...::
 
-    some rank    request("stop")           a signal handler may: a queue takes it, a thread of the gate does the rest
+    some rank    request("stop")           from a signal handler too: a queue takes it, a thread of the gate goes on
                  claim  <round>/proposal   atomic: the first kind proposed has the round; then every rank is called
     each rank    wait   <round>/call/rank  its watcher thread wakes up, *closes the gate, and only then reads* the
                                            number of the last step started
@@ -11,22 +11,23 @@ over the store the ranks share, in rounds numbered 0, 1, 2, ...::
     the last     set    <round>/decision   max(acknowledged) + 1
     each rank    boundary(decision)        hands the kind out; for all kinds but "stop" the next round begins
 
-Why it holds:
+Why it is correct:
 
-* **An acknowledgement is a promise.** From then until the decision is there this rank starts no step it has not
-  acknowledged, so none is ever past the decision. The loop notes the step *before* it tests the gate, the watcher
-  closes the gate *before* it reads the step: whichever comes first, the other sees it.
-* The promise is kept by the main thread, the acknowledgement needs only the watcher. A rank that evaluates, compiles,
-  saves or waits for data acknowledges at once.
+* **An acknowledgement is a promise.** From then until the decision this rank starts no step that it has not
+  acknowledged, so no rank is ever past the decision. The loop notes the step *before* it tests the gate, and the
+  watcher closes the gate *before* it reads the step: whichever comes first, the other sees it.
+* The main thread keeps the promise; the acknowledgement needs only the watcher. A rank that evaluates, compiles, saves
+  or waits for data acknowledges at once.
 * One decision per round: the proposal is claimed atomically, and only the rank that brings the count to the world
   size decides. Proposing again, later, or on many ranks changes nothing.
 * A rank takes part in round r + 1 only after it has handed out round r.
 * **Leaving is an acknowledgement for good.** ``close()`` acknowledges the round that is open or comes next, and marks
-  that as this rank's last. Whoever decides a round moves such marks to the next one *before* it publishes the
-  decision, when nobody can be there yet. So nobody waits for a rank that has left, and ``close()`` waits for nobody
-  whose rank is alive.
+  that as this rank's last. The rank that decides a round moves such marks to the next round *before* it publishes the
+  decision, when no rank can be there yet. So no rank waits for one that has left, and ``close()`` waits for no rank
+  that is alive.
 
-A decision beyond the last step is reached by no rank: all complete instead. The store keeps two short keys per round.
+If the decision lies beyond the last step, no rank reaches it: all complete instead. The store keeps two short keys per
+round.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ from toolkit.errors import ToolkitError
 #: The one kind after which no round follows.
 STOP = "stop"
 PREFIX = "toolkit/agree"
-#: torch's store complains on stderr when a wait times out, so an idle watcher waits as good as for ever.
+#: torch's store complains on stderr when a wait times out, so an idle watcher waits practically for ever.
 IDLE_S = 86_400.0
-#: Acknowledging takes milliseconds; a wait of this length ends only when a rank is frozen or dead.
+#: Acknowledging takes milliseconds; a wait reaches this length only if a rank is frozen or dead.
 DECISION_S = 30.0
+#: How long ``close()`` waits for the gate's threads.
 LEAVE_S = 10.0
-#: Of a hang, the rank that lists for all who is missing has so long; it names so many.
+#: In a hang one rank lists for all which ranks are missing: it has this long, and names at most this number.
 LIST_S = 4.0
 MOST_NAMED = 50
 
@@ -61,28 +63,28 @@ log = logs.get(__name__)
 
 
 class Transport(Protocol):
-    """One client of the store that the ranks share, used by one thread; what it raises means that the store is gone."""
+    """One client of the store that the ranks share, used by one thread. Any exception means that the store is gone."""
 
     def set(self, values: Mapping[str, str]) -> None:
-        """Write all of them."""
+        """Write all values."""
 
     def get(self, keys: Sequence[str]) -> list[str]:
-        """The values of keys that are there."""
+        """Return the values of keys that exist."""
 
     def exists(self, key: str) -> bool:
-        """Whether it is there."""
+        """True if the key exists."""
 
     def claim(self, key: str, value: str) -> str:
-        """Write ``value`` unless the key is there, atomically; returns what it holds now."""
+        """Write ``value`` unless the key exists, atomically, and return what the key holds now."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, atomically; returns the sum."""
+        """Add to a counter, atomically, and return the sum."""
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        """Block until the key is there; False after ``timeout_s``."""
+        """Block until the key exists; False after ``timeout_s``."""
 
     def delete(self, key: str) -> None:
-        """Remove the key if it is there."""
+        """Remove the key if it exists."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ class Hang:
 
     kind: str
     waited_s: float
-    #: The agreed step; None while some have not acknowledged.
+    #: The agreed step; None while some ranks have not acknowledged.
     step: int | None
-    #: The ranks that have not acknowledged; once a step is agreed, those that have not come to it. At most
+    #: The ranks that have not acknowledged; once a step is agreed, those that have not reached it. At most
     #: ``MOST_NAMED``; empty when the store does not answer.
     missing: tuple[int, ...]
-    #: So many more are missing.
+    #: The number of missing ranks beyond these.
     more: int = 0
 
     def __str__(self) -> str:
@@ -136,11 +138,11 @@ class _Round:
         return f"{self.prefix}/{self.number}/ack/{rank}"
 
     def lister(self, kind: str) -> str:
-        """The rank that finds out who is missing when ``kind`` hangs."""
+        """Return the key of the rank that finds out which ranks are missing when ``kind`` hangs."""
         return f"{self.prefix}/{self.number}/lister/{kind}"
 
     def missing(self, kind: str) -> str:
-        """What it found."""
+        """Return the key of what it found."""
         return f"{self.prefix}/{self.number}/missing/{kind}"
 
     def next(self) -> _Round:
@@ -148,14 +150,14 @@ class _Round:
 
 
 class _Ack(NamedTuple):
-    """The last step a rank has started (-1: none yet), and whether it has left."""
+    """The last step that a rank has started (-1: none yet), and whether it has left."""
 
     started: int
     left: bool
 
 
 class _Asked(NamedTuple):
-    """That a kind is wanted: since when, in which round or a later one, and whether it must still be proposed."""
+    """A kind that is wanted: since when, from which round on, and whether it must still be proposed."""
 
     kind: str
     since: float
@@ -172,13 +174,14 @@ class _Dead(NamedTuple):
 def propose(
     store: Transport, world_size: int, kind: str, *, by: str, prefix: str = PREFIX, since: int | None = None
 ) -> int:
-    """Propose ``kind`` from anywhere, also from outside the ranks; returns the number of the round that serves it.
+    """Propose ``kind``, from a rank or from outside, and return the number of the round that serves it.
 
-    A round that has the same kind already serves this proposal too, from round ``since`` on (None: the first that is
-    not decided). A stop serves every kind: nothing comes after it. ``by`` is told to the ranks.
+    A round that already has the same kind serves this proposal too, from round ``since`` on (None: the first that is
+    not decided). A stop serves every kind: nothing comes after it. ``by`` is the author that the ranks are told.
     """
     mine = json.dumps([kind, by])
     keys = _Round(prefix, since or 0)
+    # Begin at the first open round, and go on until a round takes this proposal or already serves it.
     while since is None and store.exists(keys.decision):
         keys = keys.next()
     while (winner := store.claim(keys.proposal, mine)) != mine:
@@ -190,12 +193,13 @@ def propose(
         if proposal[0] in (kind, STOP):
             return keys.number
         keys = keys.next()
+    # Call the ranks only after the claim: each reads the kind from its call.
     store.set({keys.call(rank): mine for rank in range(world_size)})
     return keys.number
 
 
 def _parse_proposal(text: str) -> tuple[str, str] | None:
-    """Return kind and author; None for what none of ours has written: the store takes it from anybody."""
+    """Return kind and author; None for a text that the toolkit has not written: the store accepts any client's."""
     try:
         kind, by = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -204,7 +208,7 @@ def _parse_proposal(text: str) -> tuple[str, str] | None:
 
 
 class Gate:
-    """One rank's side of the agreement. The main thread calls ``boundary``, ``close``; anybody ``request``."""
+    """One rank's side of the agreement. The main thread calls ``boundary`` and ``close``; any thread ``request``."""
 
     def __init__(
         self,
@@ -217,17 +221,19 @@ class Gate:
         force_after_s: float | None = None,
         on_hang: Callable[[Hang], None] = _log_hang,
     ) -> None:
-        """``connect`` makes a client of the store; two threads get one each. The one that only blocks for moments takes
-        ``ask`` instead, if that is given, which others may use as well.
+        """Open the gate with two clients of the store.
+
+        ``connect`` makes a client; two threads get one each. The one that blocks only for moments takes ``ask`` instead
+        if that is given, which others may use as well.
 
         ``on_hang`` is called once, from a thread, for each kind that ``boundary`` has not handed out ``force_after_s``
         after this rank asked for it or heard of it. So that time must cover the longest way from one boundary to the
-        next, saving and a cut-short evaluation included; ``close()`` ends it. None: never.
+        next, including a save and an evaluation that is cut short. ``close()`` ends it. None: never.
         """
         self._rank, self._world_size, self._prefix = rank, world_size, prefix
         self._force_after_s = force_after_s
         self._on_hang = on_hang
-        #: The kind that is proposed or decided and not yet handed out: what takes long may cut itself short for it.
+        #: The kind proposed or decided and not yet handed out: long work may cut itself short for it.
         self.pending: str | None = None
         self._started = -1
         self._closed = False
@@ -254,8 +260,8 @@ class Gate:
     def boundary(self, n: int) -> str | None:
         """Call right before step ``n``, that is after n steps; None is the permission to start it.
 
-        Otherwise the kind agreed on for this boundary, on every rank at the same ``n``. Act, then ask again with the
-        same n until None comes; after "stop" it never does. Blocks only while an agreement is open, for
+        Otherwise returns the kind agreed on for this boundary, on every rank at the same ``n``. Act, then ask again
+        with the same n until None comes; after "stop" it never does. Blocks only while an agreement is open, for
         milliseconds. Raises ToolkitError when the store is gone, because no agreement is possible any more.
         """
         self._started = n  # first: the watcher closes the gate and then reads this
@@ -264,20 +270,25 @@ class Gate:
         return None
 
     def request(self, kind: str) -> None:
-        """Ask that all ranks get ``kind`` at one boundary soon. Any thread, a signal handler too; never blocks.
+        """Ask that all ranks get ``kind`` at one boundary soon. Never blocks.
 
-        Asking twice before it is handed out is asking once. Nothing is promised after ``close()``.
+        Any thread may call it, and a signal handler too. Two requests before the kind is handed out count as one.
+        Nothing is promised after ``close()``.
         """
         self._asked.put(_Asked(kind, time.monotonic(), self._round, True))
 
     def bury(self, rank: int) -> None:
-        """``rank`` has died, and the run goes on without it: no agreement waits for it any more. One of the living
-        calls this, once; any thread."""
+        """Take a dead rank out of all agreements: the run goes on without ``rank``.
+
+        One of the living ranks calls this, once, from any thread.
+        """
         self._asked.put(_Dead(rank))
 
     def close(self) -> None:
-        """Leave: this rank starts no further step, and no agreement of the others waits for it. Requests made before
-        are still proposed. Returns within ``LEAVE_S`` even when another rank is dead."""
+        """Leave: this rank starts no further step, and no agreement of the others waits for it.
+
+        Requests made before are still proposed. Returns within ``LEAVE_S`` even when another rank is dead.
+        """
         self._leaving = True  # first: a watcher that is woken must see it
         self._handed_out.set()
         self._asked.put(None)
@@ -288,7 +299,10 @@ class Gate:
             log.warning("rank %d left while an agreement was open; the other ranks may wait for it", self._rank)
 
     def _slow(self, n: int) -> str | None:
-        """What ``boundary`` does while the gate is closed: wait for the decision, hand out its kind when n is there."""
+        """Act for ``boundary`` while the gate is closed.
+
+        Wait for the decision, and hand out its kind when its step is reached.
+        """
         self._decided.wait()
         if self._failure is not None:
             raise ToolkitError(
@@ -306,7 +320,7 @@ class Gate:
         return kind
 
     def _reopen(self, n: int) -> None:
-        """Ready for the next round; the watcher enters it only when ``_handed_out`` is set."""
+        """Get ready for the next round. The watcher enters it only when ``_handed_out`` is set."""
         self._started = n - 1  # step n needs a permission of its own
         self._round += 1
         self.pending = None
@@ -327,12 +341,14 @@ class Gate:
             self._fail(error)
 
     def _take_part(self, store: Transport, keys: _Round) -> bool:
-        """See one round through; False when it was this rank's last."""
+        """Take part in one round; False when it was this rank's last."""
+        # Leaving is an acknowledgement too, see the module's text.
         called = self._await_call(store, keys.call(self._rank))
         if called is None:
             self._acknowledge(store, keys, left=True)
             return False
         kind, by = called
+        # The order matters: close the gate, then read the step and acknowledge.
         self._shut(kind, by, keys)
         self._acknowledge(store, keys, left=False)
         while not store.wait(keys.decision, DECISION_S):
@@ -363,29 +379,37 @@ class Gate:
         self._closed = True
 
     def _acknowledge(self, store: Transport, keys: _Round, left: bool) -> None:
-        """Say what was started. The gate is closed by now, or no step is started any more."""
+        """Publish the last step started. The gate is closed by now, or no step is started any more."""
         self._count(store, keys, self._rank, _Ack(self._started, left))
 
     def _count(self, store: Transport, keys: _Round, rank: int, ack: _Ack) -> None:
         store.set({keys.ack(rank): json.dumps(ack)})
+        # The rank that completes the count decides. When all ranks left, there is no proposal to decide.
         if store.add(keys.count, 1) == self._world_size and store.exists(keys.proposal):  # it is not when all left
             self._decide(store, keys)
 
     def _decide(self, store: Transport, keys: _Round) -> None:
         ranks = range(self._world_size)
         acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in ranks])]
+        # Ranks that left must count in the next round before anyone can enter it.
         _carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
         store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
         store.delete(keys.count)
 
     def _tidy(self, store: Transport, keys: _Round) -> None:
-        """Forget the round. After a decision an acknowledgement still there means: has not come to the boundary."""
+        """Delete this rank's keys.
+
+        An acknowledgement left after a decision means that the rank has not reached the boundary.
+        """
         self._handed_out.clear()  # a close() that this undoes is seen at the start of the next round
         store.delete(keys.ack(self._rank))
         store.delete(keys.call(self._rank))
 
     def _fail(self, error: Exception) -> None:
-        """The store is gone: the main thread learns it at the next boundary instead of waiting for a decision."""
+        """Note that the store is gone.
+
+        The main thread learns it at the next boundary instead of waiting for a decision.
+        """
         log.log(logging.DEBUG if self._leaving else logging.WARNING, "the agreement's store is gone: %s", error)
         self._failure = error
         self._closed = True
@@ -394,7 +418,10 @@ class Gate:
     # --------------------------------------------------------------------------------------- the proposer thread
 
     def _propose(self, store: Transport) -> None:
-        """Propose what is asked for and watch the time until it is handed out; at the end wake the watcher to leave."""
+        """Propose what is asked for and watch the time until it is handed out.
+
+        At the end, wake the watcher so that it leaves.
+        """
         waiting: list[_Asked] = []
         while True:
             with contextlib.suppress(queue.Empty):
@@ -407,13 +434,14 @@ class Gate:
                 waiting.append(self._proposed(store, asked) if asked.propose else asked)
             waiting = self._report_hangs(store, waiting)
         with contextlib.suppress(Exception):  # without a store the watcher has ended
-            # claimed, not written over: a proposal that the watcher is about to read must stay
+            # A claim, not a write: a proposal that the watcher is about to read must stay.
             store.claim(_Round(self._prefix, self._round).call(self._rank), "leave")
 
     def _acknowledge_for(self, store: Transport, dead: int) -> None:
-        """That it has left, in the first round that it has not acknowledged, which nobody can decide before.
+        """Mark a dead rank as left, in the first round that it has not acknowledged.
 
-        (A rank that dies within the millisecond between its acknowledgement and its being counted blocks the round.)
+        That round cannot be decided before. (A rank that dies within the millisecond between its acknowledgement and
+        its being counted blocks the round.)
         """
         try:
             keys = _Round(self._prefix, self._round)
@@ -424,7 +452,7 @@ class Gate:
             self._fail(error)
 
     def _proposed(self, store: Transport, asked: _Asked) -> _Asked:
-        """The same with the round that serves it."""
+        """Propose it and return the same with the number of the round that serves it."""
         by = f"rank {self._rank}"
         try:
             number = propose(store, self._world_size, asked.kind, by=by, prefix=self._prefix, since=asked.round)
@@ -439,7 +467,7 @@ class Gate:
         return max(0.0, min(asked.since for asked in waiting) + self._force_after_s - time.monotonic())
 
     def _report_hangs(self, store: Transport, waiting: Sequence[_Asked]) -> list[_Asked]:
-        """Tell ``on_hang`` about what is overdue; what is still in time remains."""
+        """Call ``on_hang`` for what is overdue, and return what is still in time."""
         if self._force_after_s is None or self._stopped:
             return []
         now = time.monotonic()
@@ -452,7 +480,7 @@ class Gate:
 
 
 def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
-    """Let those who left have acknowledged the next round too. Before the decision: nobody is in that round yet."""
+    """Acknowledge the next round for the ranks that left, before the decision: no rank is in that round yet."""
     if not gone:
         return
     store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
@@ -466,7 +494,7 @@ def _missing(
 ) -> tuple[int | None, tuple[int, ...], int]:
     """Return the step agreed on in the round, if any, the ranks that ``rank`` waits for, and how many more.
 
-    All ranks want to know at about the same time, and the store has a key for each rank. So one asks for all.
+    All ranks want to know at about the same time, and the store has a key for each rank. So one rank asks for all.
     """
     try:
         if store.claim(keys.lister(kind), str(rank)) == str(rank):
@@ -482,12 +510,13 @@ def _missing(
 def _list_missing(store: Transport, keys: _Round, world_size: int) -> tuple[int | None, list[int], int]:
     decided = store.exists(keys.decision)
     step = int(store.get([keys.decision])[0]) if decided else None
+    # Before the decision a missing acknowledgement means "not acknowledged", after it a remaining one "not reached".
     ranks = [rank for rank in range(world_size) if store.exists(keys.ack(rank)) == decided]
     return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
 
 
 class MemoryStore:
-    """A store for ranks that are threads of one process: every rank's client at once. For tests, yours too."""
+    """A store for ranks that are threads of one process: the client of every rank. For your tests too."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -495,7 +524,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def set(self, values: Mapping[str, str]) -> None:
-        """See :class:`Transport`, as for the others."""
+        """Write all values. See :class:`Transport` for this and the other methods."""
         with self._lock:
             self._put(values)
 
@@ -538,6 +567,6 @@ class MemoryStore:
             self._values.pop(key, None)
 
     def keys(self) -> list[str]:
-        """What is there, sorted."""
+        """Return the keys, sorted."""
         with self._lock:
             return sorted(self._values)

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store
 
-#: How long one call may take; a store that does not answer for so long counts as gone.
+#: How long one call may take; a store that does not answer within it counts as gone.
 TIMEOUT_S = 30.0
-#: torch's server parses a message anew with each 4 KiB that arrive of it: 8,000 keys take 1.7 s in one message and
-#: 0.04 s in pieces. More than 131,072 keys in one end the connection.
+#: torch's server parses a message anew with each 4 KiB of it that arrive: 8,000 keys take 1.7 s in one message and
+#: 0.04 s in pieces. More than 131,072 keys in one message end the connection.
 MESSAGE_BYTES = 4000
-#: In a message each text has its length before it, and a key a slash.
+#: In a message each text has its length in front, and a key a slash.
 _TEXT_BYTES = 9
 
 
 def in_pieces(items: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield keys and values in the order given, so many at a time as go into one message of ``MESSAGE_BYTES``.
+    """Yield keys and values in the order given, in pieces of at most one message of ``MESSAGE_BYTES``.
 
     To ask for keys, give empty values.
     """
@@ -38,7 +38,7 @@ def in_pieces(items: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
 class StoreTransport:
     """A client of torch's TCPStore as a :class:`toolkit.dist.stop.Transport`.
 
-    A client serialises its calls, and a waiting call holds it: nobody else may use ``store``.
+    A client serializes its calls, and a waiting call holds it: nothing else may use ``store``.
     """
 
     def __init__(self, store: Store) -> None:
@@ -58,7 +58,7 @@ class StoreTransport:
         return self._store.check([key])
 
     def claim(self, key: str, value: str) -> str:
-        return self._store.compare_set(key, "", value).decode()  # an empty expectation: only where there is nothing
+        return self._store.compare_set(key, "", value).decode()  # an empty expectation: only if the key does not exist
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
@@ -75,5 +75,8 @@ class StoreTransport:
 
 
 def connector(store: Store) -> Callable[[], StoreTransport]:
-    """Makes clients of the same store as ``store``'s, each with a connection of its own: what :class:`Gate` takes."""
+    """Return a function that makes clients of ``store``'s store, as :class:`Gate` takes it.
+
+    Each client has its own connection.
+    """
     return lambda: StoreTransport(store.clone())
