@@ -18,7 +18,7 @@ from toolkit.rundir import RunDir
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """One for each checkpoint, newest first, then one for each folder that is none: damaged, or left over."""
+    """Return a row for each checkpoint, newest first, then one for each folder that is none: damaged, or left over."""
     store = CheckpointStore(run.checkpoints)
     found = [_row(store, path) for path in store.list()]
     return found + [_row_of_odd(path) for path in _odd(store)]
@@ -53,7 +53,7 @@ def _size(path: Path) -> int:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """A table for a terminal."""
+    """Return the rows as a table for a terminal."""
     if not found:
         return "no checkpoints"
     head = ("CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED")
@@ -78,7 +78,7 @@ def _time(seconds: float) -> str:
 
 
 def pick(run: RunDir, text: str | None) -> list[Path]:
-    """The checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
+    """Return the checkpoint of step ``text``, or all. Raises RequestError that says which there are."""
     return _pick(run, list(CheckpointStore(run.checkpoints).list()), text)
 
 
@@ -92,8 +92,10 @@ def _pick(run: RunDir, there: list[Path], text: str | None) -> list[Path]:
 
 
 def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
-    """The two that are to be compared: of one run the two steps, by default the newest; of two runs the same step, by
-    default the newest of each."""
+    """Return the two checkpoints to compare.
+
+    Of one run: the two steps, by default the newest two. Of two runs: the same step, by default the newest of each.
+    """
     if one.path != two.path:
         first, second = (pick(run, steps[0] if steps else None)[0] for run in (one, two))
         return first, second
@@ -106,7 +108,10 @@ def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
 
 
 def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
-    """Read every byte of them: each with what is wrong, or None. Also of those without a manifest."""
+    """Read every byte of the checkpoints and yield each with what is wrong, or None.
+
+    Checkpoints without a manifest are included.
+    """
     store = CheckpointStore(run.checkpoints)
     broken = [path for path in _odd(store) if is_name_of_committed(path)]
     for path in _pick(run, [*store.list(), *broken], text):
@@ -119,7 +124,7 @@ def verify(run: RunDir, text: str | None) -> Iterator[tuple[Path, str | None]]:
 
 
 def diff(one: Path, two: Path) -> list[str]:
-    """A line for each thing in which two checkpoints differ, by their digests, both verified."""
+    """Return a line for each thing in which two checkpoints differ, by their digests. Verifies both."""
     mine, other = (CheckpointStore(path.parent).verify(path) for path in (one, two))
     lines = _diff_mapping("tensor", _tensors(mine), _tensors(other))
     lines += _diff_mapping("value", _values(mine), _values(other))
@@ -127,7 +132,7 @@ def diff(one: Path, two: Path) -> list[str]:
 
 
 def _tensors(manifest: Manifest) -> dict[str, Any]:
-    """What tells two tensors apart: how many files hold them does not."""
+    """Return what tells two tensors apart. The number of files that hold them does not."""
     return {
         name: (record.dtype, record.shape, *sorted((part.offsets, part.shape, part.crc32) for part in record.parts))
         for name, record in manifest.tensors.items()
@@ -165,6 +170,7 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     Returns what was written, and which weights: ``average`` or ``raw``, by default those that the run's figures are of.
     Raises RequestError before anything is read.
     """
+    # Refuse a wrong request before torch is imported and files are read.
     if everything and weights is not None:
         raise RequestError(f"--weights {weights}: --all writes the raw weights and the average; leave out one of them")
     target = fsio.expand(to).absolute()
@@ -177,6 +183,7 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     from toolkit.checkpoint import export, whole
 
     options: dict[str, Any] = {"run": run.id, "everything": everything, "weights": weights}
+    # A damaged checkpoint is skipped for the one before it.
     try:
         path, (count, chosen) = whole.from_newest(
             pick(run, text), lambda path, manifest: export.export(path, manifest, target, form, **options)
@@ -188,8 +195,10 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
 
 
 def prune(run: RunDir, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints and those that the run's config keeps for good; also what was
-    damaged or never finished. Raises RequestError for a run that may still be writing."""
+    """Remove all but the newest ``keep`` checkpoints and those that the run's config keeps for good.
+
+    Also removes what was damaged or never finished. Raises RequestError for a run that may still be writing.
+    """
     if run.result() is None and run.status().get("state") in ACTIVE:
         raise RequestError(f"run {run.id} is {run.status().get('state')}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint

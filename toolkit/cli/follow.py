@@ -1,4 +1,4 @@
-"""Watching a run from the login node: the progress bar, and what is said at the end."""
+"""Watching a run from the login node: the progress bar, and the report at the end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch import goodput
 from toolkit.launch.submit import Run
 
-#: How long a local run may take to end after Ctrl-C before we say that it has not.
+#: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
 STOP_WAIT_S = 180.0
 
 
 def announce(run: Run) -> None:
-    """Run id and job id, for people and for scripts."""
+    """Print run id and job id, for people and for scripts."""
     where = {"slurm": f"Slurm job {run.job_id}", "local": "on this machine"}.get(run.executor, run.executor)
     print(f"run {run.id} ({where})\n  folder: {_short(run.dir.path)}", flush=True)
 
 
 def to_the_end(run: Run, *, bar: bool) -> int:
-    """Wait for the run's end and say how it went; returns the job's exit code.
+    """Wait for the run's end, print how it went, and return the job's exit code.
 
-    Ctrl-C ends a run on this machine, which lives in this terminal; a Slurm job goes on without us.
+    Ctrl-C ends a run on this machine, which lives in this terminal. A Slurm job goes on without this program.
     """
     console = Console()
     try:
@@ -57,7 +57,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
 
 
 def _bar(console: Console) -> Progress:
-    """The bar takes the width that the words leave, so that epoch, loss, rate and time fit into 80 columns."""
+    """Return a bar as wide as the texts leave room, so that epoch, loss, rate and time fit into 80 columns."""
     texts = [TextColumn("{task.fields[" + name + "]}") for name in ("figures", "clock")]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), *texts)
     return Progress(*columns, console=console, transient=True, expand=True)
@@ -76,7 +76,7 @@ def _update(progress: Progress, task: TaskID, status: dict[str, Any], waited_s: 
 
 
 def _watch_in_lines(run: Run) -> None:
-    """For logs and CI: a line each time the epoch or the state changes."""
+    """Print a line each time the epoch or the state changes, for logs and CI."""
     last = ""
     for status in run.watch():
         line = describe(status)
@@ -86,7 +86,7 @@ def _watch_in_lines(run: Run) -> None:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """What goes on, in a few words: the epoch while training, else the state and what is waited for."""
+    """Describe in a few words what goes on: the epoch while training, else the state and what it waits for."""
     at = status.get("progress") or {}
     state = str(status.get("state", "queued"))
     words = [_STARTING.format(status.get("world_size", "the")) if state == "starting" else state]
@@ -103,7 +103,7 @@ _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"
 
 
 def figures(at: dict[str, Any]) -> str:
-    """Loss, rate and accuracy on the test set, those that are known."""
+    """Return loss, rate and accuracy on the test set, as far as they are known."""
     known = (
         ("loss {:.4f}", at.get("loss")),
         ("{:,.0f} samples/s", at.get("samples_per_s")),
@@ -113,7 +113,7 @@ def figures(at: dict[str, Any]) -> str:
 
 
 def clock(at: dict[str, Any], waited_s: float) -> str:
-    """The time left as the ranks reckon it; until they can, for how long we have waited."""
+    """Return the time left as the ranks estimate it; until they can, the time waited."""
     eta_s = at.get("eta_s")
     return f"{_minutes(waited_s)} elapsed" if eta_s is None else f"{_minutes(eta_s)} left"
 
@@ -125,6 +125,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _interrupted(run: Run, console: Console) -> int:
+    # A Slurm job does not depend on this terminal.
     if run.executor == "slurm":
         console.print(
             f"\njob {run.job_now} goes on without this terminal; `toolkit status {run.id}` looks, "
@@ -133,6 +134,7 @@ def _interrupted(run: Run, console: Console) -> int:
             soft_wrap=True,
         )
         return EXIT_STOPPED
+    # The first Ctrl-C stops cleanly, a second one ends the ranks at once.
     console.print("\nstopping: the ranks commit a checkpoint; Ctrl-C again ends them at once", soft_wrap=True)
     try:
         run.stop()
@@ -144,7 +146,7 @@ def _interrupted(run: Run, console: Console) -> int:
         console.print(
             f"[red]run {run.id} has not ended; its supervisor is pid {run.status().get('pid')}[/]", soft_wrap=True
         )
-    except JobFailedError:  # it ended before it could write its result
+    except JobFailedError:  # the run ended before it could write its result
         pass
     return _say_how_it_went(run, console)
 
@@ -183,23 +185,23 @@ def _completed_text(run: Run, result: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """A NaN is null in the files."""
+    """Write a metric. A NaN is null in the files."""
     return "not a number" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
 
 
 def _spoken(metric: str) -> str:
-    """``test accuracy`` for ``eval/accuracy``."""
+    """Return a metric's name for people: ``test accuracy`` for ``eval/accuracy``."""
     return metric.replace("eval/", "test ").replace("train/", "training ").replace("_", " ")
 
 
 def _command() -> str:
-    """How to call this program from here: the entry point beside the running Python, if it is not on PATH."""
+    """Return how to call this program from here: by the running Python if the entry point was not used."""
     program = Path(sys.argv[0])
     return shlex.quote(_short(program)) if program.name == "toolkit" else f"{_short(Path(sys.executable))} -m toolkit"
 
 
 def _short(path: Path) -> str:
-    """Relative to the current folder where that is below it."""
+    """Return the path relative to the current folder if it lies below that."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`toolkit submit CONFIG --help`: every key that the config can set, as its source says it."""
+"""`toolkit submit CONFIG --help`: every key that the config can set, described by the comments in its source."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from toolkit.config.validation import WORDS
 from toolkit.errors import ConfigError
 
 WIDTH = 120
-#: Where the comments begin.
+#: The column where the comments begin.
 _COMMENT = 58
 _REQUIRED = "???"
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a config; ``value`` is the config's, ``default`` is ``_REQUIRED`` where there is none."""
+    """A key of a config. ``value`` is the config's, ``default`` is ``_REQUIRED`` if there is none."""
 
     name: str
     hint: Any
@@ -35,14 +35,14 @@ class Key:
 
     @property
     def is_set(self) -> bool:
-        """True if the config's value is another than the default."""
+        """True if the config's value differs from the default."""
         return bool(self.value != self.default)
 
 
 def page(config: str, overrides: Sequence[str]) -> str:
-    """Return every key with its type, its value, its default where that is another, and its comment.
+    """Return every key with its type, its value, its default if that differs, and its comment.
 
-    The job's own come first. Raises ConfigError for a config that cannot be read.
+    The job's own keys come first. Raises ConfigError for a config that cannot be read.
     """
     values, own = merged_layers(config, overrides)
     source = PythonSource(Path(schema.__file__))
@@ -51,6 +51,7 @@ def page(config: str, overrides: Sequence[str]) -> str:
     lines = [f"Keys of {config}, also as key=value behind it; * marks a value that is not the default."]
     lines += ["", *_own_section(values, own)]
     top: list[Key] = []
+    # Each dataclass in the config is a section; the other keys belong to the run itself.
     sections: list[str] = []
     for f in fields(keys):  # type: ignore[arg-type]
         hint = hints_of(keys)[f.name]
@@ -99,6 +100,7 @@ def _lines(key: Key) -> list[str]:
     notes = [f"one of {', '.join(words)}" if words else "", key.comment.replace("``", "`")]
     if key.is_set:
         notes.insert(0, "no default" if key.default == _REQUIRED else f"default {_written(key.default)}")
+    # The comment stands beside the key if that is short enough, else below it.
     comment = wrap("; ".join(filter(None, notes)), WIDTH - _COMMENT)
     heads = wrap(left, WIDTH, subsequent_indent="    ") if len(left) >= WIDTH else [left]
     if comment and len(heads) == 1 and len(left) < _COMMENT:
@@ -107,5 +109,5 @@ def _lines(key: Key) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """Return a value as a config has it."""
+    """Return a value as a config writes it."""
     return value if isinstance(value, str) and value.isprintable() and value.strip() else json.dumps(value)

@@ -23,7 +23,7 @@ Exit codes: 0 done, 1 the job failed, 2 the request was wrong, 75 stopped cleanl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     _make_printable()
     args = _parse(_parser(), argv)
     try:
@@ -35,27 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `toolkit logs ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except KeyboardInterrupt:  # `toolkit logs --follow` has no other end
+    except KeyboardInterrupt:  # `toolkit logs --follow` ends only so
         return EXIT_INTERRUPTED
     except OSError as error:
-        if args.command in (_run, _supervise):  # a job's own error: its log wants the traceback
+        if args.command in (_run, _supervise):  # a job's own error: its log needs the traceback
             raise
         print(f"toolkit: error: {_os_error_text(error)}", file=sys.stderr)
         return EXIT_FAILED
 
 
 def _make_printable() -> None:
-    """Have what the terminal's encoding does not know printed as an escape: a name of a file may hold anything."""
+    """Print what the terminal's encoding lacks as escapes: the name of a file may hold any character."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-#: What a shell makes of SIGINT.
+#: The exit code that a shell gives for SIGINT.
 EXIT_INTERRUPTED = 130
 
 
 def _os_error_text(error: OSError) -> str:
-    """What the system refused, where, and what to do about the usual ones."""
+    """Return what the system refused, where, and what to do about the usual errors."""
     where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     advice = {
         errno.ENOSPC: "; make room, or choose another folder for runs: set TOOLKIT_RUNS",
@@ -68,9 +68,10 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse gives up on ``CONFIG --wait key=value``: what it left over are overrides if they look like it.
+    """Parse the command line, with overrides in any place.
 
-    What follows ``--`` is a command of the user's, with options of its own.
+    argparse gives up on ``CONFIG --wait key=value``: what it leaves over counts as overrides if it looks like them.
+    The words after ``--`` are a command of the user's, with its own options.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if words[:1] == ["exec"] and "--" in words else len(words)
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    # Starting runs.
     submit = _add(commands, "submit", _submit, "submit a run to Slurm, or start it on this machine")
     _takes_config(submit)
     submit.add_argument("--executor", default="auto", help="auto (default), slurm, local, debug (one rank, right here)")
@@ -124,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
     execute.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
 
+    # Looking at runs.
     status = _add(commands, "status", _status, "how runs stand, by their own files first and Slurm second")
     status.add_argument("run", nargs="*", metavar="RUN", help="default: the ten newest runs")
     status.add_argument("--json", action="store_true", help="one JSON document")
@@ -138,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("run", metavar="RUN")
     why.add_argument("--json", action="store_true", help="one JSON document")
 
+    # Ending runs, and going on with them.
     for name, command, text in (
         ("stop", _stop, "commit a checkpoint and end; `resume` goes on"),
         ("cancel", _cancel, "end a run for good; its checkpoints stay"),
@@ -151,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
             sub.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
 
+    # Checkpoints and trained models.
     check = _add(commands, "resume-check", _resume_check, "train twice, once with a kill in it, and compare every step")
     _takes_config(check)
     check.add_argument("--steps", type=int, default=60, help="of each of the two runs; default 60")
@@ -199,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")
     export.add_argument("--json", action="store_true", help="one JSON document")
 
+    # This machine, the cluster and the data.
     env = _add(commands, "env", _env, "the placement that this process derives, and from what")
     env.add_argument("--json", action="store_true", help="one JSON document")
 
@@ -292,7 +298,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _trusted(run: Any, args: argparse.Namespace) -> Any:
-    """``run``, whose owner's sources may run as this user if ``--trust`` says so."""
+    """Return ``run``. With ``--trust`` its owner's sources may run as this user."""
     from toolkit import trust
 
     if args.trust:
@@ -347,6 +353,7 @@ def _exec(args: argparse.Namespace) -> int:
 
     if not args.words:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
+    # Inside a job the script runs right here, in the job's allocation.
     if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
         submit.supervise_command(args.words, args.overrides, name=args.name)
         return EXIT_DONE
@@ -382,6 +389,7 @@ def _end(name: str, how: str, text: str) -> int:
     if result is not None:
         print(f"run {run.id} has already ended: {result['state']}")
         return EXIT_DONE
+    # Asking again is harmless, but the answer should say so.
     before = intent.asked(run)
     getattr(attach(run), how)()
     if before in (how, intent.Intent.CANCEL):
@@ -395,6 +403,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
     from toolkit.cli import checkpoints, show
 
     run = rundir.find(args.run)
+    # Each verb takes another number of steps; more words are an error.
     words = args.steps[{"list": 0, "prune": 0, "verify": 1, "export": 1, "diff": 2}[args.verb] :]
     if words:
         raise RequestError(f"toolkit checkpoint {args.verb} {args.run}: {words[0]!r} is one word too many")
@@ -438,6 +447,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         _trusted(rundir.find(args.run), args),
         told.refuse_output(args.output, _OUTPUTS[args.images is not None]),
     )
+    # Imports torch, so only after the request has been checked.
     paths = told.choose(run, args.checkpoint)
     logs.setup()
     from toolkit.train import inference
@@ -453,12 +463,12 @@ def _evaluate(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-#: What the name of ``--output`` may end in, of an evaluation and of predictions.
+#: The suffixes that ``--output`` may have, for an evaluation and for predictions.
 _OUTPUTS = ((".json",), (".csv", ".jsonl"))
 
 
 def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
-    """The exit code is 1 where an image could not be read."""
+    """Classify images. The exit code is 1 if an image could not be read."""
 
     from toolkit import fsio
     from toolkit.cli import show
@@ -492,6 +502,7 @@ def _export_model(args: argparse.Namespace) -> int:
     run = _trusted(rundir.find(args.run), args)
     paths = told.choose(run, args.checkpoint)
     logs.setup()
+    # Imports torch, so only after the request has been checked.
     from toolkit.train import inference, program
 
     with inference.trained(run, paths, weights=args.weights) as trained:
@@ -531,7 +542,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise RequestError("toolkit doctor: one CONFIG at most, then key=value; --nodes takes 1 or more")
     logs.setup()
     config = configs.load_config(files[0] if files else None, [word for word in args.overrides if "=" in word])
-    config.job = configs.FOREIGN_JOB  # of which only the cluster is looked at
+    config.job = configs.FOREIGN_JOB  # a job that is never started: only the cluster's part is used
     configs.validate(config)
     report = doctor.examine(config, args.nodes)
     lines = [*report.summary(), *doctor.about_requeue()]
@@ -546,12 +557,12 @@ def _data_fetch(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-#: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that, and 1,600 do not fit an argument.
+#: TensorBoard reads a thousand runs for 17 s and keeps a core busy after that; 1,600 do not fit into an argument.
 TENSORBOARD_RUNS = 100
 
 
 def _tensorboard(args: argparse.Namespace) -> int:
-    """Replaces this process, so that Ctrl-C reaches TensorBoard itself."""
+    """Replace this process by TensorBoard, so that Ctrl-C reaches it directly."""
     from toolkit import rundir
 
     runs = [rundir.find(name) for name in args.run] if args.run else rundir.all_runs()
@@ -560,7 +571,7 @@ def _tensorboard(args: argparse.Namespace) -> int:
     if not args.run and len(runs) > TENSORBOARD_RUNS:
         print(f"the newest {TENSORBOARD_RUNS} of {len(runs)} runs; name others to see them", file=sys.stderr)
         runs = runs[-TENSORBOARD_RUNS:]
-    os.chdir(runs[0].path.parent.parent)  # short, relative paths: a comma in an absolute one would end it
+    os.chdir(runs[0].path.parent.parent)  # for short, relative paths: a comma in an absolute one would end it
     folders = ",".join(f"{run.name}/{run.id}:{os.path.relpath(run.tensorboard)}" for run in runs)
     argv = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir_spec", folders, "--port", str(args.port)]
     os.execv(argv[0], argv)

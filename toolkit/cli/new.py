@@ -1,4 +1,4 @@
-"""`toolkit new`: a project of one's own, made from one of the examples."""
+"""`toolkit new`: a project of the user's own, made from one of the examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.errors import RequestError, nearest
 
 @dataclass(frozen=True)
 class Example:
-    """An example to begin with: the job's file, those beside it, and its config; a script has none."""
+    """An example to begin with: the job's file, the files beside it, and its config, which a script lacks."""
 
     job: str
     others: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ EXAMPLES = {
     "transformers": Example(f"{_SCRIPTS}/transformers_after.py"),
     "accelerate": Example(f"{_SCRIPTS}/accelerate_after.py"),
 }
-#: The size of a script's run, where no config says it.
+#: The size of a script's run, which has no config to say it.
 _SIZE = "cluster.tasks_per_node=2"
 
 SBATCH = """#!/bin/bash
@@ -79,7 +79,10 @@ def target(name: str, example: str) -> str:
 
 
 def create(folder: Path, example: str) -> list[Path]:
-    """Make the project ``folder``, named by its last part, from an example; return its files. Raises RequestError."""
+    """Make the project ``folder``, named by its last part, from an example. Raises RequestError.
+
+    Returns the project's files.
+    """
     name = folder.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise RequestError(f"toolkit new: {name!r} is to name a Python file: use a to z, 0 to 9 and _, a letter first")
@@ -93,6 +96,7 @@ def create(folder: Path, example: str) -> list[Path]:
     chosen = EXAMPLES[example]
     if name in {Path(file).stem for file in chosen.others}:
         raise RequestError(f"toolkit new: the example has a file {name}.py beside its job; choose another name")
+    # The folder appears only when it is complete.
     files = _files(name, chosen)
     with fsio.new_path(folder) as made:
         made.mkdir()
@@ -117,6 +121,7 @@ def _files(name: str, example: Example) -> dict[str, str]:
     files[f"test_{name}.py"] = TEST.format(**words)
     if example.config is not None:
         files[f"{name}.yaml"] = _config((source / example.config).read_text(), name)
+    # The project's files import each other without `jobs.`, and the job's file takes the project's name.
     for file in (example.job, *example.others):
         text = (source / file).read_text().replace("from jobs.", "from ").replace(example.job, f"{name}.py")
         text = text.replace(example.config or "\0", f"{name}.yaml")
@@ -125,7 +130,7 @@ def _files(name: str, example: Example) -> dict[str, str]:
 
 
 def _sources() -> Path:
-    """Return the folder that the examples' paths begin in: of the installed package, or of the checkout."""
+    """Return the folder in which the examples' paths begin: in the installed package, or in the checkout."""
     package = Path(__file__).parents[1]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 

@@ -1,4 +1,4 @@
-"""Tables and texts of the listing commands."""
+"""Tables and texts of the commands that list runs, logs and facts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from toolkit.errors import RequestError, ToolkitError
 from toolkit.launch import goodput, intent, ownership
 from toolkit.rundir import RunDir
 
-if TYPE_CHECKING:  # what asks Slurm is imported when Slurm is asked
+if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.cluster.commands import JobStatus
 
-#: A supervisor rewrites its status each second. After this long without a new one Slurm is asked whether the job is
-#: over; after the longer time the table shows that the supervisor is silent. Shared folders show files seconds late.
+#: A supervisor rewrites its status each second. After the first time without a new one Slurm is asked whether the job
+#: is over; after the second the table shows that the supervisor is silent. Shared folders show files seconds late.
 QUIET_S, SILENT_S = 5.0, 30.0
 WAITING = ("queued", "requeued")
 ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """One row for each run from its own files; Slurm is asked, once for all, about those that wait or are quiet."""
+    """Return one row for each run, from its own files.
+
+    Slurm is asked, once for all, about runs that wait or are quiet.
+    """
     rows = [_row(run) for run in runs]
     asked = [row for row in rows if row["executor"] == "slurm" and _is_to_be_asked(row)]
+    # A run may have follow-up jobs: ask about all of them, then show the one that is present.
     jobs = {row["run"]: [row["job_id"], *row["follow_ups"]] for row in asked if row["job_id"]}
     answers = _ask_slurm([job for ids in jobs.values() for job in ids]) if jobs else {}
     for row in asked:
@@ -52,12 +56,13 @@ def _quiet_s(updated: float | None) -> float:
 
 
 def as_json(value: Any) -> str:
-    """One JSON document; a loss that is not a number becomes null, for which JSON has no other word."""
+    """Return one JSON document. A loss that is not a number becomes null: JSON has no other word for it."""
     return json.dumps(fsio.finite(value), indent=2, allow_nan=False)
 
 
 def _row(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
+    # Damaged files are reported in the row, not raised.
     status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
     jobs, asked = ownership.jobs_of(run, damage), intent.asked(run, damage)
     progress = status.get("progress") or {}
@@ -94,8 +99,10 @@ def _row(run: RunDir) -> dict[str, Any]:
 
 
 def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
-    """One call for all; whom Slurm does not know is left out. A controller that does not answer leaves all of them
-    unknown, which is never "dead"."""
+    """Ask Slurm once about all jobs, and leave out those that it does not know.
+
+    A controller that does not answer leaves all of them unknown, which never means "dead".
+    """
     from toolkit.cluster.commands import Slurm
 
     try:
@@ -110,23 +117,29 @@ def _honest_state(row: dict[str, Any]) -> str:
     from toolkit.cluster.states import Phase
 
     state = str(row["state"])
+    # Slurm has said nothing of it, and its own status is recent.
     if row["slurm"] is None and not row["silent"]:
         return state
+    # For a Slurm job Slurm's answer decides; without one the state stays open.
     if row["executor"] == "slurm":
         if row["slurm"] is None:
             return f"{state}? (silent)"
-        expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of one that has just ended may not be visible yet
+        expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of a job that has just ended may not be visible yet
         if state not in WAITING and not row["silent"] and states.phase(row["slurm"]) in expected:
             return state
         if states.is_over(row["slurm"]):
             return {"stop": "stopped", "cancel": "cancelled"}.get(row["asked"], f"lost ({row['slurm']})")
         return f"{state} ({row['slurm']}, {row['reason']})" if _waits(row) else f"{state} ({row['slurm']})"
+    # A run on this machine is lost if its process is gone; another machine's process cannot be looked up.
     here = row["host"] in (None, socket.gethostname())
     return "lost" if here and not _alive(row["pid"]) else f"{state}? (silent)"
 
 
 def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
-    """What to do about a job whose batch script Slurm could not start. Slurm ends it, and nothing of ours runs then."""
+    """Say what to do about a job whose batch script Slurm could not start.
+
+    Slurm ends such a job, and no program of the toolkit runs then.
+    """
     from toolkit.cluster import hostlist
 
     if job is None or not job.is_over or job.reason != "JobLaunchFailure":
@@ -144,7 +157,10 @@ def _waits(row: dict[str, Any]) -> bool:
 
 
 def _held_lines(rows: list[dict[str, Any]]) -> str:
-    """Jobs that never start by themselves; Slurm's reasons for it are in squeue(1) and, with blanks, in its source."""
+    """Return lines about jobs that never start by themselves.
+
+    Slurm's reasons are in squeue(1) and, with blanks, in its source.
+    """
     held = [(row, why) for row in rows if (why := _held_for(row)) is not None]
     return "".join(
         f"\n{row['run']}: Slurm holds job {row['job_id']} ({why}); when that is mended, "
@@ -154,7 +170,7 @@ def _held_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _held_for(row: dict[str, Any]) -> str | None:
-    """Slurm's reason to hold the job; None where it does not. Slurm 24.11 has states for it, 22.05 the reasons only."""
+    """Return Slurm's reason to hold the job, or None. Slurm 24.11 has states for it, 22.05 only the reasons."""
     if row["slurm"] in _HOLDING_STATES:
         return row["reason"] if row["reason"] not in (None, "None") else str(row["slurm"])
     is_held = _waits(row) and ("held" in row["reason"].lower() or row["reason"] in _FOR_EVER)
@@ -170,7 +186,7 @@ def _alive(pid: int | None) -> bool:
 
 
 def status_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table for a terminal."""
+    """Return the rows as a table for a terminal."""
     if not rows:
         return f"no runs under {rundir.runs_root()}"
     head = ("RUN", "NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "ACCURACY")
@@ -202,7 +218,7 @@ def _why_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def loss_remark(metrics: Any) -> str:
-    """Return what to say of a loss that was not finite; nothing where it always was."""
+    """Return a remark on a loss that was not finite; empty if it always was finite."""
     count = metrics.get("train/not_finite") if isinstance(metrics, dict) else None
     return f"the mean loss was not finite at {count:.0f} logging steps (train/not_finite)" if count else ""
 
@@ -213,19 +229,19 @@ def _slow_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Where the time went, if one run is asked after: below ten it would be told of nobody knows which."""
+    """Return where the time went, if there is one run: among several the line would not say whose time it is."""
     told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
     return f"\n{told}" if told else ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Plain columns: rich would take longer to import than everything else here together."""
+    """Return plain columns. rich would take longer to import than everything else here together."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def nodes_page(rows: Sequence[Sequence[str]], lines: Sequence[str]) -> str:
-    """What `toolkit doctor` found: a row for each node, then what is wrong."""
+    """Return what `toolkit doctor` found: a row for each node, then what is wrong."""
     return "\n".join([*([table(rows), ""] if len(rows) > 1 else []), *lines])
 
 
@@ -258,7 +274,7 @@ def _newest_attempt(run: RunDir) -> int:
 
 def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
     while True:
-        ended = not follow or run.result() is not None  # looked at before the read: nothing written since is missed
+        ended = not follow or run.result() is not None  # before the read: nothing written since is missed
         text = file.read()
         if text:
             yield text
@@ -272,7 +288,7 @@ def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
 
 
 def environment_facts() -> dict[str, Any]:
-    """Placement, network and devices of this process, as ``toolkit run`` would derive them."""
+    """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
     from toolkit.cluster import network, placement
     from toolkit.cluster.rank_environment import environment
 
@@ -285,7 +301,7 @@ def environment_facts() -> dict[str, Any]:
 
 
 def environment_table(facts: dict[str, Any]) -> str:
-    """The facts as text, each number with the variable it came from."""
+    """Return the facts as text, each number with the variable it came from."""
     sources = facts["sources"]
     names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
     rows = [("", "VALUE", "FROM"), *((name, str(facts[name]), str(sources.get(name, ""))) for name in names)]

@@ -1,4 +1,4 @@
-"""How `status` and `why` speak of nodes that are slow for long; the facts are rank 0's, see `toolkit.metrics.pace`."""
+"""The texts of `status` and `why` about stragglers. Rank 0 finds the facts, see `toolkit.metrics.pace`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.cluster import hostlist
 
 
 def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of the newest attempt, with ``slow_s`` and, for those that are slow now, ``until`` None."""
+    """Return the newest attempt's stragglers, with ``slow_s``; ``until`` is None for those that are slow now."""
     now, told = status.get("updated") or 0.0, (status.get("progress") or {}).get("stragglers") or []
     untils = [entry["until"] or status.get("ended") for entry in told]
     return [
@@ -19,12 +19,12 @@ def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def remark(slow: Sequence[Mapping[str, Any]]) -> str:
-    """Those that are slow now, in a few words; empty if none is."""
+    """Name the nodes that are slow now, in a few words; empty if none is."""
     return "; ".join(_what(entry) for entry in slow if entry["until"] is None)
 
 
 def lines(slow: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> list[str]:
-    """Each node that is or was slow for long, and what to do about them."""
+    """Return lines for each node that is or was slow for long, and what to do about them."""
     if not slow:
         return []
     hosts = hostlist.compress(sorted(entry["host"] for entry in slow))

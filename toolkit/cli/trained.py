@@ -21,7 +21,10 @@ COLUMNS = ("file", "class", "probability")
 
 
 def choose(run: RunDir, text: str) -> list[Path]:
-    """The checkpoints that ``text`` (a step, ``newest`` or ``best``) may mean, the first that is whole to be taken."""
+    """Return the checkpoints that ``text`` (a step, ``newest`` or ``best``) may mean.
+
+    The first whole one is to be taken.
+    """
     if text != "best":
         return checkpoints.pick(run, None if text == "newest" else text)
     keep = load_config(run.config, site=False).checkpoint
@@ -34,7 +37,7 @@ def choose(run: RunDir, text: str) -> list[Path]:
 
 
 def _best(run: RunDir, keep: Keep) -> Path:
-    """Of those that were evaluated as they were saved; of equals the oldest, as `Keep` has it."""
+    """Return the best checkpoint of those evaluated when they were saved; of equals the oldest, like `Keep`."""
     store = CheckpointStore(run.checkpoints)
     ranked = []
     for path in store.list():
@@ -51,7 +54,10 @@ def _best(run: RunDir, keep: Keep) -> Path:
 
 
 def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Where ``--output`` leads. RequestError before anything is computed for a file that could not be written."""
+    """Return the path of ``--output``.
+
+    Raises RequestError before anything is computed if the file could not be written.
+    """
     if text is None:
         return None
     path = fsio.expand(text).absolute()
@@ -64,7 +70,7 @@ def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
 
 
 def page(told: Mapping[str, Any]) -> str:
-    """The figures of an evaluation, beside those that the run itself recorded at this step."""
+    """Return the figures of an evaluation, beside those that the run itself recorded at this step."""
     own = told["recorded"]
     lines = [f"step {told['step']} of {told['name']}/{told['run']}, weights: {told['weights']}, on {told['device']}"]
     width = max(map(len, told["metrics"]))
@@ -75,7 +81,7 @@ def page(told: Mapping[str, Any]) -> str:
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """``file,class,probability``; of a file that could not be read the last two are empty."""
+    """Return ``file,class,probability`` as CSV. For a file that could not be read the last two are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -84,12 +90,12 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Each row as a line."""
+    """Return each row as a line of JSON."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def exported(told: Mapping[str, Any], target: Path) -> str:
-    """What was written, a line for each file."""
+    """Return what was written, a line for each file."""
     lines = [f"{target}: step {told['step']} of {told['run']}, weights: {told['weights']}"]
     lines += [f"  {name}  {(target / name).stat().st_size:,} bytes" for name in [*told["sha256"], "model.json"]]
     trial = told["program"]

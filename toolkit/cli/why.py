@@ -12,7 +12,7 @@ from toolkit.launch import ending, goodput, nodes
 from toolkit.launch.error_files import read_error_files
 from toolkit.rundir import RunDir
 
-#: Of a traceback this many last lines are shown; the whole one is in the rank's log.
+#: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
 
 _ADVICE = {
@@ -27,13 +27,15 @@ _ADVICE = {
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Everything on the page, as data."""
+    """Return everything on the page, as data."""
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage) or {}, run.status(damage)
+    # A run can be over without a result of its own: then its row, for which Slurm was asked, says so.
     row = status_rows([run])[0]
     is_over = row["state"].startswith("lost") or (not result and row["state"] in ("stopped", "cancelled"))
     state = row["state"] if is_over else result.get("state") or status.get("state") or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
+    # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else {}
     saved, reached = newest_step(run.checkpoints), last.get("step_end")
     lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0
@@ -59,7 +61,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str]) -> dict[str, Any] | None:
-    """The first failing rank of the last attempt that failed, with what it said, and how many failed after it."""
+    """Return the first failing rank of the last attempt that failed, with its error, and how many failed after it."""
     for attempt in reversed(attempts):
         if attempt["first_failure"]:
             number = attempt["attempt"]
@@ -82,7 +84,7 @@ def _log_of(run: RunDir, attempt: int, failure: dict[str, Any]) -> Path:
 
 
 def page(told: dict[str, Any]) -> str:
-    """The facts as text."""
+    """Return the facts as text."""
     lines = [f"{told['run']}: {told['state']}", f"  {told['why'] or 'not started yet'}", ""]
     lines += _failure_lines(told["first_failure"])
     lines += [told["loss"]] if told["loss"] else []

@@ -1,1 +1,1 @@
-"""What is wrong with the machines below a run."""
+"""Diagnosis: the nodes below a run, and whether its resume is exact."""

@@ -21,7 +21,7 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.preflight import SharedFolder, command
 from toolkit.launch.talk import Talk, talk_with_nodes
 
-#: Columns of the table, by check. A column of which no node has a figure is left out.
+#: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {
     "CPUS": "cpus",
     "TAKEN": "cpus taken",
@@ -38,8 +38,11 @@ log = logs.get(__name__)
 
 
 def examine(config: JobConfig, nodes: int | None = None) -> Report:
-    """Check the nodes of the allocation in which we stand; else ``nodes`` nodes that Slurm gives us (``cluster.nodes``
-    if None), asked for as the config's job would be; without Slurm this machine."""
+    """Check nodes: those of the allocation that this process runs in, or new ones, or this machine.
+
+    Outside an allocation Slurm is asked for ``nodes`` nodes (``cluster.nodes`` if None), as it would be for the
+    config's job. Without Slurm this machine is checked.
+    """
     environ = os.environ
     if "SLURM_JOB_ID" in environ:
         return _examine_allocation(Allocation.slurm(environ), nodes, environ)
@@ -56,6 +59,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     count = nodes or there
     shared = SharedFolder(_folder())
     in_job = "SLURM_JOB_ID" in environ
+    # Inside a job the ranks' network leads to the launcher; without Slurm the loopback is enough.
     request = Request(
         folder=str(shared.path),
         token=shared.token,
@@ -75,6 +79,8 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
 def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
     cluster = config.cluster
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
+    # The nodes are not chosen yet: they check the network against the first of them, and have no names until they
+    # answer.
     shared = SharedFolder(_folder())
     request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
     options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
@@ -92,6 +98,7 @@ def _ask(
 ) -> Report:
     began = time.monotonic()
     try:
+        # Without a working shared folder no node could prove that it sees the same one.
         in_the_way = shared.prepare()
         if in_the_way is not None:
             return prevented(hosts, in_the_way, time.monotonic() - began)
@@ -105,7 +112,7 @@ def _ask(
 
 
 def about_requeue() -> list[str]:
-    """One line where jobs that are requeued start again at once, with ``--requeue=expedite``."""
+    """Return a line if requeued jobs start again at once, with ``--requeue=expedite``; else nothing."""
     slurm = Slurm()
     try:
         expedites = slurm.available() and slurm.expedites()
@@ -116,7 +123,7 @@ def about_requeue() -> list[str]:
 
 
 def _folder() -> Path:
-    """Where runs are, or will be: what is not there yet is not made by looking."""
+    """Return the folder of runs, or the nearest folder above that exists: a check must not create it."""
     root = rundir.runs_root()
     return next(folder for folder in (root, *root.parents) if folder.is_dir())
 
@@ -125,7 +132,7 @@ def _folder() -> Path:
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """A table: a head, and a row for each node."""
+    """Return a table: a head, and a row for each node."""
     figures = {host: {f.check: f.figure for f in findings} for host, findings in report.findings.items()}
     columns = {head: check for head, check in COLUMNS.items() if any(check in known for known in figures.values())}
     body = [
@@ -136,7 +143,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """The same as one value for JSON."""
+    """Return the report as one value for JSON."""
     nodes = {
         host: {
             "verdict": _verdict(report, host),

@@ -1,8 +1,8 @@
-"""`toolkit resume-check`: whether a run of this config that is killed and resumed is the run that nobody disturbed.
+"""`toolkit resume-check`: whether a run of this config that is killed and resumed equals an undisturbed run.
 
-The config is trained for some steps twice, the second time with a blow in a random place, after which the run comes
-back as it always does. In both a witness (`toolkit.train.witness`) writes down what every rank was given and what it
-made of it, in every step, and the two records are compared, by the first step in which they differ.
+The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
+does. In both runs a witness (`toolkit.train.witness`) records what every rank was given and computed, in every step.
+The two records are compared, by the first step in which they differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.errors import JobFailedError, RequestError, listing
 from toolkit.launch import submit
 from toolkit.rundir import RunDir
 
-#: What a witness records, in the order in which one follows from the other, and how to call it.
+#: What a witness records, in the order in which one follows from the other, and what the page calls it.
 RECORDED = {
     "lr": "learning rate",
     "positions": "positions in the order of the data",
@@ -36,7 +36,7 @@ RECORDED = {
     "buffers": "buffers",
     "optimizer": "optimizer state",
 }
-#: At another world size these are compared sample by sample; nothing else is promised to be the same in every bit.
+#: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")
 CURVES = ("train/loss", "train/lr")
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
@@ -46,20 +46,20 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """One blow: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
+    """One interruption: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
 
     steps: int = 60
     how: str = "kill"
     step: int | None = None
     seed: int | None = None
-    then_ranks: int | None = None  #: the run goes on with another number of ranks
-    tolerance: float = 1e-3  #: for the loss, relative, where not every bit must be equal
-    moving_shares: bool = False  #: data.share: auto, which follows the clock: then that is so on as many ranks, too
+    then_ranks: int | None = None  #: resume with another number of ranks
+    tolerance: float = 1e-3  #: for the loss, relative, if not every bit must be equal
+    moving_shares: bool = False  #: data.share: auto follows the clock, so bits may differ on equally many ranks, too
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was done, and found: the first step that differs, and what does in it."""
+    """What was done and found: the first step that differs, and what differs in it."""
 
     steps: int
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class Report:
     first: int | None
     different: Mapping[str, str]
     conditions: Mapping[str, tuple[Any, ...]]
-    worst_loss: float | None  #: the largest relative difference, where not every bit must be equal
+    worst_loss: float | None  #: the largest relative difference, if not every bit must be equal
     moving_shares: bool
     runs: tuple[Path, Path]
 
@@ -83,6 +83,7 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
     strike = _strike(plan, _needed(loaded, ranks))
     plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
+    # Several checkpoints within the few steps, unless the user says how often.
     common = [*overrides, f"train.max_steps={plan.steps}"]
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
         common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
@@ -94,12 +95,18 @@ def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "au
 
 
 def _needed(config: configs.JobConfig, ranks: int) -> int:
-    """So many of the first ranks end the attempt when they die: a parameter server's workers do not."""
+    """Return the number of first ranks whose death ends the attempt.
+
+    A parameter server's workers are not among them.
+    """
     return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
 
 
 def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
-    """Where the blow falls: after the first step, for before it there is nothing to lose, and before the last."""
+    """Choose rank and step of the interruption, after the first step and before the last.
+
+    Before the first step there is nothing to lose.
+    """
     if plan.how not in SIGNALS:
         raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
     if plan.then_ranks is not None and plan.how != "kill":
@@ -111,7 +118,7 @@ def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
     seed = random.randrange(10**6) if plan.seed is None else plan.seed
     log.info("seed %d", seed)
     dice = random.Random(seed)
-    step = dice.randrange(1, max(2, plan.steps * 3 // 4))  # with steps left in which to differ
+    step = dice.randrange(1, max(2, plan.steps * 3 // 4))  # early enough that steps are left in which to differ
     return {
         "rank": dice.randrange(ranks),
         "step": step if plan.step is None else plan.step,
@@ -127,7 +134,10 @@ def _run(config: str, overrides: Sequence[str], brief: Mapping[str, Any], execut
 
 
 def _disturb(config: str, overrides: list[str], plan: Plan, brief: Mapping[str, Any], executor: str) -> RunDir:
-    """A killed run comes back by itself; one that was stopped, or goes on with other ranks, is resumed."""
+    """Run the config with the interruption.
+
+    A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
+    """
     if plan.then_ranks is not None:
         overrides = [*overrides, "retry.max_failures=0"]
     with _brief(brief):
@@ -151,7 +161,7 @@ def _set_ranks(run: RunDir, ranks: int) -> None:
 
 @contextmanager
 def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
-    """For the runs that are started meanwhile: they inherit our environment."""
+    """Set the brief for runs that start inside the context: they inherit our environment."""
     before = os.environ.get(rundir.WITNESS_VARIABLE)
     os.environ[rundir.WITNESS_VARIABLE] = json.dumps(brief)
     try:
@@ -174,14 +184,14 @@ def _completed(run: submit.Run) -> RunDir:
 
 @dataclass(frozen=True)
 class Record:
-    """What the witnesses of one run wrote: for each step a line of each rank that took part, the latest attempt's."""
+    """What the witnesses of one run wrote: by step, a line of each rank that took part, from the latest attempt."""
 
     steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
     conditions: Sequence[Mapping[str, Any]]
 
 
 def read(run: RunDir) -> Record:
-    """The record of a run."""
+    """Return the record of a run."""
     lines: dict[int, dict[int, Mapping[str, Any]]] = {}
     conditions: list[Mapping[str, Any]] = []
     latest: dict[int, int] = {}
@@ -193,7 +203,7 @@ def read(run: RunDir) -> Record:
                 conditions.append(line["conditions"])
                 continue
             step, attempt = line["step"], line["attempt"]
-            if attempt > latest.get(step, 0):  # a step that is done again, by another number of ranks perhaps
+            if attempt > latest.get(step, 0):  # a step that is made again, perhaps by another number of ranks
                 latest[step], lines[step] = attempt, {}
             if attempt == latest[step]:
                 lines[step][rank] = line
@@ -201,7 +211,7 @@ def read(run: RunDir) -> Record:
 
 
 def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> Report:
-    """The two records, step by step, and the bytes of the last checkpoints."""
+    """Compare the two records, step by step, then the bytes of the last checkpoints and the curves."""
     attempts = disturbed.attempts()
     if len(attempts) < 2:
         raise JobFailedError(
@@ -211,6 +221,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
     ours, theirs = read(undisturbed), read(disturbed)
     ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))
     first, different, worst = None, dict[str, str](), None
+    # Every bit must be equal only if the same ranks had the same samples.
     exact = len(ranks) == 1 and not plan.moving_shares
     if not exact:
         worst = _worst_loss(ours, theirs)
@@ -236,7 +247,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
 
 
 def _at(step: int, ours: Record, theirs: Record, plan: Plan, *, exact: bool) -> dict[str, str]:
-    """What differs in one step, by what it is."""
+    """Return what differs in one step, by kind."""
     mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
     if not mine or not other:
         return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
@@ -252,7 +263,7 @@ def _at(step: int, ours: Record, theirs: Record, plan: Plan, *, exact: bool) -> 
 
 
 def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, Any]) -> str:
-    """On which ranks, and in which samples or tensors. Buffers are rank 0's: a save gives them to all."""
+    """Name the ranks that differ, and the samples or tensors. Buffers are rank 0's: a save gives them to all."""
     ranks = [0] if kind == "buffers" else sorted(mine)
     texts = []
     for rank in ranks:
@@ -288,12 +299,12 @@ def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> d
 
 
 def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
-    """Of one global batch: what stands at each position, whichever rank had it. Other loaders tell no positions."""
+    """Return what stands at each position of one global batch, on any rank. Other loaders record no positions."""
     found: dict[int, tuple[Any, ...]] = {}
     for line in lines.values():
         positions = line.get("positions", ())
         columns = [line.get(kind, ()) for kind in OF_SAMPLES]
-        # a batch that is no pair has no targets, and one that a collate function has packed no row for each sample
+        # A batch that is no pair has no targets, and one that a collate function has packed has no row for each sample.
         known = [column if len(column) == len(positions) else [None] * len(positions) for column in columns]
         found |= dict(zip(positions, zip(*known, strict=True), strict=True))
     return found
@@ -310,7 +321,7 @@ def _worst_loss(ours: Record, theirs: Record) -> float:
 
 
 def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
-    """Every byte of them, verified."""
+    """Compare every byte of the last checkpoints, verified."""
     stores = [CheckpointStore(run.checkpoints) for run in (one, two)]
     mine, other = (store.verify(store.list()[0]) for store in stores)
     if mine.step != other.step:
@@ -320,8 +331,10 @@ def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
 
 
 def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
-    """Of what TensorBoard shows all that does not depend on the clock: also means over steps before and after a resume,
-    and evaluations, for which all ranks' buffers count."""
+    """Compare TensorBoard's figures that do not depend on the clock.
+
+    Among them are means over steps before and after a resume, and evaluations, for which all ranks' buffers count.
+    """
     mine, other = _logged(one), _logged(two)
     odd = sorted(point for point in mine.keys() | other.keys() if mine.get(point) != other.get(point))
     texts = [f"{tag} in step {step} ({mine.get((step, tag))} and {other.get((step, tag))})" for step, tag in odd]
@@ -335,7 +348,7 @@ def _logged(run: RunDir) -> dict[tuple[int, str], float]:
 
 
 def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[str, tuple[Any, ...]]:
-    """The conditions of a resume in every bit that were not the same all the time."""
+    """Return the conditions for a resume in every bit that changed during the runs."""
     values = {key: tuple(dict.fromkeys(each.get(key) for each in conditions)) for key in conditions[0]}
     return {key: seen for key, seen in values.items() if len(seen) > 1 and key != but}
 
@@ -344,12 +357,12 @@ def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[s
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """For ``--json``."""
+    """Return the report for ``--json``."""
     return {"identical": report.is_identical, **asdict(report), "runs": [str(path) for path in report.runs]}
 
 
 def page(report: Report) -> str:
-    """For a terminal."""
+    """Return the report for a terminal."""
     ranks = " then ".join(map(str, report.ranks))
     lines = [f"disturbed run: {report.struck}; resumed from step {report.resumed_from}", ""]
     if report.first is not None:
@@ -363,6 +376,7 @@ def page(report: Report) -> str:
         f"not the same all the time: {key} ({listing([str(v) for v in seen], 4)})"
         for key, seen in report.conditions.items()
     ]
+    # A difference before the resume is not the resume's fault: say what else it may be.
     if report.first is not None and report.first < report.resumed_from:
         lines.append(
             "that is before the resume: the training draws from something that follows no seed, or an operation"

@@ -1,6 +1,6 @@
-"""The checks of nodes by a step of srun's: every task makes them once, and its labelled output is the answer.
+"""The checks of nodes by an srun step: every task makes them once, and its labeled output is the answer.
 
-So nothing has to be reachable that srun does not reach, and nothing is asked of a disk which may be what is sick.
+So only what srun reaches must be reachable, and no disk is asked: it may be the faulty part.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from toolkit.launch.srun import parse_srun_line
 from toolkit.launch.steps import LaunchFailed, RankEnded
 from toolkit.launch.talk import Complaint, Ended, Said, Talk, without_label
 
-#: srun starts all tasks within this time of each other.
+#: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0
-#: What srun says of tasks that it ends itself, as it does with all where one could not be started.
+#: What srun prints about tasks that it ends itself. It ends all tasks if one could not be started.
 _CONSEQUENCE = re.compile(r"Killed|Terminated|CANCELLED AT")
 _UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
 _NAME = re.compile(r"[\w.-]+")
@@ -35,9 +35,8 @@ def ask_nodes(
 ) -> tuple[list[Heard], list[str], float]:
     """Return what is heard of each host, srun's errors, and the seconds that the checks took.
 
-    ``is_queued``: the step may wait for its nodes, so time begins with the first answer.
-
-    Where srun does not reach a host it ends the whole step. The others are then asked again, without that one.
+    With ``is_queued`` the step may wait for its nodes, so time begins with the first answer. Where srun does not reach
+    a host, it ends the whole step. The other hosts are then asked again, without that one.
     """
     answers = _Answers(hosts, start(request, hosts), is_queued)
     answers.listen()
@@ -45,6 +44,7 @@ def ask_nodes(
     rest = [host for host in hosts if host not in unreached]
     if not unreached or not rest or all(node.findings is not None for node in answers.nodes):
         return answers.nodes, answers.errors, answers.took_s
+    # Ask the rest again: only these hosts' CPUs, which are counted by task.
     cpus = [request.cpus_of(task) for task, host in enumerate(hosts) if host not in unreached]
     nodes, errors, took_s = ask_nodes(replace(request, cpus=cpus), rest, start)
     lost = [node for node in answers.nodes if node.name in unreached]
@@ -52,7 +52,7 @@ def ask_nodes(
 
 
 class _Answers:
-    """What the tasks of one step say, and what srun says of them."""
+    """What the tasks of one step print, and what srun prints about them."""
 
     def __init__(self, hosts: Sequence[str], talk: Talk, is_queued: bool) -> None:
         self.nodes = [Heard(host) for host in hosts]
@@ -63,15 +63,15 @@ class _Answers:
         self._deadline = None if is_queued else time.monotonic() + LIMIT_S
         self._has_begun = False
         self._awaited = set(range(len(hosts)))
-        self._last_words: dict[int, str] = {}  #: by task, what is no answer, or the first part of one
+        self._last_words: dict[int, str] = {}  #: by task, text that is no answer, or the first part of one
 
     @property
     def took_s(self) -> float:
-        """Seconds since the step began to run."""
+        """Return the seconds since the step began to run."""
         return time.time() - self._asked
 
     def listen(self) -> None:
-        """Until all have answered or ended, or time is up."""
+        """Read until all have answered or ended, or time is up."""
         try:
             while self._awaited and not isinstance(event := self._next(), Ended):
                 if isinstance(event, Said):
@@ -91,10 +91,11 @@ class _Answers:
     def _take(self, said: Said) -> None:
         if said.task >= len(self.nodes):
             return
+        # The rest of an answer that srun has cut belongs behind its first part.
         text = said.text if said.text.startswith(ANSWER_HEAD) else self._last_words.get(said.task, "") + said.text
         try:
             answer = Answer.parse(text)
-        except (ValueError, TypeError, KeyError):  # srun cuts a labelled line after 1,024 bytes
+        except (ValueError, TypeError, KeyError):  # srun cuts a labeled line after 1,024 bytes
             self._last_words[said.task] = text if text.startswith(ANSWER_HEAD) else said.text
             return
         if not self._has_begun:
@@ -102,7 +103,7 @@ class _Answers:
             # A job that waited for its nodes was asked long before they began.
             self._asked = max(self._asked, said.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
             for task, name in enumerate(hostlist.expand(answer.nodes)[: len(self.nodes)] if answer.nodes else []):
-                self._name(task, name)  # also of those that say nothing: who chose no nodes does not know them
+                self._name(task, name)  # also of those that say nothing: without chosen nodes their names are unknown
         self._name(said.task, answer.node)
         node = self.nodes[said.task]
         node.take(answer, self._asked, said.received, answer.began, answer.ended)
@@ -112,7 +113,10 @@ class _Answers:
         self.nodes[task].name = self._names[task] = name
 
     def _take_complaint(self, text: str) -> None:
-        """A node's own, which is labelled, or srun's. Tasks of which it says that they failed are not waited for."""
+        """Take a line that is no answer: a node's own, which is labeled, or srun's.
+
+        Tasks that failed according to srun are not waited for.
+        """
         task, words = without_label(text)
         if task is not None and task < len(self.nodes):
             self._last_words[task] = words.strip()
@@ -122,7 +126,7 @@ class _Answers:
         self._awaited -= {*event.ranks} if isinstance(event, (RankEnded, LaunchFailed)) else set()
 
     def _explain_silence(self) -> None:
-        """Note what says why a node has not answered. Each line of srun's is read once: there may be thousands."""
+        """Note why a node has not answered. Each of srun's lines is read once: there may be thousands."""
         lines: dict[str, str] = {}
         for line in self.errors:
             if not _CONSEQUENCE.search(line):
