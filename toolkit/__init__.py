@@ -1,7 +1,7 @@
 """Distributed PyTorch batch jobs on Slurm: submit from a login node, resume by themselves.
 
-``from toolkit import submit`` is the Python door; ``toolkit --help`` lists the commands. Importing this package loads
-neither torch nor submitit: names below are looked up on first use.
+``from toolkit import submit`` is the way in from Python; ``toolkit --help`` lists the commands. Importing this package
+loads neither torch nor submitit: the names below are looked up on first use.
 """
 
 from __future__ import annotations

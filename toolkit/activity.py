@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Phases as a reader sees them: "rank 13 on node07: waiting for data, 212 s".
+#: Phases as the user reads them: "rank 13 on node07: waiting for data, 212 s".
 SETTING_UP = "setting up"
 PRIMING = "priming"
 LOADING = "loading a checkpoint"
@@ -17,11 +17,12 @@ OWN_CODE = "in the loop's own code"
 
 
 class Activity:
-    """Written by plain assignment, some 10 ns each and without a lock: several times in each step.
+    """A rank's phase, step and count, written by plain assignment: some 10 ns each, without a lock.
 
-    The supervisor takes a change of any of the three for progress, and a rank at which none changes for half of
-    ``dist.timeout_s`` for stuck once the same is true of every other rank. So whatever takes long and is neither a
-    step nor known to end soon moves ``count``: for each batch of an evaluation, each piece of a checkpoint, each retry.
+    They are written several times in each step. For the supervisor a change of any of the three is progress. A rank at
+    which none changes for half of ``dist.timeout_s`` counts as stuck once the same is true of every other rank. So any
+    long work that is neither a step nor known to end soon moves ``count``: for each batch of an evaluation, each piece
+    of a checkpoint, each retry.
     """
 
     __slots__ = ("count", "phase", "step")
@@ -33,5 +34,5 @@ class Activity:
         self.count = 0
 
     def move(self) -> None:
-        """Say that something long goes on."""
+        """Report that something long goes on."""
         self.count += 1

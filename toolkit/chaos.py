@@ -28,17 +28,18 @@ from typing import Any
 from toolkit.errors import ConfigError
 
 VARIABLE = "TOOLKIT_CHAOS"
-#: Of ``os``, which the writers of this package use directly or through ``pathlib``. A ``write`` to a file object is
-#: reported when half of it is in the file: whoever dies there leaves a torn file behind.
+#: Functions of ``os`` that the writers of this package use directly or through ``pathlib``. A ``write`` to a file
+#: object is reported when half of it is in the file: a process that dies there leaves a torn file behind.
 OPERATIONS = ("mkdir", "chmod", "open", "fchmod", "fsync", "fdatasync", "replace", "rename", "unlink", "rmdir")
 
-#: Called with the name of an operation and its path, before it is done; what it raises is the operation's outcome.
+#: Called with the name of an operation and its path, before it is done. What it raises is the operation's outcome.
 Seen = Callable[[str, str], None]
 
 
 @contextmanager
 def watch(seen: Seen) -> Iterator[None]:
-    """Call ``seen`` before each operation that changes the disk, of any thread of this process."""
+    """Call ``seen`` before each operation that changes the disk, in any thread of this process."""
+    # Patches ``os`` itself: pathlib and the writers call its functions by their names there.
     kept = {name: getattr(os, name) for name in (*OPERATIONS, "fdopen")}
     try:
         for name in OPERATIONS:
@@ -78,6 +79,7 @@ class _File:
         self._file, self._path, self._seen = file, path, seen
 
     def write(self, data: bytes | memoryview) -> int:
+        # In two halves, so that a fault between them leaves a torn file.
         half = len(data) // 2
         self._file.write(data[:half])
         self._file.flush()
@@ -97,7 +99,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` at the ``operation``-th operation, counted from 1, and at ``count`` of them in a row."""
+    """``kind`` at the ``operation``-th operation, counted from 1, and at ``count`` operations in a row."""
 
     kind: str
     operation: int
@@ -111,7 +113,7 @@ class Fault:
             raise ConfigError(f"{VARIABLE}: {self.kind!r} is no signal, no error of the system, and not slow")
 
     def strike(self, operation: str, path: str) -> None:
-        """Do it to the ``operation`` on ``path``. Removing needs no room: a full disk lets it pass."""
+        """Apply the fault to the ``operation`` on ``path``. Removing needs no room: a full disk lets it pass."""
         if self.kind == "slow":
             time.sleep(self.seconds)
         elif self.kind.startswith("SIG"):
@@ -122,7 +124,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults in ``TOOLKIT_CHAOS``. Raises ConfigError."""
+    """Return the faults in ``TOOLKIT_CHAOS``. Raises ConfigError."""
     try:
         return [Fault(**fields) for fields in json.loads(text)]
     except (TypeError, ValueError) as error:
@@ -132,7 +134,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
-    """What :func:`watch` wants: counts the operations on paths that hold ``folder``, and strikes at the right ones."""
+    """Return a function for :func:`watch` that counts operations on paths with ``folder`` and applies the faults."""
     numbers, lock = itertools.count(1), threading.Lock()
 
     def seen(operation: str, path: str) -> None:
@@ -149,7 +151,7 @@ def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
 
 @contextmanager
 def of_environment(rank: int, attempt: int) -> Iterator[None]:
-    """The faults that the environment has for this rank in this attempt."""
+    """Apply the faults that the environment has for this rank in this attempt."""
     faults = [f for f in parse(os.environ.get(VARIABLE, "[]")) if (f.rank, f.attempt) == (rank, attempt)]
     if not faults:
         yield

@@ -1,6 +1,6 @@
-"""What a failing rank says about itself: a JSON file in the logs of its attempt, in the format of torch's elastic.
+"""The report of a failing rank: a JSON file in the logs of its attempt, in the format of torch's elastic.
 
-The supervisor picks the first failing rank by the times in these files, and ``toolkit why`` shows its traceback.
+The supervisor finds the first failing rank by the times in these files, and ``toolkit why`` shows its traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from toolkit.errors import EXIT_FAILED
 
 
 def write(error: BaseException, rank: int) -> None:
-    """Write the error file of ``rank`` for ``error``, once; nothing outside of a run, or for an exit with code 0."""
+    """Write the error file of ``rank`` for ``error``, once.
+
+    Writes nothing outside of a run, or for an exit with code 0.
+    """
     folder = os.environ.get(rundir.RUN_DIR_VARIABLE)
     if folder is None or (isinstance(error, SystemExit) and not error.code) or getattr(error, _WRITTEN, False):
         return
@@ -33,11 +36,11 @@ def write(error: BaseException, rank: int) -> None:
     }
     attempt = os.environ.get("TOOLKIT_ATTEMPT", "1")
     path = rundir.RunDir(Path(folder)).error_file(int(attempt) if re.fullmatch("[0-9]{1,9}", attempt) else 1, rank)
-    with contextlib.suppress(OSError):  # a full disk; the log has the same words
+    with contextlib.suppress(OSError):  # a full disk; the log has the same text
         fsio.make_dir(path.parent, parents=1)
         fsio.write_json(path, said)
         setattr(error, _WRITTEN, True)
 
 
-#: Set on an exception whose file is there: a later one would have a later time, and the first failure is wanted.
+#: Set on an exception whose file is written: a second one would have a later time, and the first failure is wanted.
 _WRITTEN = "_toolkit_error_file"

@@ -5,12 +5,12 @@ ToolkitError
 │   ├── ConfigError         a key, a value or a combination of them
 │   ├── PlacementError      launch variables that contradict each other
 │   ├── DataMissingError    a data set that is not where the config says
-│   ├── RunNotFoundError    no run, or several, answer to a name
+│   ├── RunNotFoundError    no run, or several, match a name
 │   └── DamagedFileError    a file of a run does not hold what was written there
 ├── SlurmError              a program of Slurm is missing, failed or did not answer
 │   └── SlurmRefusedError   the controller answered, and refused
-├── CheckpointError         a checkpoint cannot be written, or none of those there can be read
-├── RankLostError           what the ranks did together is incomplete without one that has died; to be done again
+├── CheckpointError         a checkpoint cannot be written, or none of those present can be read
+├── RankLostError           joint work of the ranks is incomplete because one has died; it is to be done again
 ├── JobFailedError          the job ran and failed (exit code 1)
 └── StoppedError            the ranks stopped together, as asked (exit code 75)
 """
@@ -28,7 +28,7 @@ EXIT_STOPPED = 75
 
 
 class ToolkitError(Exception):
-    """Base of everything that this package raises for a reader."""
+    """Base of everything that this package raises for its users."""
 
     exit_code = EXIT_FAILED
 
@@ -57,7 +57,7 @@ class DataMissingError(RequestError):
 
 
 class RunNotFoundError(RequestError):
-    """No run, or more than one, answers to the name given."""
+    """No run, or more than one, matches the name given."""
 
 
 class DamagedFileError(RequestError):
@@ -77,7 +77,7 @@ class CheckpointError(ToolkitError):
 
 
 class RankLostError(ToolkitError):
-    """A rank died that the run can do without; what all were doing is incomplete, and can be done again at once."""
+    """A rank died that the run can do without. What all were doing is incomplete, and can be done again at once."""
 
 
 class JobFailedError(ToolkitError):
@@ -85,18 +85,18 @@ class JobFailedError(ToolkitError):
 
 
 class StoppedError(ToolkitError):
-    """All ranks stopped at the same step as agreed, and what they had is committed; the run is to be continued."""
+    """All ranks stopped at the same step as agreed. Their state is committed, and the run is to be continued."""
 
     exit_code = EXIT_STOPPED
 
 
 def listing(items: Sequence[str], most: int = 10) -> str:
-    """The items, or the first of them and how many more there are."""
+    """Return the items, or the first ``most`` of them and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """``"did you mean 'x'? "`` for the closest of ``valid`` to ``word``, or an empty string."""
+    """Return ``"did you mean 'x'? "`` for the closest of ``valid`` to ``word``, or an empty string."""
     close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""

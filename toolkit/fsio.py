@@ -1,8 +1,8 @@
 """Durable, atomic file writes with private modes.
 
-A file is written beside its place, flushed to disk and renamed, so a reader sees the old content or the new and never
-half of it, whatever dies in between. Folders are 0700 and files 0600 under any umask: a run holds sources, logs and
-data that its owner did not offer to the whole cluster. Every rename of the package is here.
+A file is written beside its place, flushed to disk and renamed. So a reader sees the old content or the new and never
+half of it, at whatever point the writer dies. Folders are 0700 and files 0600 under any umask: a run holds sources,
+logs and data that its owner did not offer to the whole cluster. Every rename of the package is in this module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FILE_MODE = 0o600
 
 
 def make_dir(path: Path, parents: int | None = None) -> Path:
-    """Create ``path`` and its missing parents, each 0700; an existing folder is left as it is.
+    """Create ``path`` and its missing parents, each 0700. An existing folder is left alone.
 
-    With ``parents``, so many at most: FileNotFoundError where more are missing. In a run folder whose file system is
-    away, all would be created on the disk below, and what is written there would be lost when it is back.
+    ``parents`` is the most that may be missing; FileNotFoundError if more are. In a run folder whose file system is
+    unmounted, all would be created on the disk below, and what is written there would be lost when it is mounted again.
     """
     if path.is_dir():
         return path
@@ -42,13 +42,16 @@ def make_dir(path: Path, parents: int | None = None) -> Path:
 
 
 def make_new_dir(path: Path) -> None:
-    """Create the folder ``path``, 0700, in one that is there. Raises FileExistsError where somebody was faster."""
+    """Create the folder ``path``, 0700, in an existing one. Raises FileExistsError if another process was faster."""
     path.mkdir(mode=DIR_MODE)
-    path.chmod(DIR_MODE)  # mkdir's mode is cut by the umask
+    path.chmod(DIR_MODE)  # the umask reduces mkdir's mode
 
 
 def expand(path: str | Path) -> Path:
-    """Return ``path`` with ``~`` replaced by the home folder; as it stands where there is none, or no such user."""
+    """Return ``path`` with ``~`` replaced by the home folder.
+
+    Returns it unchanged if there is no home folder, or no such user.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -56,14 +59,14 @@ def expand(path: str | Path) -> Path:
 
 
 def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
-    """``os.open`` for writing that gives a file ``mode``, 0600, whatever the umask; returns the file descriptor."""
+    """Open ``path`` for writing, with ``mode`` (0600) under any umask, and return the file descriptor."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     os.fchmod(fd, mode)
     return fd
 
 
 def sync_dir(path: Path) -> None:
-    """Flush a folder's entries: without it a renamed file may be gone after a power cut."""
+    """Flush a folder's entries: without that a renamed file may be gone after a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -74,7 +77,7 @@ def sync_dir(path: Path) -> None:
 def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Replace ``path`` by ``content`` in one step.
 
-    ``durable=False`` skips the flushes for files that are rewritten every second and worthless after a crash.
+    ``durable=False`` skips the flushes, for files that are rewritten every second and worthless after a crash.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
@@ -88,7 +91,7 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a write that a full disk refuses does not say of what
+            error.filename = str(path)  # a write that a full disk refuses does not name its file
         raise
     if durable:
         sync_dir(path.parent)
@@ -96,15 +99,15 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> N
 
 @contextlib.contextmanager
 def unchanged_on_error(*paths: Path) -> Iterator[None]:
-    """Have ``paths`` as they were, also those that were not there, where the block fails.
+    """Restore ``paths`` if the block fails; a path that did not exist is removed.
 
-    Needs no room for that: what failed may be a disk that is full by now.
+    That needs no room: what failed may be a disk that is full by now.
     """
     kept = {path: path.with_name(f".{path.name}.kept-{secrets.token_hex(4)}") for path in paths}
     try:
         for path, copy in kept.items():
             with contextlib.suppress(FileNotFoundError):
-                os.link(path, copy)  # every writer here replaces a file, and never changes one
+                os.link(path, copy)  # a link suffices: every writer here replaces a file, and never changes one
         yield
     except BaseException:
         for path, copy in kept.items():
@@ -118,17 +121,20 @@ def unchanged_on_error(*paths: Path) -> Iterator[None]:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write the new file ``path``, flushed to disk. Raises FileExistsError if it is there, also half-written."""
+    """Write the new file ``path``, flushed to disk. Raises FileExistsError if it exists, even half-written."""
     write_stream(path, [content])
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """:func:`write_atomic` of ``value`` as indented JSON with a final newline; NaN and infinities become null."""
+    """Write ``value`` as indented JSON with a final newline, by :func:`write_atomic`.
+
+    NaN and infinities become null.
+    """
     write_atomic(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n", durable=durable)
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for each float that JSON has no word for: a diverged loss must not make a file unreadable."""
+    """Return ``value`` with None for each float that JSON lacks: a diverged loss must not make a file unreadable."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -139,7 +145,7 @@ def finite(value: Any) -> Any:
 def append_json_line(path: Path, value: Any) -> None:
     """Append ``value`` as one JSON line, flushed to disk, NaN as in :func:`write_json`; all of it or nothing.
 
-    After a last line that a crash has cut off it starts a line of its own. What is there stays: somebody may read it.
+    If a crash has cut off the last line, it starts a line of its own. The old content stays: someone may read it.
     """
     line = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -159,7 +165,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give ``path`` a free name beside it, durably, and return that."""
+    """Rename ``path`` to a free name beside it, durably, and return that name."""
     aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
     path.rename(aside)
     sync_dir(path.parent)
@@ -175,16 +181,17 @@ def rename_dir(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A free name beside ``path`` for a file or folder, which becomes ``path``, durably, when the block has written it.
+    """Yield a free name beside ``path``; the file or folder written there becomes ``path``, durably, at the end.
 
-    Raises FileExistsError where ``path`` is there; of a block that fails nothing stays. What is written for others to
-    read is private all the same: its owner opens it to them.
+    Raises FileExistsError if ``path`` exists. If the block fails nothing stays. Even what is written for others to read
+    is private: its owner opens it to them.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         _refuse_existing(path)
         yield temporary
         make_private_and_sync(temporary)
+        # Again: the block may have taken long.
         _refuse_existing(path)
         temporary.rename(path)
     except BaseException:
@@ -199,7 +206,7 @@ def _refuse_existing(path: Path) -> None:
 
 
 def make_private_and_sync(path: Path) -> None:
-    """Make what a library has written there private, and flush it: torch's DCP writes files with the user's umask."""
+    """Make what a library has written there private, and flush it. torch's DCP writes files with the user's umask."""
     for each in (*(path.rglob("*") if path.is_dir() else ()), path):
         each.chmod(DIR_MODE if each.is_dir() else FILE_MODE)
         fd = os.open(each, os.O_RDONLY)
@@ -209,16 +216,16 @@ def make_private_and_sync(path: Path) -> None:
             os.close(fd)
 
 
-#: A long file is brought to the disk in pieces of this size: one flush at its end would show no sign of life for as
-#: long as the kernel has memory to hide it in.
+#: A long file is flushed to disk in pieces of this size. One flush at its end would show no progress for as long as the
+#: kernel has memory to hold it.
 PIECE_BYTES = 256 * 1024**2
 
 
 def write_stream(path: Path, chunks: Iterable[bytes | memoryview], flushed: Callable[[], None] = lambda: None) -> None:
-    """Write the new file ``path`` from ``chunks`` and flush it to disk; FileExistsError if it is there already.
+    """Write the new file ``path`` from ``chunks`` and flush it to disk. Raises FileExistsError if it exists.
 
-    ``flushed`` is called each time that a piece of it is on the disk. For files inside a folder that is renamed when it
-    is complete: a half-written one has no reader.
+    ``flushed`` is called each time a piece of it is on the disk. For files inside a folder that is renamed when it is
+    complete: a half-written one has no reader.
     """
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         on_disk = 0
@@ -242,16 +249,16 @@ def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and what is in it; one that is gone already is fine."""
+    """Remove a folder and its content; it may be gone already."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
 
 
 class PatientFile:
-    """A file that is written from its end on and keeps in memory what the disk will not take.
+    """A file that is appended to, and that keeps in memory what the disk does not take.
 
-    A full disk or a quota loses nothing and tears no record: what could not be written is written, from the very byte
-    where it broke off, as soon as there is room. Only what is still in memory when the process ends is lost.
+    A full disk or a quota loses nothing and tears no record. What could not be written is written as soon as there is
+    room, from the very byte where it broke off. Only what is still in memory when the process ends is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,7 +271,7 @@ class PatientFile:
 
     @property
     def size(self) -> int:
-        """Bytes, those included that are still in memory."""
+        """Return the size in bytes, including what is still in memory."""
         return self._on_disk + len(self._pending)
 
     def write(self, data: bytes) -> int:
@@ -280,7 +287,7 @@ class PatientFile:
             self._on_disk = size
 
     def flush(self) -> None:
-        """Hand over to the kernel what it takes; what it does not, it is offered again at the next flush."""
+        """Hand over to the kernel what it takes; the rest is offered again at the next flush."""
         try:
             while self._pending:
                 written = os.pwrite(self._fd, self._pending, self._on_disk)
@@ -300,7 +307,7 @@ class PatientFile:
             self._note_failure(error)
 
     def close(self) -> None:
-        """Sync and let go of the file. Doing it twice changes nothing."""
+        """Sync and close the file. A second call changes nothing."""
         if self._fd >= 0:
             self.sync()
             if self._pending:
@@ -315,7 +322,7 @@ class PatientFile:
             _log.error("%s: %s; kept in memory and tried again", self._path, self._error)
 
     def _note_recovery(self) -> None:
-        """Said again, because a log on the same disk could not take the line above."""
+        """Log the failure again once it is over: a log on the same disk could not take the line above."""
         if self._failed_since is not None:
             late_s = time.monotonic() - self._failed_since
             _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)

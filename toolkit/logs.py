@@ -1,4 +1,4 @@
-"""Logging to stderr with the rank in front of each line; stdout stays free for what a command prints."""
+"""Logging to stderr with the rank in front of each line; stdout stays free for a command's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGGER = logging.getLogger("toolkit")
 def setup(who: str = "", level: int = logging.INFO) -> None:
     """Send this package's log to stderr, each line headed by the time and ``who`` (such as ``rank 3/8 node2``).
 
-    Calling it again replaces the heading: a rank learns its number only after the process has started.
+    A second call replaces the heading: a rank learns its number only after the process has started.
     """
     handler = logging.StreamHandler(sys.stderr)
     head = f"%(asctime)s {who} " if who else "%(asctime)s "
@@ -26,7 +26,7 @@ def setup(who: str = "", level: int = logging.INFO) -> None:
 
 
 def get(name: str) -> logging.Logger:
-    """A child of the package's logger, named after the module that asks."""
+    """Return a child of the package's logger, named after the module that asks."""
     return LOGGER.getChild(name.removeprefix("toolkit."))
 
 

@@ -1,7 +1,7 @@
-"""How many files and sockets this process may have open.
+"""The number of files and sockets that this process may have open.
 
-Most systems set a soft limit of 1,024 and a hard one that is far higher, which a process may claim by itself. The soft
-limit stands for programs that use ``select``, so it is raised only where many descriptors are needed.
+Most systems set a soft limit of 1,024 and a far higher hard limit, which a process may claim by itself. The soft limit
+exists for programs that use ``select``, so it is raised only where many descriptors are needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 
 def hard_limit() -> int:
-    """The number of descriptors that this process can claim."""
+    """Return the number of descriptors that this process can claim."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
@@ -26,7 +26,10 @@ def claim_all() -> None:
 
 @contextlib.contextmanager
 def all_claimed() -> Iterator[None]:
-    """Inside, the soft limit is the hard one; afterwards it is as before, for the programs that are started then."""
+    """Raise the soft limit to the hard one inside the context.
+
+    Afterwards it is as before, for programs that are started then.
+    """
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     claim_all()
     try:

@@ -1,4 +1,4 @@
-"""What `model.init_from` may name, and where it is: looked up on the login node, so without torch."""
+"""What `model.init_from` may name, and where it is. It is looked up on the login node, so without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.errors import ConfigError, RunNotFoundError
 
 RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"
 _SUFFIXES = {".safetensors": SAFETENSORS, ".pt": TORCH, ".pth": TORCH}
-#: What a folder of each kind holds.
+#: The file by which a folder of each kind is known.
 _SIGNS = {CHECKPOINT: "manifest.json", DCP: ".metadata", RUN: "config.yaml"}
 
 
@@ -23,10 +23,10 @@ class Origin:
 
 
 def find(text: str) -> Origin:
-    """What ``text`` names: a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name.
+    """Return what ``text`` names: a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name.
 
-    By a name it is the newest run of that name that has a checkpoint: the newest of all may be the one that asks.
-    Raises ConfigError that says what there is.
+    A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks. Raises
+    ConfigError that says what there is.
     """
     path = fsio.expand(text).absolute()
     if path.is_file():
@@ -48,6 +48,7 @@ def _run(text: str) -> Origin:
         raise ConfigError(
             f"model.init_from: {text} is no file, no checkpoint's folder (step-...), no DCP folder and no run: {error}"
         ) from None
+    # The run that was found may have no checkpoint yet: then an older one of that name will do.
     named = [other for other in rundir.all_runs() if other.name == text]
     for each in (run, *reversed(named)):
         if any(each.checkpoints.glob("step-*/manifest.json")):

@@ -1,7 +1,7 @@
-"""Reads JSON files that may be damaged, by the shape that they are declared to have.
+"""Readers of JSON files that may be damaged, by the shape that they are declared to have.
 
-A power cut, a full disk or an editor leaves files that are empty, cut off, full of NULs, or of another type. Of such a
-file the part that fits its shape is returned. Each thing that does not fit is left out, and named with its file, line
+A power cut, a full disk or an editor leaves files that are empty, cut off, full of NULs, or of another type. The part
+of such a file that fits its shape is returned. Each part that does not fit is left out and named with its file, line
 and key: in the caller's list, or else once in the log. Keys that a shape does not name are passed on: a newer version
 of this package may have written them.
 """
@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 from toolkit import fsio, logs
 from toolkit.errors import DamagedFileError
 
-#: What is nested deeper was written by nobody. Python gives up at about 1,000.
+#: The toolkit writes nothing that is nested more deeply. Python gives up at about 1,000.
 MOST_NESTED = 32
-#: Errors of a file that stay: its content is out of reach, as if it were damaged. Others may pass.
+#: Errors of a file that last: its content is out of reach, as if it were damaged. Other errors may pass.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 _TRIES = 3
 
@@ -32,12 +32,12 @@ log = logs.get(__name__)
 
 
 class Misfit(Exception):
-    """A value that does not fit its shape; says which key, and why."""
+    """A value that does not fit its shape; the message says which key, and why."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value without parts, of which ``fits`` takes no list and no object. ``what`` names it in messages."""
+    """A value without parts: ``fits`` accepts no list and no object. ``what`` names it in messages."""
 
     what: str
     fits: Callable[[Any], bool]
@@ -45,13 +45,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class OrNull:
-    """``shape``, or null."""
+    """A value of ``shape``, or null."""
 
     shape: Shape
 
 
 class Either:
-    """What fits one of these shapes, the first of them that does."""
+    """A value that fits one of these shapes; the first that fits is taken."""
 
     def __init__(self, *shapes: Shape) -> None:
         self.shapes = shapes
@@ -59,21 +59,21 @@ class Either:
 
 @dataclass(frozen=True)
 class Maybe:
-    """In a :class:`Record`: a key that may be missing. It is left out where its value does not fit."""
+    """In a :class:`Record`: a key that may be missing. It is left out if its value does not fit."""
 
     shape: Shape
 
 
 @dataclass(frozen=True)
 class Null:
-    """In a :class:`Record`: a key that may be missing or null. It is None where its value does not fit."""
+    """In a :class:`Record`: a key that may be missing or null. It is None if its value does not fit."""
 
     shape: Shape
 
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list. One item that does not fit spoils it: the places of the others have a meaning."""
+    """A list. One item that does not fit spoils it, because the positions of the others have a meaning."""
 
     shape: Shape
 
@@ -87,7 +87,7 @@ class MapOf:
 
 @dataclass(frozen=True)
 class Record:
-    """An object with these keys. One that is neither :class:`Maybe` nor :class:`Null` must be there, and fit."""
+    """An object with these keys. A key that is neither :class:`Maybe` nor :class:`Null` must be there, and fit."""
 
     keys: Mapping[str, Shape | Maybe | Null]
 
@@ -121,7 +121,7 @@ def _is_time_text(value: Any) -> bool:
 
 
 TEXT = Leaf("text", _is_text)
-#: An id, a name of a host: it may become a part of a path or an argument of a program.
+#: An id or the name of a host, which may become a part of a path or an argument of a program.
 WORD = Leaf("a word", lambda value: isinstance(value, str) and _WORD.fullmatch(value) is not None)
 COUNT = Leaf("a count", lambda value: type(value) is int and 0 <= value < 2**63)
 NUMBER = Leaf("a number", _is_number)
@@ -134,7 +134,7 @@ TIME_TEXT = Leaf("a time such as 2026-01-31T12:00:00+00:00", _is_time_text)
 def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | None:
     """Return the value in ``path`` as far as it fits; None when there is no such file.
 
-    Raises DamagedFileError where nothing of it can be used.
+    Raises DamagedFileError if nothing of it can be used.
     """
     try:
         return _fit(_parse(_read_bytes(path)), shape, "", _Notes(f"{path}: ", damage))
@@ -145,7 +145,7 @@ def read(path: Path, shape: Shape, damage: list[str] | None = None) -> Any | Non
 
 
 def fit(value: Any, shape: Shape) -> Any:
-    """``value``, all of which must fit; NaN and infinities are null. Raises Misfit."""
+    """Return ``value``, all of which must fit, with NaN and infinities as null. Raises Misfit."""
     damage = list[str]()
     _refuse_depth(value, "", MOST_NESTED)
     found = _fit(fsio.finite(value), shape, "", _Notes("", damage))
@@ -155,7 +155,7 @@ def fit(value: Any, shape: Shape) -> Any:
 
 
 def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = None) -> Any:
-    """Return what :func:`read` does, and ``default`` for a file that is missing or of no use; the latter is named."""
+    """Return what :func:`read` does, and ``default`` for a file that is missing or useless; a useless one is named."""
     try:
         value = read(path, shape, damage)
     except DamagedFileError as error:
@@ -167,7 +167,7 @@ def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = N
 def read_lines(path: Path, shape: Shape, damage: list[str] | None = None) -> list[Any]:
     """Return the lines of ``path`` that fit; none of a missing file.
 
-    A last line without a line break counts if it fits: only the break is missing then.
+    A last line without a line break counts if it fits: then only the break is missing.
     """
     try:
         raw = _read_bytes(path)
@@ -215,7 +215,7 @@ class _Notes:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Read a file that another node may replace at this moment: NFS then says ESTALE, once."""
+    """Read a file that another node may replace at this moment. NFS then reports ESTALE, once."""
     for left in reversed(range(_TRIES)):
         try:
             return path.read_bytes()
@@ -228,7 +228,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _parse(raw: bytes) -> Any:
-    """Return the JSON value in ``raw``, whatever that is. Raises Misfit."""
+    """Return the JSON value in ``raw``, of any type. Raises Misfit."""
     if not raw.strip(b"\0 \t\r\n"):
         raise Misfit("it holds NUL bytes only" if b"\0" in raw else "it is empty")
     try:
@@ -257,7 +257,7 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
         case ListOf(inner):
             if not isinstance(value, list):
                 raise Misfit(f"{_named(key)}{_shown(value)} is not a list")
-            if isinstance(inner, Leaf) and all(map(inner.fits, value)):  # of thousands of nodes
+            if isinstance(inner, Leaf) and all(map(inner.fits, value)):  # fast for lists of thousands of nodes
                 return value
             return [_fit(item, inner, f"{key}[{index}]", notes) for index, item in enumerate(value)]
         case MapOf(inner):
@@ -282,6 +282,7 @@ def _fields_that_fit(
 ) -> Iterator[tuple[str, Any]]:
     for name, shape in keys.items():
         inner = shape.shape if isinstance(shape, (Maybe, Null)) else shape
+        # A key that must be there spoils the whole record; others are left out, or None.
         if name not in value and inner is shape:
             raise Misfit(f"it has no {_join(key, name)!r}")
         if isinstance(shape, Null) and value.get(name) is None:

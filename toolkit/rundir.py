@@ -1,4 +1,4 @@
-"""The run folder: where each file of a run lies, how a run is made and how it is found again.
+"""The run folder: where each file of a run lies, how a run is created and how it is found again.
 
 ``runs/<name>/<run id>/`` holds everything about one run. docs/design.md says who writes which of its files.
 """
@@ -38,7 +38,7 @@ from toolkit.records import (
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
-#: Says that every step is to be written down, and how to disturb the run: see toolkit.train.witness.
+#: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.witness.
 WITNESS_VARIABLE = "TOOLKIT_WITNESS"
 
 
@@ -62,7 +62,7 @@ PROGRESS = Record(
 
 @lru_cache(maxsize=16)
 def _hosts(text: str) -> tuple[str, ...] | None:
-    """The names in a host list; None where it is none. Most attempts of a run have the same nodes."""
+    """Return the names in a host list; None if it is none. Cached: most attempts of a run have the same nodes."""
     try:
         return tuple(hostlist.expand(text))
     except RequestError:
@@ -110,7 +110,7 @@ _ATTEMPT = Record(
     }
 )
 _EXECUTOR = records.one_of("slurm", "local", "debug")
-#: What a result says of a run that ended in a way that can no longer be read.
+#: The state of a run that has ended, but whose result can no longer be read.
 UNREADABLE = "unreadable"
 RESULT = Record(
     {
@@ -123,7 +123,7 @@ RESULT = Record(
         "why": Maybe(TEXT),
     }
 )
-#: What rank 0 says of it.
+#: The part of a result that rank 0 reports.
 REACHED = Record({key: shape for key, shape in RESULT.keys.items() if key != "state"})
 _OWNER = Record(
     {
@@ -150,7 +150,7 @@ _SUBMISSION = Record(
 def runs_root() -> Path:
     """Return the folder that holds this user's runs: ``$TOOLKIT_RUNS``, or ``runs`` in the current folder.
 
-    Where that is a folder of somebody else's into which others may write, it is this user's own folder in it.
+    If that belongs to another user and others may write into it, it is this user's own folder inside.
     """
     return trust.own_part(Path(os.environ.get("TOOLKIT_RUNS") or "runs").absolute())
 
@@ -163,74 +163,74 @@ class RunDir:
 
     @property
     def id(self) -> str:
-        """Time and eight random hex digits: newest last when sorted."""
+        """Return the run id: time and eight random hex digits. Sorted, the newest is last."""
         return self.path.name
 
     @property
     def name(self) -> str:
-        """The config's name."""
+        """Return the config's name."""
         return self.path.parent.name
 
     @property
     def config(self) -> Path:
-        """The resolved config, re-runnable."""
+        """Return the path of the resolved config, which can be run again."""
         return self.path / "config.yaml"
 
     @property
     def code(self) -> Path:
-        """The copied sources."""
+        """Return the folder of the copied sources."""
         return self.path / "code"
 
     @property
     def logs(self) -> Path:
-        """Logs of the supervisor, and of the ranks by attempt."""
+        """Return the folder of the supervisor's logs, and of the ranks' by attempt."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """Committed checkpoints."""
+        """Return the folder of committed checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files, and the same figures as JSON lines."""
+        """Return the folder of event files, and of the same figures as JSON lines."""
         return self.path / "tensorboard"
 
     @property
     def bad_samples(self) -> Path:
-        """The samples that could not be loaded and were replaced, one JSON line each."""
+        """Return the file of the samples that could not be loaded and were replaced, one JSON line each."""
         return self.path / "bad_samples.jsonl"
 
     @property
     def skipped_steps(self) -> Path:
-        """The steps that were left out, each with its samples, one JSON line each."""
+        """Return the file of the steps that were left out, each with its samples, one JSON line each."""
         return self.path / "skipped_steps.jsonl"
 
     @property
     def strategy(self) -> Path:
-        """What ``strategy.name: auto`` has taken, and why."""
+        """Return the file that says what ``strategy.name: auto`` has chosen, and why."""
         return self.path / "strategy.json"
 
     @property
     def witness(self) -> Path:
-        """What `toolkit resume-check` compares, a file for each rank."""
+        """Return the folder of what `toolkit resume-check` compares, a file for each rank."""
         return self.path / "witness"
 
     @property
     def submitit(self) -> Path:
-        """submitit's own files."""
+        """Return the folder of submitit's own files."""
         return self.path / "submitit"
 
     def attempt_logs(self, attempt: int) -> Path:
-        """Logs and error files of one attempt's ranks."""
+        """Return the folder of logs and error files of one attempt's ranks."""
         return self.logs / f"attempt-{attempt:03d}"
 
     def rank_log(self, attempt: int, rank: int | str) -> Path:
-        """Standard output and error of one rank. ``rank`` may be srun's pattern ``%t``."""
+        """Return the file of one rank's standard output and error. ``rank`` may be srun's pattern ``%t``."""
         return self.attempt_logs(attempt) / f"rank-{rank}.log"
 
     def error_file(self, attempt: int, rank: int) -> Path:
-        """What a failing rank says about itself."""
+        """Return the file of a failing rank's report, see `toolkit.error_file`."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
     def status(self, damage: list[str] | None = None) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class RunDir:
         return status
 
     def left_over(self) -> dict[str, Any] | None:
-        """Return the status of an attempt whose supervisor died before it could write the attempt's line; else None.
+        """Return the status of an attempt whose supervisor died before it wrote the attempt's line; else None.
 
         `toolkit resume` replaces the status, and keeps such a one as a part of the new one.
         """
@@ -253,11 +253,11 @@ class RunDir:
         return status if number and all(line["attempt"] != number for line in self.attempts()) else None
 
     def step(self) -> int:
-        """The last step that rank 0 has told the supervisor; 0 before the first."""
+        """Return the last step that rank 0 has reported to the supervisor; 0 before the first."""
         return (self.status().get("progress") or {}).get("step") or 0
 
     def write_status(self, status: dict[str, Any]) -> None:
-        """Replace ``status.json``; rewritten twice a second, so not flushed to disk."""
+        """Replace ``status.json``. It is rewritten twice a second, so not flushed to disk."""
         fsio.write_json(self.path / "status.json", status, durable=False)
 
     def result(self, damage: list[str] | None = None) -> dict[str, Any] | None:
@@ -277,7 +277,7 @@ class RunDir:
         fsio.write_json(self.path / "result.json", result)
 
     def clear_result(self) -> None:
-        """Remove the result of a run that goes on: who waits for one must not read the last one's.
+        """Remove the result of a run that goes on: a waiting program must not read the previous one.
 
         A damaged one is kept under another name: it may be all that says how the run ended.
         """
@@ -288,15 +288,14 @@ class RunDir:
         path.unlink(missing_ok=True)
 
     def attempts(self, damage: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the closed attempts whose lines can be read, oldest first; their ``nodes`` as a list of names."""
+        """Return the closed attempts whose lines can be read, oldest first; ``nodes`` becomes a list of names."""
         lines = records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage)
         return [{**line, "nodes": list(_hosts(line["nodes"]) or ())} for line in lines]
 
     def next_attempt(self, closed: Sequence[Mapping[str, Any]]) -> int:
-        """Return a number that no attempt has had, neither one of ``closed``, which are :meth:`attempts`, nor one whose
-        line is missing or damaged.
+        """Return a number that no attempt has had, even one whose line is missing or damaged.
 
-        Attempts that shared a number would share their logs and error files.
+        ``closed`` are :meth:`attempts`. Attempts that shared a number would share their logs and error files.
         """
         return max(self.attempts_with_logs() | {line["attempt"] for line in closed}, default=0) + 1
 
@@ -306,11 +305,11 @@ class RunDir:
         return {int(match[1]) for match in found if match}
 
     def add_attempt(self, line: dict[str, Any]) -> None:
-        """Append a closed attempt, durably; its ``nodes`` as a host list, for there may be thousands."""
+        """Append a closed attempt, durably. Its ``nodes`` become a host list, since there may be thousands."""
         fsio.append_json_line(self.path / "attempts.jsonl", {**line, "nodes": hostlist.compress(line["nodes"])})
 
     def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
-        """Return ``owner.json``: who has the run now, see `toolkit.launch.ownership`; empty where nobody has."""
+        """Return ``owner.json``: who has the run now, see `toolkit.launch.ownership`. Empty if there is no owner."""
         owner: dict[str, Any] = records.read_or(self.path / "owner.json", _OWNER, {}, damage)
         return owner
 
@@ -319,7 +318,7 @@ class RunDir:
         fsio.write_json(self.path / "owner.json", dict(owner))
 
     def take_number(self, number: int) -> bool:
-        """Give the number of an owner away; False where somebody has it. Of two at the same moment one gets it."""
+        """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
         path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
         try:
             os.close(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -328,47 +327,47 @@ class RunDir:
         return True
 
     def give_back_number(self, number: int) -> None:
-        """Let the number be taken again, of an owner that could not be written down."""
+        """Free the number of an owner that could not be recorded."""
         (self.path / "owners" / str(number)).unlink(missing_ok=True)
 
     def last_number(self) -> int:
-        """The highest number that was given away; 0 before the first."""
+        """Return the highest number that was taken; 0 before the first."""
         names = (path.name for path in (self.path / "owners").glob("*"))
         return max((int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)), default=0)
 
     def taken_at(self, number: int) -> float:
-        """When the number was given away, in seconds since the epoch."""
+        """Return when the number was taken, in seconds since the epoch."""
         return (self.path / "owners" / str(number)).stat().st_mtime
 
     def owner_number(self) -> int | None:
-        """Return the number in ``owner.json``; None where it cannot be read."""
+        """Return the number in ``owner.json``; None if it cannot be read."""
         try:
             return self.owner().get("number")
         except OSError:
             return None
 
     def belongs_to(self, number: int) -> bool:
-        """Whether nobody has taken the run after the owner of this number.
+        """True if no other owner has taken the run after the owner of this number.
 
         A node that is cut off goes on working for a while after Slurm has started the job again elsewhere. When the
-        network is back, it finds that it has been overtaken, and leaves everything as it is.
+        network is back, it finds that it has been overtaken, and changes nothing.
         """
         latest = self.owner_number()
         return latest is None or latest <= number
 
     def submission(self, damage: list[str] | None = None) -> dict[str, Any]:
-        """Return how the run was last submitted: executor, job id, host; empty for the sbatch door."""
+        """Return how the run was last submitted: executor, job id, host. Empty for a user's own batch script."""
         found: dict[str, Any] = records.read_or(self.submitit / "submission.json", _SUBMISSION, {}, damage)
         return found
 
 
 def create(name: str, root: Path | None = None) -> RunDir:
-    """Make a new run folder with its sub-folders. Nobody else gets the same one, on whatever node they start.
+    """Make a new run folder with its sub-folders. No other process on any node gets the same one.
 
-    Raises RequestError where others could replace it.
+    Raises RequestError if others could replace it.
     """
     parent = fsio.make_dir((root or runs_root()) / name)
-    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # now: it is there, and nobody can be faster
+    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # now that it exists, nobody can be faster
     while True:
         run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
@@ -380,19 +379,20 @@ def create(name: str, root: Path | None = None) -> RunDir:
 
 
 def refuse_code_of_others(run: RunDir) -> None:
-    """RequestError where somebody else may change the sources of ``run``, which are about to run as this user."""
+    """Raise RequestError if someone else may change the sources of ``run``, which are about to run as this user."""
     for path in (run.path, run.code, run.config):
         trust.refuse_of_others(path, f"run {run.id} would run its sources as you (--trust allows its owner's)")
 
 
 def all_runs(root: Path | None = None) -> list[RunDir]:
-    """Every run, oldest first."""
+    """Return every run, oldest first."""
     found = (root or runs_root()).glob("*/*/config.yaml")
     return sorted((RunDir(path.parent) for path in found), key=lambda run: run.id)
 
 
 def find(text: str, root: Path | None = None) -> RunDir:
-    """The run that ``text`` names: a path, a run id, a unique prefix of one, or a config's name (its newest run).
+    """Return the run that ``text`` names: a path, a run id, a unique prefix of one, or a config's name (its newest
+    run).
 
     Raises RunNotFoundError that says what there is.
     """
@@ -404,6 +404,7 @@ def find(text: str, root: Path | None = None) -> RunDir:
     if len(by_id) > 1:
         raise RunNotFoundError(f"{text!r} begins {len(by_id)} run ids: {', '.join(run.id for run in by_id[-5:])}")
     by_name = [run for run in runs if run.name == text]
+    # An id counts before a name.
     for found in (by_id, by_name[-1:]):
         if found:
             return found[0]
@@ -435,7 +436,7 @@ def remember_job(run: RunDir, job: str) -> None:
 def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
     """Return the run that a restarted job served before; None if it served none, or that run was removed.
 
-    Raises DamagedFileError where that cannot be read: to begin a new run would throw the old one away in silence.
+    Raises DamagedFileError if that cannot be read: a new run would throw the old one away silently.
     """
     file = _job_file(root or runs_root(), job)
     try:

@@ -1,7 +1,7 @@
-"""The signals by which Slurm, a site or a person asks a job to stop soon, noted in a way that a handler may.
+"""The signals by which Slurm, a site or a person asks a job to stop soon, noted in a way that is safe in a handler.
 
-A handler runs between any two instructions of the main thread. One that saves, logs or takes a lock hangs or corrupts
-what it interrupted, so this one only notes the signal and passes the request on to something reentrant.
+A handler runs between any two instructions of the main thread. If it saves, logs or takes a lock, it hangs or corrupts
+what it interrupted. So this one only notes the signal and passes the request on to something reentrant.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopSignals:
-    """The handler of the stop signals of this process. Signals that come before anybody listens are kept."""
+    """The handler of this process's stop signals. It keeps signals that come before there is a listener."""
 
     def __init__(self) -> None:
-        self.first: float | None = None  #: when the first one came, in seconds since the epoch
+        self.first: float | None = None  #: when the first signal came, in seconds since the epoch
         self._listener: Callable[[], None] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -30,29 +30,29 @@ class StopSignals:
             self._listener()
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Call ``listener``, which must be safe in a signal handler, for each signal, and at once for one noted."""
+        """Call ``listener`` for each signal, and at once if one was noted. It must be safe in a signal handler."""
         self._listener = listener
         if listener is not None and self.first is not None:
             listener()
 
 
 def install() -> StopSignals:
-    """This process's handler, installed now if it is not yet. The signal table itself is where it is kept."""
+    """Return this process's handler, and install it if there is none. The signal table itself stores it."""
     current = signal.getsignal(signal.SIGTERM)
     if isinstance(current, StopSignals):
         return current
     handler = StopSignals()
-    if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+    if threading.current_thread() is threading.main_thread():  # handlers can be set only there
         for number in STOP_SIGNALS:
             signal.signal(number, handler)
     return handler
 
 
 def ignore() -> None:
-    """From now on: what has ended well must not be killed on its way out.
+    """Ignore the stop signals from now on: a process that has ended well must not be killed on its way out.
 
-    While the interpreter shuts down it puts back the default action of every handler of ours, which is to die; what is
-    ignored stays ignored.
+    While the interpreter shuts down it restores the default action, which is to die, for every handler of ours. A
+    signal that is ignored stays ignored.
     """
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:

@@ -1,10 +1,10 @@
-"""What a rank tells of itself when the supervisor, which takes the run for hung, sends it SIGURG.
+"""What a rank reports about itself when the supervisor takes the run for hung and sends it SIGURG.
 
 The Python stacks of all its threads go into ``logs/attempt-NNN/stack-RANK.txt``. faulthandler writes them from inside
-the signal handler, so also where the main thread never comes back from C. A thread then does what a handler can't: it
-sends the signal on to the data workers, whose stacks go into files of their own, has torch's flight recorder dumped,
-and ends the file with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not
-started. SIGURG, because whoever doesn't know it ignores it: foreign scripts, shells, programs that a job starts.
+the signal handler, so also if the main thread never comes back from C. A thread then does what a handler can't. It
+sends the signal on to the data workers, whose stacks go into their own files, has torch's flight recorder dumped, and
+ends the file with ``ANSWERED``. The file is made before anything slow is imported: a rank without one has not started.
+SIGURG, because programs that don't know it ignore it: foreign scripts, shells, programs that a job starts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ ANSWERED = "# answered\n"
 
 
 def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -> Path:
-    """The stacks of a rank, or of its data worker, in an attempt's log folder. Both may be glob patterns."""
+    """Return the file for the stacks of a rank, or of its data worker, in an attempt's log folder.
+
+    Both numbers may be glob patterns.
+    """
     return folder / (f"stack-{rank}.txt" if worker is None else f"stack-{rank}-worker-{worker}.txt")
 
 
 def flight_path(folder: Path, rank: int | str) -> Path:
-    """The flight recorder's dump; ``torchfrtrace --prefix flight- FOLDER`` is torch's own analyser of all of them."""
+    """Return the file for the flight recorder's dump.
+
+    torch's own analyzer of all dumps is ``torchfrtrace --prefix flight- FOLDER``.
+    """
     return folder / f"flight-{rank}"
 
 
@@ -45,7 +51,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def main_stack(text: str) -> Stack:
-    """The main thread's stack in what faulthandler has written: the last one that ``threading`` has not started."""
+    """Return the main thread's stack in faulthandler's output: the last one that ``threading`` has not started."""
     parts = _THREAD.split(text)[1:]
     found = [[FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(part)] for part in parts]
     mains = [frames for frames in found if frames and frames[-1].name != "_bootstrap"]
@@ -53,7 +59,10 @@ def main_stack(text: str) -> Stack:
 
 
 def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """From now on this rank answers ``ASK``, if it has a supervisor. Call it in the main thread, as early as can be."""
+    """Answer ``ASK`` from now on, if this rank has a supervisor.
+
+    Call it in the main thread, as early as possible.
+    """
     folder = _folder(environ)
     if folder is None:
         return
@@ -63,7 +72,7 @@ def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.signal(ASK, lambda *_: None)  # Python's own handler wakes the thread; faulthandler's hands on to it
+    signal.signal(ASK, lambda *_: None)  # Python's own handler wakes the thread; faulthandler's calls it next
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     faulthandler.register(ASK, fd, all_threads=True, chain=True)
     follow_up = threading.Thread(target=_follow_up, args=(reader, fd, folder, rank), name="toolkit-stacks", daemon=True)
@@ -71,7 +80,10 @@ def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def answer_in_worker(worker: int, environ: Mapping[str, str] = os.environ) -> None:
-    """The same for a forked data worker: in a file of its own, where it and its rank don't tear each other's lines."""
+    """Answer ``ASK`` in a forked data worker.
+
+    It has a file of its own, so that it and its rank don't tear each other's lines.
+    """
     folder = _folder(environ)
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -89,7 +101,10 @@ def _open(path: Path) -> int:
 
 
 def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
-    """Each signal of this process writes its number into the pipe; for ``ASK`` the stacks are in the file by then."""
+    """Wait for ``ASK`` in a pipe, into which each signal of this process writes its number; then complete the answer.
+
+    For ``ASK`` the stacks are in the file by then.
+    """
     while True:
         if ASK not in os.read(reader, 1):
             continue
@@ -116,7 +131,7 @@ def _sync_workers(folder: Path, rank: int) -> None:
             os.fsync(file.fileno())
 
 
-#: Backends with a recorder of their own. torch 2.15's ``nccl`` is a new one, nccl2, which feeds that of its own name.
+#: Backends with their own recorder. torch 2.15's ``nccl`` is a new backend, nccl2, which feeds the one of its own name.
 _RECORDED = ("nccl2", "nccl", "nccl-lazy", "gloo")
 
 
@@ -126,6 +141,7 @@ def _dump_flight_recorder(path: Path) -> None:
     if dist is None or c10d is None or not dist.is_initialized():
         return
     dumps = list(_recorded(c10d))
+    # Several recorders may exist and one be in use: prefer one that has entries.
     filled = (dump for dump in dumps if pickle.loads(dump).get("entries"))
     if dumps:
         with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
@@ -136,5 +152,5 @@ def _recorded(c10d: Any) -> Iterator[bytes]:
     """Yield the dump of each recorder that this torch has: the old NCCL backend's, one for each backend since 2.15."""
     calls = [("_dump_nccl_trace", {}), *(("_dump_fr_trace", {"backend": name}) for name in _RECORDED)]
     for function, arguments in [*calls, ("_dump_fr_trace", {})]:
-        with contextlib.suppress(AttributeError, TypeError):  # what other versions of torch have, or take
+        with contextlib.suppress(AttributeError, TypeError):  # each version of torch has, and takes, something else
             yield getattr(c10d, function)(**arguments)

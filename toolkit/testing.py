@@ -1,10 +1,10 @@
-"""For tests of code that stands on the toolkit: a Slurm in memory, and faults at an exact point.
+"""For tests of code that uses the toolkit: a Slurm in memory, and faults at an exact point.
 
     slurm = FakeSlurm()
     slurm.preempt(slurm.sbatch(["--requeue", "job.sh"]))
 
-``watch`` sees each operation on a file before it is done, and may raise there; ``CHAOS_VARIABLE`` names the environment
-variable that lets a rank of a real run fail: see docs/lifecycle.md.
+``watch`` sees each operation on a file before it is done, and may raise there. ``CHAOS_VARIABLE`` names the environment
+variable that makes a rank of a real run fail: see docs/lifecycle.md.
 """
 
 from __future__ import annotations

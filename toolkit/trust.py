@@ -1,8 +1,8 @@
-"""Who may write where, and so whose files are believed.
+"""Who may write where, and so whose files are trusted.
 
-What a run executes or goes on from is as trustworthy as everybody who may change it, or put something else in its
-place. Besides this user these are trusted: root, the owner of the file system for the folders above, and whom
-``$TOOLKIT_TRUST`` names: users, and groups as ``@group``, with commas between them.
+What a run executes or resumes from is only as trustworthy as everyone who may change it, or replace it. Besides this
+user these are trusted: root; for the folders above, the owner of the file system; and everyone that ``$TOOLKIT_TRUST``
+names: users, and groups as ``@group``, with commas between them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refuse_of_others(path: Path, doing: str) -> None:
-    """Raise RequestError where somebody who is not trusted may change ``path`` or put another one in its place.
+    """Raise RequestError if someone who is not trusted may change or replace ``path``.
 
     ``path`` itself must belong to a trusted user and be writable by no other. A folder above it may be writable by
-    others where it is sticky, as /tmp is: nobody can rename there what is not theirs. What does not exist is nobody's.
+    others if it is sticky, as /tmp is: there users can rename only their own files. A path that does not exist passes.
     """
     why = reason_against(path)
     if why is not None:
@@ -36,9 +36,9 @@ def refuse_of_others(path: Path, doing: str) -> None:
 
 
 def reason_against(path: Path) -> str | None:
-    """Say why what lies at ``path`` is not believed; None where it is, and where nothing is there.
+    """Return why what lies at ``path`` is not trusted; None if it is, or if nothing is there.
 
-    A link is what it leads to. The folders above are not looked at.
+    A link stands for its target. The folders above are not examined.
     """
     try:
         found = path.stat()
@@ -73,9 +73,9 @@ def _advice(found: os.stat_result) -> str:
 
 
 def own_part(folder: Path) -> Path:
-    """Return ``folder``, or in one that several users share the part of this user, which need not exist yet.
+    """Return ``folder``, or this user's part of it, if several users share it. The part need not exist yet.
 
-    Shared is a folder of somebody else's into which this user may write.
+    A folder is shared if it belongs to another user and this user may write into it.
     """
     try:
         found = folder.stat()
@@ -93,7 +93,7 @@ def trust_owner(path: Path) -> None:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number where nobody knows one."""
+    """Return the name of a user, or the number if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -101,7 +101,7 @@ def user_name(uid: int) -> str:
 
 
 def group_name(gid: int) -> str:
-    """The name of a group, or the number."""
+    """Return the name of a group, or the number."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -132,7 +132,7 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is root's, is trusted by name, or has this user alone, as many systems make one for each user."""
+    """True if a group is root's, is trusted by name, or has this user alone, as many systems make one for each user."""
     if gid == 0 or f"@{group_name(gid)}" in _trusted_names() or f"@{gid}" in _trusted_names():
         return True
     try:
@@ -143,14 +143,14 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _file_system_owner(path: Path, device: int) -> int:
-    """The owner of the folder at which the file system of ``path`` begins."""
+    """Return the owner of the folder at which the file system of ``path`` begins."""
     while path.parent != path and path.parent.stat().st_dev == device:
         path = path.parent
     return path.stat().st_uid
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """Each folder and link by which the system comes to ``path``, in its order, as far as there is one.
+    """Yield each folder and link by which the system comes to ``path``, in its order, as far as there is one.
 
     Links must not lead in a circle.
     """
@@ -164,6 +164,7 @@ def _way_to(path: Path) -> Iterator[Path]:
         except FileNotFoundError:
             return
         yield at
+        # Go on with the link's target, from the folder that the link stands in.
         if is_link:
             target = at.readlink()
             at = Path("/") if target.is_absolute() else at.parent
