@@ -140,6 +140,7 @@ def among(faults: list[Fault], folder: str = "/checkpoints/") -> Seen:
     def seen(operation: str, path: str) -> None:
         if folder not in path:
             return
+        # One count for all threads.
         with lock:
             number = next(numbers)
         for fault in faults:

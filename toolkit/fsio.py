@@ -290,6 +290,7 @@ class PatientFile:
         """Hand over to the kernel what it takes; the rest is offered again at the next flush."""
         try:
             while self._pending:
+                # At its place in the file, so that a retry goes on from the same byte.
                 written = os.pwrite(self._fd, self._pending, self._on_disk)
                 del self._pending[:written]
                 self._on_disk += written
@@ -322,7 +323,7 @@ class PatientFile:
             _log.error("%s: %s; kept in memory and tried again", self._path, self._error)
 
     def _note_recovery(self) -> None:
-        """Log the failure again once it is over: a log on the same disk could not take the line above."""
+        """Log the end of a failure, and the failure again: a log on the same disk could not take its line."""
         if self._failed_since is not None:
             late_s = time.monotonic() - self._failed_since
             _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)

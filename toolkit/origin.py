@@ -23,10 +23,11 @@ class Origin:
 
 
 def find(text: str) -> Origin:
-    """Return what ``text`` names: a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name.
+    """Return what ``text`` names.
 
-    A name means the newest run of that name that has a checkpoint: the newest of all may be the run that asks. Raises
-    ConfigError that says what there is.
+    That is a file, a checkpoint's folder, a DCP folder, or a run by its folder, id or name. A name means the newest run
+    of that name that has a checkpoint: the newest of all may be the run that asks. Raises ConfigError that says what
+    there is.
     """
     path = fsio.expand(text).absolute()
     if path.is_file():

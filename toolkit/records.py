@@ -250,6 +250,7 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
         case OrNull(inner):
             return None if value is None else _fit(value, inner, key, notes)
         case Either():
+            # If none fits, the last shape's reason is reported.
             for each in shape.shapes[:-1]:
                 with contextlib.suppress(Misfit):
                     return _fit(value, each, key, notes)
@@ -265,6 +266,7 @@ def _fit(value: Any, shape: Shape, key: str, notes: _Notes) -> Any:
             return dict(_items_that_fit(value, inner, key, notes))
         case Record(keys):
             _refuse_other_than_object(value, key)
+            # Keys that the shape does not name are passed on.
             return {**dict(_fields_that_fit(value, keys, key, notes)), **_unknown(value, keys, key)}
 
 

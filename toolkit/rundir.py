@@ -321,6 +321,7 @@ class RunDir:
         """Take the number of an owner; False if it is taken. Of two processes at the same moment one gets it."""
         path = fsio.make_dir(self.path / "owners", parents=0) / str(number)
         try:
+            # O_EXCL decides between two processes.
             os.close(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
@@ -391,10 +392,10 @@ def all_runs(root: Path | None = None) -> list[RunDir]:
 
 
 def find(text: str, root: Path | None = None) -> RunDir:
-    """Return the run that ``text`` names: a path, a run id, a unique prefix of one, or a config's name (its newest
-    run).
+    """Return the run that ``text`` names.
 
-    Raises RunNotFoundError that says what there is.
+    That is a path, a run id, a unique prefix of one, or a config's name (its newest run). Raises RunNotFoundError that
+    says what there is.
     """
     path = Path(text)
     if (path / "config.yaml").is_file():

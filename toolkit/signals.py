@@ -49,10 +49,10 @@ def install() -> StopSignals:
 
 
 def ignore() -> None:
-    """Ignore the stop signals from now on: a process that has ended well must not be killed on its way out.
+    """Ignore the stop signals from now on.
 
-    While the interpreter shuts down it restores the default action, which is to die, for every handler of ours. A
-    signal that is ignored stays ignored.
+    A process that has ended well must not be killed on its way out. While the interpreter shuts down it restores the
+    default action, which is to die, for every handler of ours. A signal that is ignored stays ignored.
     """
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:

@@ -71,6 +71,7 @@ def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     except OSError:  # a full disk: the rank has no stacks to show then, and the signal is ignored
         return
     reader, writer = os.pipe()
+    # A full pipe must not block the signal handler.
     os.set_blocking(writer, False)
     signal.signal(ASK, lambda *_: None)  # Python's own handler wakes the thread; faulthandler's calls it next
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -101,9 +102,9 @@ def _open(path: Path) -> int:
 
 
 def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
-    """Wait for ``ASK`` in a pipe, into which each signal of this process writes its number; then complete the answer.
+    """Wait for ``ASK`` in the pipe, then complete the answer.
 
-    For ``ASK`` the stacks are in the file by then.
+    Each signal of this process writes its number into the pipe. For ``ASK`` the stacks are in the file by then.
     """
     while True:
         if ASK not in os.read(reader, 1):
@@ -149,7 +150,10 @@ def _dump_flight_recorder(path: Path) -> None:
 
 
 def _recorded(c10d: Any) -> Iterator[bytes]:
-    """Yield the dump of each recorder that this torch has: the old NCCL backend's, one for each backend since 2.15."""
+    """Yield the dump of each recorder that this torch has.
+
+    These are the old NCCL backend's, and since 2.15 one for each backend.
+    """
     calls = [("_dump_nccl_trace", {}), *(("_dump_fr_trace", {"backend": name}) for name in _RECORDED)]
     for function, arguments in [*calls, ("_dump_fr_trace", {})]:
         with contextlib.suppress(AttributeError, TypeError):  # each version of torch has, and takes, something else

@@ -57,6 +57,7 @@ def _reason_against_above(path: Path) -> str | None:
     is_sticky = bool(found.st_mode & stat.S_ISVTX) or stat.S_ISLNK(found.st_mode)  # a link has no mode of its own
     if not is_sticky and _others_write(found):
         return f"others may write into {path} (mode {stat.S_IMODE(found.st_mode):04o}) and replace what lies in it"
+    # Closed or sticky: only the owner could replace what lies in it.
     if found.st_uid in _trusted_users() or found.st_uid == _file_system_owner(path, found.st_dev):
         return None
     return f"{path} belongs to {user_name(found.st_uid)}, who may replace what lies in it"
@@ -65,6 +66,7 @@ def _reason_against_above(path: Path) -> str | None:
 def _advice(found: os.stat_result) -> str:
     trusted = [user_name(found.st_uid)] if found.st_uid not in _trusted_users() else []
     is_open = not stat.S_ISLNK(found.st_mode) and _others_write(found)
+    # If only the group may write, it is enough to trust the group.
     if is_open and not found.st_mode & stat.S_IWOTH:
         trusted.append(f"@{group_name(found.st_gid)}")
     close = "close it (chmod go-w; chmod +t for a shared folder above)" if is_open else "use a folder of your own"
@@ -132,7 +134,10 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """True if a group is root's, is trusted by name, or has this user alone, as many systems make one for each user."""
+    """True if a group is root's, is trusted by name, or has this user alone.
+
+    Many systems make such a group for each user.
+    """
     if gid == 0 or f"@{group_name(gid)}" in _trusted_names() or f"@{gid}" in _trusted_names():
         return True
     try:
@@ -150,9 +155,9 @@ def _file_system_owner(path: Path, device: int) -> int:
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """Yield each folder and link by which the system comes to ``path``, in its order, as far as there is one.
+    """Yield each folder and link by which the system comes to ``path``, in its order.
 
-    Links must not lead in a circle.
+    Ends where the path does. Links must not lead in a circle.
     """
     at, names = Path("/"), list(reversed(path.absolute().parts[1:]))
     yield at

@@ -18,7 +18,10 @@ from toolkit.rundir import RunDir
 
 
 def rows(run: RunDir) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint, newest first, then one for each folder that is none: damaged, or left over."""
+    """Return a row for each checkpoint, newest first, then one for each folder that is none.
+
+    The latter are damaged, or left over.
+    """
     store = CheckpointStore(run.checkpoints)
     found = [_row(store, path) for path in store.list()]
     return found + [_row_of_odd(path) for path in _odd(store)]
@@ -29,6 +32,7 @@ def _row(store: CheckpointStore, path: Path) -> dict[str, Any]:
     try:
         manifest = store.manifest(path)
     except CheckpointError as error:
+        # Without its manifest only the folder itself tells something.
         return {**row, "size_bytes": _size(path), "ranks": None, "torch": None, "problem": str(error)}
     size = sum(manifest.files.values())
     if not manifest.meta.get("finite", True):
@@ -104,6 +108,7 @@ def pair(one: RunDir, two: RunDir, steps: Sequence[str]) -> tuple[Path, Path]:
     there = pick(one, None)
     if steps or len(there) < 2:
         raise RequestError(f"run {one.id}: name two steps of its {len(there)} checkpoints, or another run --with RUN")
+    # The list is newest first; the older one comes first here.
     return there[1], there[0]
 
 
@@ -202,6 +207,7 @@ def prune(run: RunDir, keep: int) -> list[Path]:
     if run.result() is None and run.status().get("state") in ACTIVE:
         raise RequestError(f"run {run.id} is {run.status().get('state')}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint
+    # --keep replaces only the number of newest ones; the config's other rules hold.
     store = CheckpointStore(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))
     odd = _odd(store)
     for path in odd:

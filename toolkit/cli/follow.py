@@ -46,6 +46,7 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
     if not bar:
         run.wait()
         return
+    # Only a terminal can show the bar.
     if not console.is_terminal:
         _watch_in_lines(run)
         return
@@ -57,7 +58,10 @@ def _watch(run: Run, console: Console, bar: bool) -> None:
 
 
 def _bar(console: Console) -> Progress:
-    """Return a bar as wide as the texts leave room, so that epoch, loss, rate and time fit into 80 columns."""
+    """Return a bar as wide as the texts leave room.
+
+    So epoch, loss, rate and time fit into 80 columns.
+    """
     texts = [TextColumn("{task.fields[" + name + "]}") for name in ("figures", "clock")]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), *texts)
     return Progress(*columns, console=console, transient=True, expand=True)
@@ -86,7 +90,10 @@ def _watch_in_lines(run: Run) -> None:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """Describe in a few words what goes on: the epoch while training, else the state and what it waits for."""
+    """Describe in a few words what goes on.
+
+    That is the epoch while training, else the state and what it waits for.
+    """
     at = status.get("progress") or {}
     state = str(status.get("state", "queued"))
     words = [_STARTING.format(status.get("world_size", "the")) if state == "starting" else state]

@@ -74,9 +74,11 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     The words after ``--`` are a command of the user's, with its own options.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # Only exec takes a command of the user's.
     cut = words.index("--") if words[:1] == ["exec"] and "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
     args.words = words[cut + 1 :]
+    # An unknown option is an error; other words are overrides.
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text.startswith('-')) or rest[0]}")
     if rest:

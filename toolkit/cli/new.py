@@ -138,4 +138,5 @@ def _sources() -> Path:
 def _config(text: str, name: str) -> str:
     text = re.sub(r"^name: .*$", f"name: {name}", text, count=1, flags=re.M)
     text = re.sub(r"^job: .*$", f"job: ./{name}.py", text, count=1, flags=re.M)
+    # The comment at the head describes the example, not the project.
     return re.sub(r"\A(#.*\n)+", "", text)

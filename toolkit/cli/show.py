@@ -229,7 +229,7 @@ def _slow_lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _time_line(rows: list[dict[str, Any]]) -> str:
-    """Return where the time went, if there is one run: among several the line would not say whose time it is."""
+    """Return where the time went, for a single run: among several the line would not say whose time it is."""
     told = goodput.sentence(rows[0]["goodput"]) if len(rows) == 1 else ""
     return f"\n{told}" if told else ""
 

@@ -11,6 +11,7 @@ from toolkit.cluster import hostlist
 def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the newest attempt's stragglers, with ``slow_s``; ``until`` is None for those that are slow now."""
     now, told = status.get("updated") or 0.0, (status.get("progress") or {}).get("stragglers") or []
+    # A straggler of an attempt that has ended was slow until that end.
     untils = [entry["until"] or status.get("ended") for entry in told]
     return [
         {**entry, "until": until, "slow_s": round((until or now) - entry["since"], 1)}

@@ -47,6 +47,7 @@ def _best(run: RunDir, keep: Keep) -> Path:
             continue
         figure = keep.figure(manifest.meta.get("metrics") or {})
         if figure is not None and manifest.meta.get("evaluated") == manifest.step:
+            # The best first; of equals the oldest.
             ranked.append((-figure, manifest.step, path))
     if not ranked:
         raise RequestError(f"--checkpoint best: no checkpoint of run {run.id} was evaluated for {keep.best}")

@@ -61,7 +61,10 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str]) -> dict[str, Any] | None:
-    """Return the first failing rank of the last attempt that failed, with its error, and how many failed after it."""
+    """Return the first failing rank of the last attempt that failed.
+
+    With it come its error, and how many ranks failed after it.
+    """
     for attempt in reversed(attempts):
         if attempt["first_failure"]:
             number = attempt["attempt"]

@@ -292,6 +292,7 @@ class Slurm:
             task_plugins=found.get("TaskPlugin", default.task_plugins),
             preempt_type=found.get("PreemptType", default.preempt_type),
             preempt_mode=found.get("PreemptMode", default.preempt_mode),
+            # Older versions hold a job that ends well, see EXPEDITES_SINCE.
             expedites="enable_expedited_requeue" in found.get("SlurmctldParameters", "")
             and _version(found.get("SLURM_VERSION", "")) >= EXPEDITES_SINCE,
         )
@@ -588,6 +589,7 @@ def srun_argv(step: Step) -> list[str]:
         "srun",
         f"--ntasks={len(step.hosts)}",
         *([] if step.cpus_per_task is None else [f"--cpus-per-task={step.cpus_per_task}"]),
+        # The ranks' nodes are those of the host file, line by line.
         "--distribution=arbitrary",
         "--kill-on-bad-exit=0",
         "--wait=0",
@@ -602,16 +604,19 @@ def srun_argv(step: Step) -> list[str]:
 
 
 def srun_here_argv(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on this node of the job, beside all else that runs there.
+    """Return the command line that runs ``command`` once on this node of the job.
 
-    ``command`` may begin with srun's options.
+    It runs beside all else there. ``command`` may begin with srun's options.
     """
     here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
     return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
 
 
 def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes, from a login node."""
+    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes.
+
+    It asks Slurm for the nodes, from a login node.
+    """
     size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 
@@ -761,6 +766,7 @@ def _parse_statuses(text: str) -> list[JobStatus]:
 
 
 def _status(line: str) -> JobStatus:
+    # The reason is squeue's last column; sacct is not asked for it.
     job_id, state, node_list, *reason = line.split("|", 3)
     told = reason[0] if reason and reason[0] not in _NOTHING else None
     return JobStatus(job_id.strip(), states.canonical(state), told, "" if node_list in _NOTHING else node_list)
@@ -775,6 +781,7 @@ def _match(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobSt
     """Return the row of each id. A whole array or het job gets an unfinished member's row, while there is one."""
     by_id: dict[str, list[JobStatus]] = {}
     for row in rows:
+        # The row of an array element or het component also stands for the whole job.
         for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
             by_id.setdefault(name, []).append(row)
     return {job_id: _present(by_id.get(job_id, [])) for job_id in job_ids}

@@ -75,6 +75,7 @@ class FakeSlurm:
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         self._contact()
         self.sent.append(Sent(job_id, signal, step, batch))
+        # A signal to an unknown job is an error; to end an unknown job is none.
         if signal is not None:
             self._known(job_id)
         elif step is None:
@@ -89,6 +90,7 @@ class FakeSlurm:
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         self._contact()
         for row in self._known(job_id):
+            # Like scontrol's ``Incomplete``: only a running job goes back into the queue.
             if if_running and row.state != "RUNNING":
                 continue
             if not row.can_requeue:
@@ -275,6 +277,7 @@ class FakeSlurm:
         self._final.pop(row.job_id, None)
         self._steps.pop(row.job_id, None)
         self._may_start[row.job_id] = self.now + (0.0 if row.is_expedited else REQUEUE_DELAY_S)
+        # A requeued job has no nodes and no times; its restarts are counted.
         nothing = {"start_time": None, "end_time": None, "preempt_time": None, "batch_host": None, "node_list": ""}
         self._set(row, state="PENDING", reason="BeginTime", restarts=row.restarts + 1, **nothing)
 

@@ -139,6 +139,7 @@ def _parse_range(text: str, position: int, item: str) -> list[str]:
         raise _error(text, position, f"the range {item!r} runs backwards")
     if high - low >= MAX_HOSTS:
         raise _error(text, position, f"the range {item!r} has more than {MAX_HOSTS} hosts")
+    # The width of the first number pads the whole range.
     width = len(match[1])
     return [str(number).zfill(width) for number in range(low, high + 1)]
 

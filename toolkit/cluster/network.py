@@ -176,6 +176,7 @@ def _read(path: Path) -> str:
 def _read_interface(sysfs: Path, name: str, address: str | None = None) -> Interface:
     folder = sysfs / "class/net" / name
     speed = _read(folder / "speed")
+    # The kernel writes -1 for a speed that it does not know.
     is_known = speed.isdigit() and int(speed) > 0
     return Interface(name, _read(folder / "operstate") or "unknown", int(speed) if is_known else None, address)
 
@@ -286,6 +287,7 @@ _HEADER, _IFADDRMSG, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI
 
 def _netlink_addresses() -> Iterator[tuple[str, int]]:
     """Yield address and interface index of every RTM_NEWADDR message of a dump."""
+    # Ask the kernel for a dump of the addresses of all families.
     request = _IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     header = _HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:

@@ -67,6 +67,7 @@ def derive(environ: Environ, hostname: str) -> Placement:
 
     Raises `PlacementError` where one launcher's variables contradict each other.
     """
+    # The innermost launcher comes first.
     return (
         _from_explicit(environ, hostname)
         or _from_mpi(environ, hostname)
@@ -98,7 +99,7 @@ def rank_environment(
 
 
 def launch_key(environ: Environ) -> str | None:
-    """Return a name that all ranks of this launch derive equally, and no other launch; ``None`` if there is none.
+    """Return a name that all ranks of this launch derive, and no other launch; ``None`` if there is none.
 
     It keys a rendezvous without a supervisor. It holds the port and address that this step's srun listens on, because
     job ids start at 1 again in a fresh cluster and two steps of a job run side by side. Plain MPICH passes nothing
@@ -261,7 +262,7 @@ def _from_explicit(environ: Environ, hostname: str) -> Placement | None:
 
 
 def _is_explicit(environ: Environ) -> bool:
-    """True if RANK and its companions are a launch of their own, not an echo of the srun step's numbers.
+    """True if RANK and its companions are a launch of their own, no echo of the srun step.
 
     MASTER_ADDR, MASTER_PORT or WORLD_SIZE without RANK were exported by hand; no launcher set them.
     """
@@ -293,6 +294,7 @@ def _explicit_numbers(environ: Environ) -> _Numbers:
     rank = _number(environ, "RANK")
     assert rank is not None, "the caller has looked"
     world_size = _required(environ, "WORLD_SIZE", because=rank, advice=_EXPLICIT_ADVICE)
+    # A single rank needs no other variable.
     if world_size.value == 1:
         return _single(rank, world_size, _number(environ, "LOCAL_RANK"))
     local_size = _explicit_local_size(environ, rank, world_size)
@@ -423,6 +425,7 @@ def _is_of_step(environ: Environ, family: _MpiFamily) -> bool:
         return False
     if family.rank == "PMI_RANK" and _number(environ, *family.local_rank) is not None:
         return False  # Slurm's plugin never sets these, but an mpirun inside the step does
+    # Slurm's PMI plugin gives the step's name as the job's.
     if family.rank == "PMI_RANK" and environ.get("PMI_JOBID") == _step_name(environ):
         return True
     if family.rank == "OMPI_COMM_WORLD_RANK" and _is_foreign_pmix(environ):
@@ -454,6 +457,7 @@ def _check_families_agree(environ: Environ, families: list[_MpiFamily]) -> None:
     for other in others:
         _check_equal(environ, first.rank, other.rank, _MPI_ADVICE)
         _check_equal(environ, first.size, other.size, _MPI_ADVICE)
+    # Open MPI starts its ranks over PMIx, which numbers them as well.
     if first.name == "Open MPI":
         _check_equal(environ, first.rank, "PMIX_RANK", _MPI_ADVICE)
 
@@ -468,6 +472,7 @@ def _mpi_numbers(environ: Environ, family: _MpiFamily) -> _Numbers:
     rank = _number(environ, family.rank)
     assert rank is not None, "the caller has looked"
     size = _required(environ, family.size, because=rank, advice=_MPI_ADVICE)
+    # A single rank needs no other variable.
     if size.value == 1:
         return _single(rank, size)
     local_rank = _required(environ, *family.local_rank, because=rank, advice=_MPI_ADVICE)
@@ -511,6 +516,7 @@ def _from_step(environ: Environ, hostname: str) -> Placement | None:
     numbers.check(_STEP_ADVICE)
     _check_pmi_agrees(environ)
     hosts = _step_hosts(environ, numbers.nodes)
+    # Slurm's name of the node, which need not be the host name.
     host = environ.get("SLURMD_NODENAME") or (hosts[numbers.node_rank.value] if hosts else hostname)
     launcher = "supervisor" if "TOOLKIT_ATTEMPT" in environ else "srun"
     return _placement(environ, launcher, host, numbers, hosts)

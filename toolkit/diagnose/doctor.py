@@ -69,6 +69,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     )
 
     def start(request: Request, hosts: Sequence[str]) -> Talk:
+        # Without Slurm there is only this machine, and no srun.
         if not in_job:
             return Talk(command(request), environ)
         return talk_with_nodes(command(request), hosts, environ)

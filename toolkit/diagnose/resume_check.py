@@ -139,6 +139,7 @@ def _disturb(config: str, overrides: list[str], plan: Plan, brief: Mapping[str, 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
     """
     if plan.then_ranks is not None:
+        # Without retries a killed run ends, so that it can be resumed with other ranks.
         overrides = [*overrides, "retry.max_failures=0"]
     with _brief(brief):
         run = submit.submit(config, overrides, executor=executor)
@@ -228,6 +229,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
     for step in sorted(ours.steps.keys() | theirs.steps.keys()):
         differs = _at(step, ours, theirs, plan, exact=exact)
         if differs:
+            # Only the first step that differs is reported.
             first, different = step, differs
             break
     if first is None and exact:

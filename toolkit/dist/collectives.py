@@ -55,6 +55,7 @@ def start_sum(tensor: Tensor) -> dist.Work:
 def gather_rows(row: Tensor) -> Tensor:
     """Return the ``row`` (...) of every rank as (ranks, ...). Shape and dtype must be equal on all."""
     rows = row.new_empty((dist.get_world_size(), *row.shape))
+    # In small messages, see _MESSAGE_BYTES.
     for part, place in zip(_pieces(row.view(1, -1)), _pieces(rows.view(len(rows), -1)), strict=True):
         received = torch.empty_like(place, memory_format=torch.contiguous_format)
         dist.all_gather_into_tensor(received.view(-1), part.view(-1))  # gloo takes no more dimensions
@@ -65,6 +66,7 @@ def gather_rows(row: Tensor) -> Tensor:
 def exchange_rows(rows: Tensor) -> Tensor:
     """Send row i of ``rows`` (ranks, ...) to rank i. Return what all ranks sent here, in their order: (ranks, ...)."""
     result = torch.empty_like(rows)
+    # In small messages, see _MESSAGE_BYTES.
     for part, place in zip(_pieces(rows.view(len(rows), -1)), _pieces(result.view(len(rows), -1)), strict=True):
         received = torch.empty_like(place, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, part.contiguous())

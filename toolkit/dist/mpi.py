@@ -315,6 +315,7 @@ class MpiWork(Work):
             if self._future is not None:
                 return self._future
             future = Future[list[Tensor]](devices=list({tensor.device for tensor in self._result if tensor.is_cuda}))
+            # The work ended before the future was asked for.
             if self._ended.is_set():
                 self._announce(future)
             self._future = future
@@ -645,6 +646,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
     @_naming
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         (tensor,), tensors = inputs, outputs[0] if self._own == opts.rootRank else []
+        # Only the root receives.
         sent, received = _on_host(tensor), _room(tensors, tensor.dtype)
         into = _message(received, counts=self._shares(tensors)) if tensors else None
         finish = partial(_give_back_row, received, tensors)
@@ -658,6 +660,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
     @_naming
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         (output,), parts = outputs, inputs[0] if self._own == opts.rootRank else []
+        # Only the root sends.
         sent, received = _row(parts) if parts else None, _on_host(output)
         source = None if sent is None else _message(sent, counts=self._shares(parts))
         calls = [(source, _message(received), opts.rootRank)]

@@ -79,6 +79,7 @@ def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Stor
 def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
     nonce = secrets.token_hex(8)
     address = _interface_address()
+    # Without a known address: listen on all of them, and let the others use the host name.
     store = _served(address or network.wildcard(), world_size, timeout)
     store.set(NONCE_KEY, nonce)
     fsio.write_json(path, {"host": address or socket.gethostname(), "port": store.port, "nonce": nonce})

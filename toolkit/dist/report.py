@@ -60,6 +60,7 @@ class _Latest(Reporter):
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
+        # Once more after the thread's last time, so that the newest report is sent.
         self._publish(self._fields)
 
 

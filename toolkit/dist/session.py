@@ -119,6 +119,7 @@ class Session:
             yield
             is_done = True
         finally:
+            # Also if the block fails: the others must not wait for the timeout.
             self.store.set(f"toolkit/{topic}/{self.attempt}", "{}" if is_done else "null")
 
     def owns_run(self) -> bool:
@@ -256,6 +257,7 @@ def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
         store.set("toolkit/run_dir", known)
     if known is not None:
         return Path(known)
+    # The path comes from the store: check that it exists here and is trusted.
     told = Path(store.get("toolkit/run_dir").decode(errors="replace"))
     if not told.is_dir():
         raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has told; do all nodes share it?")

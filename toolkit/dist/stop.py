@@ -174,7 +174,7 @@ class _Dead(NamedTuple):
 def propose(
     store: Transport, world_size: int, kind: str, *, by: str, prefix: str = PREFIX, since: int | None = None
 ) -> int:
-    """Propose ``kind``, from a rank or from outside, and return the number of the round that serves it.
+    """Propose ``kind`` and return the number of the round that serves it. Ranks and others may call it.
 
     A round that already has the same kind serves this proposal too, from round ``since`` on (None: the first that is
     not decided). A stop serves every kind: nothing comes after it. ``by`` is the author that the ranks are told.
@@ -293,6 +293,7 @@ class Gate:
         self._handed_out.set()
         self._asked.put(None)
         deadline = time.monotonic() + LEAVE_S
+        # The proposer first: it wakes the watcher.
         for thread in reversed(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
@@ -310,8 +311,10 @@ class Gate:
                 "look at the rank or supervisor that hosts it"
             ) from self._failure
         kind, step = self._agreed
+        # The agreed step is still ahead.
         if n < step:
             return None
+        # After a stop the gate stays closed.
         if kind == STOP:
             self._stopped = True
         else:
@@ -480,7 +483,10 @@ class Gate:
 
 
 def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
-    """Acknowledge the next round for the ranks that left, before the decision: no rank is in that round yet."""
+    """Acknowledge the next round for the ranks that left.
+
+    Done before the decision, when no rank is in that round yet.
+    """
     if not gone:
         return
     store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
@@ -492,7 +498,7 @@ def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> Non
 def _missing(
     store: Transport, keys: _Round, rank: int, world_size: int, kind: str
 ) -> tuple[int | None, tuple[int, ...], int]:
-    """Return the step agreed on in the round, if any, the ranks that ``rank`` waits for, and how many more.
+    """Return the round's agreed step, if any, the ranks that ``rank`` waits for, and how many more.
 
     All ranks want to know at about the same time, and the store has a key for each rank. So one rank asks for all.
     """

@@ -112,6 +112,7 @@ def _quick(run: Callable[[], list[Finding]]) -> Check:
 
 def _check_limits(gpus: int) -> list[Finding]:
     fabric = devices.check_infiniband()
+    # Only InfiniBand needs locked memory.
     has_ports = any(finding.value for finding in fabric)
     locked = [host.check_locked_memory(gpus)] if has_ports else []
     return [host.check_open_files(), *fabric, *locked]

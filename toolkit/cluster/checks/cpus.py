@@ -111,6 +111,7 @@ def check_taken(asked: int, use: Use | None = None, online: int | None = None) -
     use = measure_use() if use is None else use
     online = online or os.cpu_count() or 1
     strangers = sum(use.strangers.values())
+    # Demand that fits on the CPUs which the ranks do not need takes nothing from them.
     taken = strangers + use.other_jobs - max(0, online - asked)
     # Only the part that processes of no job take counts against the node.
     severity = _severity(min(taken, strangers), asked)
@@ -198,6 +199,7 @@ def sort_out(
     job, and every process outside our own family is a stranger.
     """
     in_job = _in_step(us, table)
+    # Our ancestors and our descendants.
     family = set(_ancestors(us, table)) | {pid for pid in table if us in _ancestors(pid, table)}
     strangers, other_jobs = {}, 0.0
     for process, cpus in demand.items():
@@ -237,13 +239,17 @@ def _read_process(folder: Path) -> Process | None:
     # The name in parentheses may hold spaces and parentheses, hence the last one.
     name, _, rest = rest.rpartition(") ")
     fields = rest.split()
+    # Without schedstat only the time on a CPU is known: utime and stime, fields 14 and 15 of stat.
     if demand_s is None:
         demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
     return Process(int(pid), int(fields[1]), name, demand_s, seen_s)
 
 
 def _scheduled_s(folder: Path) -> float | None:
-    """Return the seconds on a CPU and in the queue for one, of all threads; None if the kernel does not count them."""
+    """Return the seconds on a CPU and in the queue for one, of all threads.
+
+    Returns None if the kernel does not count them.
+    """
     total_ns = 0
     for thread in (folder / "task").iterdir():
         try:

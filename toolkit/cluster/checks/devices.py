@@ -63,6 +63,7 @@ def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
     named = environ.get("CUDA_VISIBLE_DEVICES")
+    # CUDA_VISIBLE_DEVICES hides all others.
     there = there if named is None else min(there, len([word for word in named.split(",") if word]))
     if there >= asked:
         return ok("gpus", str(there))
@@ -87,6 +88,7 @@ def _number(text: str) -> float:
 def _visible(gpus: Iterator[Gpu], environ: Mapping[str, str]) -> Iterator[Gpu]:
     named = environ.get("CUDA_VISIBLE_DEVICES")
     words = None if named is None else named.split(",")
+    # The variable names GPUs by index, or by the beginning of their UUID.
     for gpu in gpus:
         if words is None or gpu.index in words or any(word and gpu.uuid.startswith(word) for word in words):
             yield gpu

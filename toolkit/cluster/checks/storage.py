@@ -19,7 +19,10 @@ BAD_INODES, WARNING_INODES = 100, 10_000
 
 
 def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WITHIN_S) -> Finding:
-    """Check that the caller's token can be read in ``folder``, and leave an answer there for the caller to read."""
+    """Check that the caller's token can be read in ``folder``, and leave an answer there.
+
+    The caller reads the answer.
+    """
     wrong = _reading(folder, token, within_s) or _writing(folder / node, token)
     return Finding("shared folder", "bad", "bad", wrong) if wrong else ok("shared folder", SAME)
 

@@ -125,6 +125,7 @@ def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
 
 
 def _is_common(check: str, bad: int, nodes: int) -> bool:
+    # Of a single node only some checks can say that the node is not the cause.
     return bad == nodes and (nodes > 1 or check in NOT_THE_NODES)
 
 
@@ -154,6 +155,7 @@ def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
     clocks = {node.name: node.clock for node in nodes if node.clock is not None}
     usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
     for host, (low, high) in clocks.items():
+        # 0 if the usual lead lies within the bounds, else the distance to them.
         lead_s = max(low - usual, 0.0) + min(high - usual, 0.0)
         if abs(lead_s) < WARNING_CLOCK_S:
             yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
@@ -169,11 +171,12 @@ def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
 
 
 def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
-    """Return the lead on our clock that lies within the bounds of most nodes, nearest to 0 if several do.
+    """Return the lead on our clock that lies within the bounds of most nodes.
 
-    This is Marzullo's algorithm. A mean of the bounds would not do: they are wide for nodes that answer late, and nodes
-    that answer at once would seem to be behind them.
+    Of several, the one nearest to 0. This is Marzullo's algorithm. A mean of the bounds would not do: they are wide for
+    nodes that answer late, and nodes that answer at once would seem to be behind them.
     """
+    # Sweep over the edges: ``within`` is the number of nodes whose bounds hold the stretch between two.
     edges = sorted((edge for low, high in bounds for edge in ((low, 1), (high, -1))), key=lambda e: (e[0], -e[1]))
     within = most = 0
     lead_s = 0.0
