@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit import fsio, rundir
 from toolkit.errors import ConfigError, RunNotFoundError
 
+#: The kinds of origins.
 RUN, CHECKPOINT, SAFETENSORS, TORCH, DCP = "run", "checkpoint", "safetensors", "torch", "dcp"
 _SUFFIXES = {".safetensors": SAFETENSORS, ".pt": TORCH, ".pth": TORCH}
 #: The file by which a folder of each kind is known.

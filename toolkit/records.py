@@ -26,6 +26,7 @@ from toolkit.errors import DamagedFileError
 MOST_NESTED = 32
 #: Errors of a file that last: its content is out of reach, as if it were damaged. Other errors may pass.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+#: How often a file is read that another node replaces meanwhile.
 _TRIES = 3
 
 log = logs.get(__name__)

@@ -88,7 +88,9 @@ _STATUS_KEYS = Record(
         "goodput": Maybe(_SECONDS),
     }
 )
+#: ``status.json``; ``left_over`` is the status of an attempt that was never closed, see `RunDir.left_over`.
 _STATUS = Record({**_STATUS_KEYS.keys, "left_over": Maybe(_STATUS_KEYS)})
+#: A line of ``attempts.jsonl``: one closed attempt.
 _ATTEMPT = Record(
     {
         "attempt": COUNT,
@@ -112,6 +114,7 @@ _ATTEMPT = Record(
 _EXECUTOR = records.one_of("slurm", "local", "debug")
 #: The state of a run that has ended, but whose result can no longer be read.
 UNREADABLE = "unreadable"
+#: ``result.json``: how the run ended.
 RESULT = Record(
     {
         "state": records.one_of("completed", "stopped", "failed", "cancelled", UNREADABLE),
@@ -125,6 +128,7 @@ RESULT = Record(
 )
 #: The part of a result that rank 0 reports.
 REACHED = Record({key: shape for key, shape in RESULT.keys.items() if key != "state"})
+#: ``owner.json``: which job or process has the run now.
 _OWNER = Record(
     {
         **dict.fromkeys(("number", "pid"), Maybe(COUNT)),
@@ -135,6 +139,7 @@ _OWNER = Record(
         "follow_ups": Maybe(ListOf(WORD)),
     }
 )
+#: ``submission.json``: how the run was last submitted.
 _SUBMISSION = Record(
     {
         "executor": _EXECUTOR,
@@ -368,7 +373,7 @@ def create(name: str, root: Path | None = None) -> RunDir:
     Raises RequestError if others could replace it.
     """
     parent = fsio.make_dir((root or runs_root()) / name)
-    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # now that it exists, nobody can be faster
+    trust.refuse_of_others(parent, "the folder for runs, TOOLKIT_RUNS")  # exists now: no other user can make it first
     while True:
         run = RunDir(parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):  # mkdir is exclusive, on NFS too
@@ -449,6 +454,7 @@ def run_of_job(job: str, root: Path | None = None) -> RunDir | None:
             f"{file} is damaged: it holds no path of a run, so what job {job} served is not known; look for the run "
             "with `toolkit status`, and `toolkit resume RUN` goes on with it"
         )
+    # The run may have been removed since.
     run = RunDir(Path(text))
     if not run.path.is_dir():
         return None

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from toolkit import fsio, rundir
 
+#: The signal that asks a rank for its stacks, and the last line of a complete answer.
 ASK = signal.SIGURG
 ANSWERED = "# answered\n"
 

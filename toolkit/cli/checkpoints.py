@@ -166,6 +166,7 @@ def _told(what: str, value: Any) -> str:
     return f"{dtype} {list(shape)} {digests}{' ...' if len(parts) > 3 else ''}"
 
 
+#: The format of an export by the suffix of its name; a name without one is a folder.
 FORMATS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "dcp"}
 
 

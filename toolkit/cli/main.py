@@ -480,6 +480,7 @@ def _classify(trained: Any, args: argparse.Namespace, output: Any) -> int:
 
     folder = fsio.expand(args.images)
     rows = list(inference.predictions(trained, folder, image_files(folder)))
+    # A file gets the predictions; stdout gets them only without one, or as JSON.
     if output is not None:
         fsio.write_atomic(output, told.as_csv(rows) if output.suffix == ".csv" else told.as_json_lines(rows))
     if args.json:

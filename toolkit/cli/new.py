@@ -20,6 +20,7 @@ class Example:
 
 
 _SCRIPTS = "tests/dist/library_scripts"
+#: The examples by the names that ``--from`` takes.
 EXAMPLES = {
     "classify": Example("jobs/classify.py", ("jobs/models.py",), "configs/digits_ddp.yaml"),
     "language_model": Example("jobs/language_model.py", ("jobs/gpt.py",), "configs/gpt_fsdp.yaml"),

@@ -21,9 +21,10 @@ from toolkit.rundir import RunDir
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.cluster.commands import JobStatus
 
-#: A supervisor rewrites its status each second. After the first time without a new one Slurm is asked whether the job
-#: is over; after the second the table shows that the supervisor is silent. Shared folders show files seconds late.
+#: A supervisor rewrites its status each second. After QUIET_S without a new one Slurm is asked whether the job is
+#: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
 QUIET_S, SILENT_S = 5.0, 30.0
+#: States of runs that wait for Slurm, and of all runs that have not ended.
 WAITING = ("queued", "requeued")
 ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 
@@ -177,6 +178,7 @@ def _held_for(row: dict[str, Any]) -> str | None:
     return str(row["reason"]) if is_held else None
 
 
+#: States and reasons of jobs that Slurm does not start by itself.
 _HOLDING_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _FOR_EVER = ("BadConstraints", "DependencyNeverSatisfied")
 

@@ -17,6 +17,7 @@ from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.rundir import RunDir
 
+#: The columns of predictions as CSV.
 COLUMNS = ("file", "class", "probability")
 
 

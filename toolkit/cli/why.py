@@ -15,6 +15,7 @@ from toolkit.rundir import RunDir
 #: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
 TRACEBACK_LINES = 25
 
+#: What to do next, by the run's state.
 _ADVICE = {
     "completed": "nothing to do; `toolkit tensorboard {run}` shows the curves",
     "stopped": "`toolkit resume {run}` goes on from the last checkpoint",

@@ -704,6 +704,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
     )
 
 
+#: sbatch's options, by the fields in which scontrol shows them.
 _OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
 _OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
 _EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}

@@ -101,6 +101,7 @@ def job_address(here: str, hosts: Iterable[str], environ: Mapping[str, str]) -> 
     than one network, or to none, it is the wildcard, with a warning. Only the first and the last of the other hosts are
     looked up: a look-up of each would take long.
     """
+    # A single node's ranks need no network.
     others = [host for host in hosts if host != here]
     if not others:
         return "127.0.0.1"

@@ -116,6 +116,7 @@ def launch_key(environ: Environ) -> str | None:
     return _join_key("srun", environ, names)
 
 
+#: Variables that together name one launch of torchrun, and one srun step.
 _TORCHRUN_KEY = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TOOLKIT_ATTEMPT")
 _STEP_KEY = (
     "SLURM_CLUSTER_NAME",
@@ -124,6 +125,7 @@ _STEP_KEY = (
     "SLURM_RESTART_COUNT",
     "SLURM_LAUNCH_NODE_IPADDR",
 )
+#: Variables with an id that an MPI gives each of its launches.
 _MPI_KEYS = ("OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID", "PALS_APID")
 
 
@@ -317,9 +319,11 @@ def _explicit_local_size(environ: Environ, rank: _Number, world_size: _Number) -
     local_size = _number(environ, "LOCAL_WORLD_SIZE")
     if local_size is not None:
         return local_size
+    # One node has all ranks; as many nodes as ranks have one each.
     nodes = _number(environ, "GROUP_WORLD_SIZE", "NNODES")
     if nodes is not None and nodes.value in (1, world_size.value):
         return _Number(world_size.value // nodes.value, f"WORLD_SIZE and {nodes}")
+    # A loopback address means that all ranks are on this machine.
     master = environ.get("MASTER_ADDR", "")
     if nodes is None and _LOOPBACK.fullmatch(master):
         return _Number(world_size.value, f"WORLD_SIZE, as MASTER_ADDR={master} is this machine")
@@ -561,7 +565,7 @@ def _step_hosts(environ: Environ, nodes: _Number) -> tuple[str, ...]:
 
 
 def _check_pmi_agrees(environ: Environ) -> None:
-    """Refuse a step whose own PMI plugin numbers the rank differently: somebody has overwritten one of the two."""
+    """Refuse a step whose own PMI plugin numbers the rank differently: one of the two was overwritten."""
     if environ.get("PMIX_NAMESPACE") == f"slurm.pmix.{_step_name(environ)}":
         _check_equal(environ, "PMIX_RANK", "SLURM_PROCID", _STEP_ADVICE)
     if environ.get("PMI_JOBID") == _step_name(environ):

@@ -38,7 +38,9 @@ RECORDED = {
 }
 #: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
 OF_SAMPLES = ("samples", "inputs", "targets")
+#: Logged figures that must be equal, beside those of evaluations.
 CURVES = ("train/loss", "train/lr")
+#: The signal of each kind of interruption.
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
 
 log = logs.get(__name__)

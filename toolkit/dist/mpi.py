@@ -56,6 +56,7 @@ LEFT_AFTER_S = 1.0
 Calls = Sequence[tuple[Any, ...]]
 #: MPI's type to move elements, by their size in bytes.
 _MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+#: MPI's type for a reduction, by torch's; half precision is reduced as fp32 and a bool as a byte.
 _REDUCED = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -67,6 +68,7 @@ _REDUCED = {
 }
 _Op = dist.ReduceOp
 _BITWISE = {_Op.BAND: MPI.BAND, _Op.BOR: MPI.BOR, _Op.BXOR: MPI.BXOR}
+#: MPI's operations by torch's. An average is a sum that `_Reduction.finish` divides.
 _OPS = {_Op.SUM: MPI.SUM, _Op.AVG: MPI.SUM, _Op.PRODUCT: MPI.PROD, _Op.MIN: MPI.MIN, _Op.MAX: MPI.MAX, **_BITWISE}
 #: A bool is reduced as the byte 0 or 1: a sum is "any", as in NCCL, and a product "all".
 _BOOL_OPS = {_Op.SUM: MPI.MAX, _Op.PRODUCT: MPI.MIN, _Op.MIN: MPI.MIN, _Op.MAX: MPI.MAX, **_BITWISE}
@@ -94,7 +96,8 @@ def _create(options: Any, _: object) -> MpiGroup:
     The default group comes with an empty list of ranks.
     """
     ranks = list(options.global_ranks_in_group)
-    # Each group gets a communicator of its own, so that its messages never meet those of another group.
+    # Each group gets its own communicator, so that its messages never meet those of another group. The default group
+    # comes first, and opens MPI unless that has happened.
     if not ranks:
         _open(options.group_rank, options.group_size)
         _await_all(options.store, options.group_rank, options.group_size)

@@ -28,10 +28,13 @@ from toolkit.errors import ToolkitError
 from toolkit.records import COUNT, TEXT, Record
 
 LAUNCH_KEY_VARIABLE = "TOOLKIT_LAUNCH_KEY"
+#: Key of the launch's random text in its store. The rendezvous file holds the same text.
 NONCE_KEY = "toolkit/nonce"
+#: Seconds between two reads of the rendezvous file.
 RETRY_S = 0.2
 
 
+#: The rendezvous file: where rank 0's store listens.
 _WRITTEN = Record({"host": TEXT, "port": COUNT, "nonce": TEXT})
 
 

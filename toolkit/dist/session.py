@@ -28,6 +28,7 @@ from toolkit.dist.stop import STOP, Gate, Hang
 from toolkit.dist.stop_store import StoreTransport, connector
 from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
 
+#: The number of this attempt, counted from 1.
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
 #: A stop that has not been reached this long after the request never will be: a rank is frozen or dead. Longer than any
 #: step, save and batch of an evaluation should take, shorter than the grace time that sites grant.
@@ -198,6 +199,7 @@ def _place() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+#: Variables of a rank's place, with the values of a rank that is alone.
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 

@@ -23,8 +23,8 @@ Why it is correct:
 * A rank takes part in round r + 1 only after it has handed out round r.
 * **Leaving is an acknowledgement for good.** ``close()`` acknowledges the round that is open or comes next, and marks
   that as this rank's last. The rank that decides a round moves such marks to the next round *before* it publishes the
-  decision, when no rank can be there yet. So no rank waits for one that has left, and ``close()`` waits for no rank
-  that is alive.
+  decision, when no rank can be there yet. So no rank waits for one that has left, and ``close()`` never waits for
+  a rank that is alive.
 
 If the decision lies beyond the last step, no rank reaches it: all complete instead. The store keeps two short keys per
 round.
@@ -48,6 +48,7 @@ from toolkit.errors import ToolkitError
 
 #: The one kind after which no round follows.
 STOP = "stop"
+#: Prefix of the gate's keys in the store.
 PREFIX = "toolkit/agree"
 #: torch's store complains on stderr when a wait times out, so an idle watcher waits practically for ever.
 IDLE_S = 86_400.0

@@ -13,6 +13,7 @@ from toolkit.cluster.checks import Finding, ok
 
 #: Shares of a GPU's memory. The driver itself takes some hundred MiB; more than these shares belongs to a process.
 LEFTOVER_WARNING, LEFTOVER_BAD = 0.02, 0.10
+#: Device files of GPUs, counted where there is no nvidia-smi.
 DEVICES = ("nvidia[0-9]*", "dri/renderD*")
 
 

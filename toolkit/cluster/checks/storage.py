@@ -11,7 +11,9 @@ from toolkit.cluster.checks import Finding, ok
 
 #: With NFS a node may see a new file this much later than the node that wrote it.
 SEEN_WITHIN_S = 3.0
+#: The file with the caller's token.
 TOKEN = "token"
+#: The figure of a shared folder that is the same here.
 SAME = "same"
 #: Free bytes and inodes below which a run cannot go on, and below which it cannot go on for long.
 BAD_BYTES, WARNING_BYTES = 100 * 2**20, 2**30
