@@ -102,7 +102,7 @@ class Use:
 
 
 def check_taken(asked: int, use: Use | None = None, online: int | None = None) -> Finding:
-    """Return whether other processes take the CPUs that the ranks need.
+    """Check whether other processes take the CPUs that the ranks need.
 
     Only demand that finds no room on the CPUs that we do not ask for counts. Other jobs are the scheduler's business:
     they are worth a warning where a site does not confine them. Processes outside of any job have escaped from a job
