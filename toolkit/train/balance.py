@@ -1,12 +1,13 @@
-"""`data.share: auto`: ranks that are slower get fewer samples of each global batch, so that nobody waits for them.
+"""`data.share: auto`: give slower ranks fewer samples of each global batch, so that the others need not wait for them.
 
-At the logging steps every rank learns every rank's own time of a step (see :mod:`toolkit.metrics.pace`), and all make
-the same of the same numbers: nothing more is sent. A rank's speed is the samples of its share by that time; shares are
-made proportional to smoothed speeds, within half and one and a half times an even share, and moved where that shortens
-the slowest rank's time by ``WORTH``. They take effect some steps later, when no worker has loaded by the old ones.
+At the logging steps every rank learns every rank's own time of a step (see :mod:`toolkit.metrics.pace`). All compute
+the same shares from the same numbers, so nothing more is sent. A rank's speed is the samples of its share divided by
+that time. Shares are proportional to smoothed speeds, between half and one and a half times an even share. They are
+moved where that shortens the slowest rank's time by ``WORTH``, and take effect some steps later: workers may have
+loaded batches by the old shares until then.
 
-The global batch is the same samples in the same order, and a strategy weights each rank's loss by its samples, so what
-is trained is the same to rounding, but for what a model does with its part of a batch (batch statistics, dropout).
+The global batch has the same samples in the same order, and a strategy weights each rank's loss by its samples. So the
+training is the same to rounding, but for what a model does with its part of a batch (batch statistics, dropout).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from toolkit.dist.state import Json
 from toolkit.errors import ConfigError
 from toolkit.metrics.pace import MOST_CURVES
 
-#: Of the newest window in the smoothed speed; a single one holds a garbage collection or a burst on the disk.
+#: Weight of the newest window in the smoothed speed: one window may hold a garbage collection or a burst on the disk.
 FRESH = 0.5
-#: The slowest rank's time must become shorter by this part of it.
+#: Shares are moved only where the slowest rank's time becomes shorter by this fraction of it.
 WORTH = 0.03
 
 log = logs.get(__name__)
 
 
 class Divisible(Protocol):
-    """What is needed of a loader: see :class:`toolkit.data.loader.Loader`."""
+    """The part of a loader that is used here: see :class:`toolkit.data.loader.Loader`."""
 
     global_batch_size: int
     balances: bool
@@ -39,7 +40,7 @@ class Divisible(Protocol):
 
 
 class Even:
-    """The shares stay as they are."""
+    """Shares that stay even."""
 
     def update(self, step: int, own_s: Sequence[float]) -> dict[str, float]:
         """See :class:`Balance`."""
@@ -49,28 +50,33 @@ class Even:
         """See :class:`Balance`."""
 
     def restore(self, saved: Any) -> None:
-        """Another run's shares, or this one's from when it had auto, are left: from here on they are even."""
+        """Ignore saved shares, another run's or this run's from when it had auto: from here on they are even."""
 
 
 class Balance:
-    """Moves the shares of ``loader``; equal on every rank, which all must call alike."""
+    """Moves the shares of ``loader``. All ranks must make the same calls, and all get the same shares."""
 
     def __init__(self, loader: Divisible, ranks: int, accumulate: int) -> None:
         size = loader.global_batch_size
         self._loader = loader
+        # One sample for each pass of gradient accumulation at least, if an even share has as many.
         self._least = max(size // (2 * ranks), min(accumulate, size // ranks), 1)
         self._most = -(-3 * size // (2 * ranks))
         bounds = [Share(rank, ranks).bounds(size) for rank in range(ranks)]
-        #: From which step on each rank has how many samples: those of now, and those that are agreed on for later.
+        #: Pairs (first step, samples of each rank): the current shares, and those agreed on for later.
         self._cuts = [(0, [stop - start for start, stop in bounds])]
         self._speeds: list[float] | None = None
-        self._window: int | None = None  #: its first step; None: in the first one of an attempt caches are cold
+        self._window: int | None = None  #: first step of the window; None in an attempt's first one: caches are cold
 
     def update(self, step: int, own_s: Sequence[float]) -> dict[str, float]:
-        """A logging step: ``step`` steps are done, of which those since the last one took rank r ``own_s[r]`` seconds
-        each. Returns the samples that each rank has in the next step, for TensorBoard."""
+        """Measure the speeds at a logging step, and move the shares if that is worth it.
+
+        ``step`` steps are done; each since the last call took rank r ``own_s[r]`` seconds. Returns the samples that
+        each rank has in the next step, for TensorBoard.
+        """
         began, self._window = self._window, step
         newest, counts = self._cuts[-1]
+        # A window tells the speeds only if the newest shares held in all of it, and every rank worked.
         if began is not None and newest <= began and min(own_s) > 0:
             self._measure([count / seconds for count, seconds in zip(counts, own_s, strict=True)])
             self._move(step, counts)
@@ -87,17 +93,18 @@ class Balance:
         better = shares(self._speeds, self._loader.global_batch_size, self._least, self._most)
         if _slowest(better, self._speeds) > (1 - WORTH) * _slowest(counts, self._speeds):
             return
+        # Workers may already have batches up to ``ahead`` steps in hand.
         first = step + self._loader.ahead
         self._loader.cut(first, better)
         self._cuts = [self._cuts[-1], (first, better)]
         log.info("from step %d on the ranks have %s samples each", first, ", ".join(map(str, better[:MOST_CURVES])))
 
     def state(self) -> Json:
-        """For a checkpoint."""
+        """Return the shares and speeds for a checkpoint."""
         return {"cuts": self._cuts, "speeds": self._speeds}
 
     def restore(self, saved: Any) -> None:
-        """Go on with the shares of a :meth:`state`; with those of another number of ranks nothing can be begun."""
+        """Go on with the shares of a :meth:`state`. Those of another number of ranks are of no use, and ignored."""
         if saved is None or len(saved["cuts"][0][1]) != len(self._cuts[0][1]):
             return
         self._cuts = [(first, [*counts]) for first, counts in saved["cuts"]]
@@ -107,7 +114,10 @@ class Balance:
 
 
 def build_balance(loader: Divisible, share: Share, ranks: int, accumulate: int) -> Balance | Even:
-    """What `data.share` asks for. ConfigError where ranks work on the same samples: their times are not a share's."""
+    """Return what `data.share` asks for.
+
+    Raises ConfigError where ranks work on the same samples: their times are not those of a share.
+    """
     if not loader.balances or ranks == 1:
         return Even()
     if share.count != ranks:
@@ -118,9 +128,9 @@ def build_balance(loader: Divisible, share: Share, ranks: int, accumulate: int) 
 
 
 def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[int]:
-    """``size`` samples for ranks of these speeds, each ``least`` to ``most`` of them, otherwise in proportion.
+    """Divide ``size`` samples among ranks in proportion to their speeds, ``least`` to ``most`` each.
 
-    What is left by rounding down goes to the largest remainders, of equal ones to the first (Hamilton's method).
+    Samples left over by rounding down go to the largest remainders, among equal ones to the first (Hamilton's method).
     """
     ideal = _within(speeds, size, least, most)
     found = [int(part) for part in ideal]
@@ -131,7 +141,7 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
 
 
 def _within(speeds: Sequence[float], size: int, least: int, most: int) -> list[float]:
-    """The parts in proportion, but those that would be beyond a bound are at it: by bisection of the factor."""
+    """Return the parts in proportion to the speeds, clipped to the bounds, by bisection of the factor."""
     low, high = 0.0, most / min(speeds)
     for _ in range(100):  # more than the bits that a float has
         factor = (low + high) / 2

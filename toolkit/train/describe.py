@@ -1,4 +1,4 @@
-"""What a run says about itself once, at its fresh start: the config, the hyper-parameters, some of its images."""
+"""What a run logs once, at its fresh start: the config, the hyper-parameters and some images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
 
 _IMAGES = 16
-#: Runs are not compared by these, and TensorBoard shows only the first columns without scrolling.
+#: Keys by which runs are not compared. TensorBoard shows only the first columns without scrolling.
 _LEFT_OUT = (
     "data.augment",
     "data.bad_samples",
@@ -40,7 +40,7 @@ _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 
 
 def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
-    """Hand over the config as text, its training sections as hyper-parameters and the first images of ``sample``."""
+    """Log the config as text, its training sections as hyper-parameters, and the first images of ``sample``."""
     sink.text("config", dump_config(config))
     sink.hparams(_hparams(config), metrics=("eval/accuracy", "eval/loss"))
     for leaf in () if sample is None else nested.leaves(sample.data):
@@ -50,7 +50,7 @@ def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
 
 
 def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    """Return the job's own keys."""
+    """Return the job's own keys, as hyper-parameters."""
     return _shown(leaves(config.params))
 
 
@@ -62,6 +62,6 @@ def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
 
 
 def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:
-    """Lists and mappings as text; TensorBoard has no null, and nothing to show of what is empty."""
+    """Return lists and mappings as text. Leave out null and what is empty: TensorBoard has no way to show them."""
     texts = ((key, str(value) if isinstance(value, (list, dict)) and value else value) for key, value in values)
     return {key: value for key, value in texts if isinstance(value, (bool, int, float, str))}

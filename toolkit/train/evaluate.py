@@ -21,17 +21,18 @@ def evaluate(
     measure: Measure,
     is_cut: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """The mean of each figure of ``measure``, over all ``size`` samples or its own weight; equal on every rank.
+    """Return the mean of each figure of ``measure``, equal on every rank.
 
-    All ranks must call it. Of :class:`~toolkit.strategies.objective.Rows` it gives those of all samples, in order.
+    All ranks must call it. Means are over all ``size`` samples, or by the figure's own weight. Of
+    :class:`~toolkit.strategies.objective.Rows` it returns those of all samples, in order.
 
-    ``is_cut`` is asked after each batch: when it says so, on whichever rank, the evaluation ends early and is worth
-    nothing: None, on every rank. All still enter the final sum, or those that were not cut would wait for ever.
+    ``is_cut`` is called after each batch. When it is true on any rank, the evaluation ends early and returns None on
+    every rank. All ranks still enter the final sum, or those that were not cut would wait for ever.
 
-    ``batches`` is this rank's part of the eval set, unpadded; every rank's has the same number of batches, the
-    last ones None where it is done. Sums and counts are added in float64, in which counts are exact up to 2**53.
-    Raises ToolkitError when the ranks together did not see exactly ``size`` samples; on every rank RankLostError when
-    that is because one of them has died, whose part is the others' next time.
+    ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
+    None where its part has ended. Sums and counts are added in float64, in which counts are exact up to 2**53. Raises
+    ToolkitError when the ranks together did not see exactly ``size`` samples, and RankLostError on every rank when a
+    rank has died during it: the others take over its part in the next evaluation.
     """
     if size < strategy.share.count:
         raise ConfigError(
@@ -42,7 +43,7 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     count = 0
     rows: list[Sums] = []
-    cut = strategy.lost != lost  # known before the first batch, to every rank: then none need be looked at
+    cut = strategy.lost != lost  # a rank has died, and all know it before the first batch: none need be looked at
     for batch in () if cut else batches:
         found = strategy.evaluate(batch, measure)
         count += found.count
@@ -51,10 +52,11 @@ def evaluate(
         for name, value in found.values.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
         cut = is_cut()
-        if strategy.evaluates_together:  # who ended alone would leave the others waiting in their next batch
+        if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
             cut = bool(strategy.sum({_CUT: float(cut)})[_CUT])
         if cut:
             break
+    # One sum tells every rank the totals, and whether any rank was cut or has rows.
     totals = strategy.sum({**sums, _COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))})
     if strategy.lost != lost:
         raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
@@ -63,12 +65,12 @@ def evaluate(
     return means if means is None or not has_rows else {**means, **_gathered(strategy, rows)}
 
 
-#: Names that no measure has.
+#: Names that no figure of a measure has.
 _COUNT, _CUT, _ROWS = "\0count", "\0cut", "\0rows"
 
 
 def _gathered(strategy: Strategy, found: Sequence[Sums]) -> dict[str, Tensor]:
-    """The rows of all ranks by name, in the order of the eval set; a collective."""
+    """Return the rows of all ranks by name, in the order of the eval set; a collective."""
     names = [*found[0].rows] if found else []
     positions = [sums.positions for sums in found if sums.positions is not None]
     own = {name: torch.cat([sums.rows[name].cpu() for sums in found]) for name in names}

@@ -1,7 +1,7 @@
-"""The batches of a loop of one's own, at any step again: from our loader, torch's DataLoader, or any other iterable.
+"""The batches of a user's own loop, resumable at any step: from our loader, torch's DataLoader, or any other iterable.
 
-A place in the data is an epoch and a number of batches in it. Our loader gives the batch of any place at once. Of a
-stateful loader (torchdata's) the state is saved. Any other one is put forward by reading the batches before the place.
+A position in the data is an epoch and a number of batches in it. Our loader gives the batch of any position at once. A
+stateful loader (torchdata's) has its state saved. Any other one is moved forward by reading the batches before it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Feed(Protocol):
     """Where a loop's batches come from."""
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
-        """Yield the batches of epoch ``number`` from batch ``first`` on; ``step`` is the step of the first of them.
+        """Yield the batches of epoch ``number`` from batch ``first`` on, which is that of step ``step``.
 
-        Before it fetches the batch of a step it seeds the random generators for that step.
+        The random generators are seeded for each step before its batch is fetched.
         """
 
     def batches_in(self, number: int) -> int | None:
-        """How many batches epoch ``number`` has; None where nobody knows before its end."""
+        """Return the number of batches in epoch ``number``; None where it is not known before the epoch's end."""
 
     def indices(self, step: int) -> list[int]:
-        """Which samples of the data set this rank has in ``step``; empty where nobody knows."""
+        """Return the indices of this rank's samples in ``step``; empty where they are not known."""
 
     @property
     def samples(self) -> int:
-        """How many samples all ranks' batches of a step have together; 0 where nobody knows."""
+        """Return the number of samples in a step, over all ranks; 0 where it is not known."""
 
 
 class OwnFeed:
@@ -69,8 +69,9 @@ class ForeignFeed:
     """Batches of an iterable that is begun anew for each epoch, as a DataLoader is."""
 
     def __init__(self, loader: Any, seed: Reseed, world_size: int, *, is_there: bool) -> None:
-        """``is_there``: the loader has a state of its own, and was put to the place by it."""
+        """Wrap ``loader``; ``is_there``: a resume has restored its position by a state of its own."""
         self._loader, self._seed = loader, seed
+        # The seed of each epoch is derived from a generator's initial seed.
         self._generators = {generator: generator.initial_seed() for generator in _generators(loader)}
         size = getattr(loader, "batch_size", None)
         self.samples = size * world_size if isinstance(size, int) else 0
@@ -78,6 +79,7 @@ class ForeignFeed:
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
         batches = self._begun(number)
+        # After a resume in the middle of an epoch: read the batches before it, unless the loader's state did that.
         skip, self._is_there = 0 if self._is_there else first, False
         began = time.monotonic()
         for at in range(step - skip, step):
@@ -108,7 +110,10 @@ class ForeignFeed:
         return []
 
     def _begun(self, number: int) -> Iterator[Any]:
-        """Begin an epoch as it was begun the first time: shuffling draws from torch's generator, or by the epoch."""
+        """Begin an epoch exactly as it was begun the first time, so that a resume gets the same order.
+
+        Loaders shuffle by the epoch's number, by a generator of their own, or by torch's: all three are set.
+        """
         for owner in (self._loader, *(getattr(self._loader, name, None) for name in _WITH_EPOCHS)):
             if callable(set_epoch := getattr(owner, "set_epoch", None)):
                 set_epoch(number)
@@ -118,12 +123,12 @@ class ForeignFeed:
         return iter(self._loader)
 
 
-#: Parts of a DataLoader that may follow the epoch, as torch's DistributedSampler does.
+#: Parts of a DataLoader that may shuffle by the epoch, as torch's DistributedSampler does.
 _WITH_EPOCHS = ("sampler", "batch_sampler", "dataset")
 
 
 def _generators(loader: Any) -> set[torch.Generator]:
-    """Return the generators of its own by which a DataLoader shuffles; accelerate gives it one."""
+    """Return the DataLoader's own generators, by which it shuffles; accelerate gives it one."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(owner, name, None) for owner in owners for name in ("generator", "synchronized_generator")]
@@ -131,5 +136,5 @@ def _generators(loader: Any) -> set[torch.Generator]:
 
 
 def seeder(seed: int, rank: int) -> Reseed:
-    """Seed the generators of a rank as a function of the step, or of -1 - epoch for the beginning of an epoch."""
+    """Return a function that seeds a rank's generators by the step, or by -1 - epoch for an epoch's beginning."""
     return lambda step: reseed(seed, step, rank)

@@ -1,4 +1,4 @@
-"""What a job may do on the way of its training; nothing by default."""
+"""What a job may do during its training; nothing by default."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ class Hooks:
     """Methods that the loop calls on every rank, between two steps. Each does the same on all ranks."""
 
     def on_epoch_start(self, epoch: int) -> None:
-        """Prepare an epoch, counted from 0. Called again where a run goes on within it."""
+        """Prepare an epoch, counted from 0. Called again where a run resumes within it."""
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Take note of an epoch's end, with the last figure of each metric.
 
-        Called again where a run goes on from there.
+        Called again where a run resumes from there.
         """
 
     def is_done(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
-        """Return True to end the training early. Asked after each evaluation.
+        """Return True to end the training early. Called after each evaluation.
 
-        ``evaluations`` are the figures of all so far (``eval/loss``), also of those before a resume: what a decision
-        depends on need not be kept elsewhere.
+        ``evaluations`` are the figures of all so far (``eval/loss``), those before a resume included. So a job need not
+        keep what its decision depends on.
         """
         return False

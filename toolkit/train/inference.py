@@ -1,7 +1,7 @@
 """After training: a run's model on one device, without ranks, as `toolkit evaluate` and `toolkit export` use it.
 
-What the model is and how it is judged, the job says (:class:`toolkit.Job`). It is imported from the run's own copy of
-the sources, as its ranks did.
+The job (:class:`toolkit.Job`) says how to make the model and how to judge it. It is imported from the run's own copy of
+the sources, as on the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from toolkit.train.initial import fill
 from toolkit.train.job import Job
 from toolkit.train.run_job import evaluation
 
-#: Images that `--images` has in memory at once.
+#: Images that `--images` holds in memory at once.
 BATCH = 64
 
 log = logs.get(__name__)
@@ -42,7 +42,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """The model as a checkpoint has it, in evaluation mode on ``device``; ``weights`` is ``average`` or ``raw``."""
+    """A checkpoint's model, in evaluation mode on ``device``; ``weights`` is ``average`` or ``raw``."""
 
     run: RunDir
     config: JobConfig
@@ -54,14 +54,14 @@ class Trained:
     device: torch.device
 
     def recorded(self) -> dict[str, float]:
-        """The figures of the run's own evaluation of these weights at this step; empty where there was none."""
+        """Return the figures of the run's own evaluation of these weights at this step; empty if there was none."""
         meta = self.manifest.meta
         is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == whole.judged(self.manifest)
         metrics = meta.get("metrics", {}) if is_of_this else {}
         return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
     def as_json(self) -> dict[str, Any]:
-        """What was used."""
+        """Return the run, the step, the checkpoint, the weights and the device, as JSON."""
         said = {"run": self.run.id, "name": self.run.name, "step": self.manifest.step}
         return {**said, "checkpoint": str(self.checkpoint), "weights": self.weights, "device": self.device.type}
 
@@ -70,17 +70,18 @@ class Trained:
 def trained(
     run: RunDir, paths: Sequence[Path], *, data: Sequence[str] = (), weights: str | None = None
 ) -> Iterator[Trained]:
-    """The first of ``paths``, checkpoints of ``run``, that is whole; on the GPU if there is one.
+    """Load the first of ``paths``, checkpoints of ``run``, that is undamaged; on the GPU if there is one.
 
-    ``data`` are ``key=value`` of the config's data section; ``weights`` is ``average`` or ``raw``, by default the
+    ``data`` are ``key=value`` of the config's data section. ``weights`` is ``average`` or ``raw``, by default the
     average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
     """
     config = load_config(run.config, [f"data.{text.removeprefix('data.')}" for text in data], site=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # A job that prepares other data than the run's must not write them into the run's folder.
     with tempfile.TemporaryDirectory() as scratch:
         job = _job_of(run, config, Path(scratch) if data else run.path, device)
         model = job.model()
-        if not isinstance(model, nn.Module):  # networks of a step of one's own
+        if not isinstance(model, nn.Module):  # the networks of a job with a train_step
             model = nn.ModuleDict(model)
         path, (manifest, chosen) = whole.from_newest(paths, lambda path, found: _load(model, path, found, weights))
         log.info("%s: %s", run.id, path.name)
@@ -88,9 +89,13 @@ def trained(
 
 
 def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) -> Job:
-    """The job, from the run's copy of the sources; it keeps its data in ``folder``."""
+    """Make the job from the run's copy of the sources; it keeps its data in ``folder``.
+
+    Raises RequestError for runs without a class derived from toolkit.Job.
+    """
     if config.job == FOREIGN_JOB:
         raise RequestError(f"run {run.id} is a script of your own: only it knows its model")
+    # The sources are about to run as this user: refuse them where another user can change them.
     if run.code.is_dir():
         refuse_code_of_others(run)
     sources = run.code if run.code.is_dir() else Path.cwd()
@@ -111,12 +116,13 @@ def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) 
 
 
 def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | None) -> tuple[Manifest, str]:
-    """Fill ``model`` with all of its tensors, each byte verified; returns which ones they are."""
+    """Fill ``model`` with all of its tensors, each byte verified. Return the manifest and which weights they are."""
     try:
         chosen, records = whole.model_tensors(manifest.tensors, weights)
     except RequestError as error:
         raise RequestError(f"--weights {weights}: {folder}: {error}") from None
     manifests.check_sizes(folder, manifest)
+    # Unlike at a fine-tuning's start, every name and shape must match: it is the run's own model.
     match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
     if match.missing or match.extra or match.misshapen:
         raise CheckpointError(f"{folder} holds another model than the run's config makes{match.told()}")
@@ -127,7 +133,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
 
 
 class Alone(AllNeeded):
-    """One process with the whole model: of a strategy what an evaluation asks for."""
+    """One process with the whole model: the part of a strategy that an evaluation uses."""
 
     share = Share(0, 1)
     evaluates_together = False
@@ -145,21 +151,21 @@ class Alone(AllNeeded):
             return measured(measure, self._trained.model, here)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """What there is."""
+        """Return the values themselves: there is one process."""
         return {name: float(value) for name, value in values.items()}
 
     def gather(self, value: Any) -> list[Any]:
-        """What there is."""
+        """Return the value alone: there is one process."""
         return [value]
 
 
 def precision(trained: Trained) -> AbstractContextManager[object]:
-    """What the run computed in."""
+    """Return a context that computes in the precision of the run's training."""
     return autocast(trained.device, trained.config.train.precision)
 
 
 def figures(trained: Trained) -> dict[str, float]:
-    """``eval/<name>``: what the job's own evaluation finds over its whole eval set."""
+    """Return the figures of the job's own evaluation over its whole eval set, as ``eval/<name>``."""
     evaluate = evaluation(trained.job)
     if evaluate is None:
         raise RequestError(f"job: {trained.config.job} of run {trained.run.id} has no eval_set() to evaluate on")
@@ -169,9 +175,9 @@ def figures(trained: Trained) -> dict[str, float]:
 
 
 def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """For each image of ``files`` below ``folder``: ``file``, ``class``, ``probability``, ``error``.
+    """Yield ``file``, ``class``, ``probability`` and ``error`` for each image of ``files`` below ``folder``.
 
-    A file that cannot be read has an ``error`` and no class. RequestError where the job classifies no images.
+    A file that cannot be read has an ``error`` and no class. Raises RequestError where the job classifies no images.
     """
     pictures, classes = trained.job.pictures, trained.job.classes
     if pictures is None or not classes:
@@ -191,10 +197,10 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
 
 
 def _read(pictures: Pictures, path: Path) -> Tensor | str:
-    """The input, or what is wrong with the file."""
+    """Return the input, or what is wrong with the file."""
     try:
         return pictures.read(path)
-    except Exception as error:  # Pillow has many, and one torn file must not cost the others their answer
+    except Exception as error:  # Pillow raises many kinds, and one damaged file must not stop the others
         log.warning("%s cannot be read: %s", path, error)
         return f"{type(error).__name__}: {error}"
 

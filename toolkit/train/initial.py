@@ -1,4 +1,4 @@
-"""The weights that a new run starts from, where `model.init_from` names some: fine-tuning, transfer, a longer run."""
+"""The weights that a new run starts from, if `model.init_from` names any: fine-tuning, transfer, a longer run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logs.get(__name__)
 
 
 def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> nn.Module:
-    """``build()``, at a run's fresh start with the weights that ``init_from`` and ``init_weights`` of ``config`` name.
+    """Return ``build()``, filled at a run's fresh start with the weights that ``config`` names.
 
-    A run that has a checkpoint ignores them, for its own weights follow. Every rank calls it, and every rank gets
-    the same weights. Tensors match by name, wrappers' prefixes aside, and shape; the log says which did not, and these
-    keep the values that ``build`` gave them. Raises ConfigError when none matches or there is no such source, and
-    CheckpointError when it cannot be read. A model made without memory (on ``meta``) stays as it is: sharding
-    strategies hand rank 0's weights to all.
+    ``init_from`` names the source, ``init_weights`` which of its weights. A run that has a checkpoint ignores both,
+    because its own weights follow. Every rank calls it and gets the same weights. Tensors match by name, wrappers'
+    prefixes aside, and shape. The log says which did not match; these keep the values that ``build`` gave them. A model
+    made without memory (on ``meta``) is not filled: sharding strategies hand rank 0's weights to all. Raises
+    ConfigError when nothing matches or there is no such source, and CheckpointError when it cannot be read.
     """
     model = build()
     if torch.get_default_device().type == "meta":
@@ -54,7 +54,10 @@ _SAID = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}
 
 
 def _read(source: str, which: str | None, session: Session) -> Weights:
-    """Rank 0 says what all read: of a run that is saving at this moment the others might find a newer checkpoint."""
+    """Read the weights, on all ranks from the file that rank 0 has chosen.
+
+    In a run that is saving at this moment the other ranks might find a newer checkpoint.
+    """
     found: list[Weights] = []
 
     def look() -> dict[str, str]:
@@ -68,6 +71,7 @@ def _read(source: str, which: str | None, session: Session) -> Weights:
 
     told = session.from_main("model.init_from", look)
     path = Path(told["path"])
+    # The path comes from the ranks' store: accept only one that the config names.
     if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
         raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
     return found[0] if session.is_main else weights.read(Origin(told["kind"], path), which)
@@ -75,7 +79,7 @@ def _read(source: str, which: str | None, session: Session) -> Weights:
 
 @dataclass(frozen=True)
 class Match:
-    """How the names and shapes of a model and a file went together."""
+    """The outcome of matching a model and a file by names and shapes."""
 
     filled: list[str]
     missing: list[str]
@@ -83,7 +87,7 @@ class Match:
     misshapen: list[str]
 
     def told(self, *, every: bool = False) -> str:
-        """What did not, as the end of a sentence: a few of each sort, or every one."""
+        """Return what did not match, as the end of a sentence: a few names of each sort, or ``every`` one."""
         sorts = {
             "not in the file, and left as made": self.missing,
             "of another shape, and left as made": self.misshapen,
@@ -95,7 +99,7 @@ class Match:
 
 @torch.no_grad()
 def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
-    """Copy into ``model``, in place, what fits in name and shape, in the model's own types."""
+    """Copy into ``model``, in place and in its own types, what fits in name and shape."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     names = pair(own, found)
     match = Match([], [], [name for name in found if name not in names.values()], [])
@@ -107,13 +111,14 @@ def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
         else:
             value.copy_(found[names[name]])
             match.filled.append(name)
-    filled = {own[name].data_ptr() for name in match.filled}  # a tied weight has several names, a file perhaps one
+    # A tied weight has several names in the model, but perhaps only one in the file.
+    filled = {own[name].data_ptr() for name in match.filled}
     match.missing[:] = [name for name in match.missing if own[name].data_ptr() not in filled]
     return match
 
 
 def pair(own: Iterable[str], others: Iterable[str]) -> dict[str, str]:
-    """The name among ``others`` for each of ``own`` that has one: the same, or else the same without wrappers."""
+    """Return, for each of ``own`` that has one, its name among ``others``: the same, or the same without wrappers."""
     free = dict.fromkeys(others)
     found = {name: name for name in own if name in free}
     for name in found:

@@ -11,7 +11,7 @@
             return toolkit.Loss.mean(cross_entropy(model(batch["image"]), batch["label"]))
 
 Every method but these three has a default. The same class serves the ranks of a training and, afterwards, one process
-that evaluates or exports what was learnt.
+that evaluates or exports the trained model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from toolkit.train.optim import Schedule, build_optimizer, build_schedule
 class Job(Hooks):
     """The data, the model and the loss of a training. A job's file has one class derived from it.
 
-    What may be done on the way is in :class:`~toolkit.train.hooks.Hooks`. Methods are called on every rank, in the same
-    order, and do the same on each::
+    :class:`~toolkit.train.hooks.Hooks` has what may be done during the training. Methods are called on every rank, in
+    the same order, and must do the same on each::
 
         >>> class Doubling(toolkit.Job):
         ...     def train_set(self):
@@ -70,11 +70,11 @@ class Job(Hooks):
         main_first: Callable[[], AbstractContextManager[object]] = nullcontext,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Made by the toolkit; a subclass prepares in :meth:`setup`."""
+        """Take what the toolkit gives, which makes the job. A subclass prepares in :meth:`setup`."""
         self.config, self.params, self.folder = config, params, folder
         self.device = device  #: of this rank
         self.main_first = main_first  #: ``with self.main_first():`` runs a block on rank 0, then on the others
-        self.alive = alive  #: to be called now and then in a long preparation, or it is taken for a hang
+        self.alive = alive  #: call it now and then in a long preparation, or that is taken for a hang
         self.setup()
 
     def setup(self) -> None:
@@ -92,32 +92,32 @@ class Job(Hooks):
     def train_set(self) -> Dataset | Streams:
         """Return the samples to train on: anything with ``len()`` and an index, such as a torch ``Dataset``.
 
-        A sample may be nested: dictionaries, tuples, dataclasses of tensors, arrays, numbers and texts. Samples without
-        an index come from :class:`toolkit.Streams`.
+        A sample may be nested: dictionaries, tuples and dataclasses of tensors, arrays, numbers and texts. Return a
+        :class:`toolkit.Streams` for samples without an index.
         """
         raise NotImplementedError(f"{type(self).__name__} has no train_set(); see toolkit.Job")
 
     def eval_set(self) -> Dataset | None:
-        """Return the samples to evaluate on; None: nothing is evaluated."""
+        """Return the samples to evaluate on, or None to evaluate nothing."""
         return None
 
-    #: ``collate(samples)`` makes the data of a batch of a list of samples; None stacks them.
+    #: ``collate(samples)`` makes a batch's data from a list of samples; None stacks them.
     collate: Callable[[list[Any]], Any] | None = None
 
     #: ``order(epoch)`` gives the samples of an epoch as indices of the training set: drawn by weight, sorted by length,
-    #: by group. It must give the same whenever it is asked, and equally many in each epoch. None: each sample once.
+    #: by group. It must give the same at each call, and equally many in each epoch. None: each sample once.
     order: Callable[[int], Sequence[int]] | None = None
 
     # --------------------------------------------------------------------------------------- the model and the training
 
     def model(self) -> nn.Module | Mapping[str, nn.Module]:
-        """Return a fresh model; with a :meth:`train_step` of one's own, several by name."""
+        """Return a fresh model, or several by name for a job with a :meth:`train_step`."""
         raise NotImplementedError(f"{type(self).__name__} has no model(); see toolkit.Job")
 
     def loss(self, model: Forward, batch: Batch) -> Losses:
         """Return the loss of a batch: a :class:`toolkit.Loss`, or several by name, which are added up and logged.
 
-        ``model`` is to be called as the module's ``forward``.
+        Call ``model`` as the module's ``forward``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss(); see toolkit.Job")
 
@@ -130,10 +130,11 @@ class Job(Hooks):
         return build_schedule(self.config.optim, total_steps)
 
     def train_step(self, step: Custom, batch: Batch) -> Tensor:
-        """Make a whole step on this rank's samples, by calls of ``step.descend(network, loss)``; return what is logged.
+        """Make a whole step on this rank's samples, by calls of ``step.descend(network, loss)``.
 
-        For a training with several optimizers, which has ``strategy.name: custom``. A loss summed over the samples of
-        the batch and divided by ``batch.global_count`` makes the gradient of the mean over the global batch.
+        Returns the loss that is logged. This is for a training with several optimizers, which has ``strategy.name:
+        custom``. A loss summed over the samples of the batch and divided by ``batch.global_count`` gives the gradient
+        of the mean over the global batch.
         """
         raise NotImplementedError
 
@@ -141,7 +142,7 @@ class Job(Hooks):
 
     @torch.no_grad()
     def evaluate(self, model: Forward, batch: Batch) -> Mapping[str, Loss | Tensor | Rows]:
-        """Return figures by name: one value for each sample (n,), or a :class:`toolkit.Loss`; by default the losses.
+        """Return figures by name: one value for each sample (n,), or a :class:`toolkit.Loss`. By default the losses.
 
         They are averaged over the eval set. :class:`toolkit.Rows` are gathered instead, in the eval set's order.
         """
@@ -149,7 +150,7 @@ class Job(Hooks):
         return losses if isinstance(losses, Mapping) else {"loss": losses}
 
     def summary(self, figures: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return what an evaluation found, from the averages and gathered rows of :meth:`evaluate`."""
+        """Return an evaluation's figures, made from the averages and gathered rows of :meth:`evaluate`."""
         return figures
 
     def show(self, model: Forward, batch: Batch) -> Mapping[str, Tensor | str]:

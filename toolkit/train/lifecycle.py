@@ -1,7 +1,7 @@
-"""What every training loop has in common: steps that are counted, saves, agreed stops, metrics and progress.
+"""What every training loop has in common: counting steps, saves, agreed stops, metrics and progress.
 
-The :class:`~toolkit.train.loop.Trainer` stands on it, and so do loops of a user's own
-(:mod:`toolkit.train.own_loop`). All ranks make the same calls in the same order.
+The :class:`~toolkit.train.loop.Trainer` uses it, and so do users' own loops (:mod:`toolkit.train.own_loop`). All ranks
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Loop(Protocol):
         """Return False where the state is not worth saving. ``must``: nothing comes after this save."""
 
     def saved_with(self) -> dict[str, Json]:
-        """Return what the loop wants to find in ``Loaded.meta`` at a resume. Called on every rank; rank 0's counts."""
+        """Return what the loop wants to find in ``Loaded.meta`` at a resume. Called on every rank; rank 0's is kept."""
 
     def progress(self) -> dict[str, Any]:
         """Return what `toolkit status` is to show beside the step, the speed and the metrics."""
@@ -42,17 +42,17 @@ class Lifecycle:
     """Counts the steps of one attempt and does what is due between two of them."""
 
     def __init__(self, session: Session, checkpoints: Checkpoints, loop: Loop, *, log_every: int) -> None:
-        """``log_every``: the speed is measured over so many steps."""
+        """Take the parts; the speed is measured over ``log_every`` steps."""
         self._session = session
         self._checkpoints = checkpoints
         self._loop = loop
         self._activity = session.activity
         self.step = 0  #: steps done, of the whole run
-        self.metrics: dict[str, float] = {}  #: the last figure of each
+        self.metrics: dict[str, float] = {}  #: the last figure of each metric
         self.sheet = Timesheet()
         self.throughput = Throughput(window=log_every)
         self.sink: Sink = NullSink()
-        self._saved = 0  #: the step of the last save, which may still be being written, or have failed
+        self._saved = 0  #: the step of the last save, which may still be in progress, or have failed
         self._resumed: int | None = None
 
     # ------------------------------------------------------------------------------------------------ begin and end
@@ -67,9 +67,9 @@ class Lifecycle:
 
     @contextmanager
     def open(self, expendable: Collection[int] = ()) -> Iterator[None]:
-        """Open the metrics' files after :meth:`resume`, and close them and the checkpoints in the end.
+        """Open the metrics' files after :meth:`resume`; close them and the checkpoints at the end.
 
-        The run goes on without the ``expendable`` ranks where they die.
+        The run goes on without the ``expendable`` ranks if they die.
         """
         self._session.progress(step_start=self.step, expendable=sorted(expendable))
         sinks = build_sinks(self._session.run_dir, self._session.is_main, self._resumed)
@@ -77,7 +77,7 @@ class Lifecycle:
             yield
 
     def begin(self) -> None:
-        """Measure from here on where the time goes. What was before is start-up."""
+        """Begin to measure where the time goes. The time before is start-up."""
         self._history = History(self._session, self.step, self.sheet)
         self.sheet.begin()
         self._session.progress(spent=self.sheet.spent)
@@ -97,6 +97,7 @@ class Lifecycle:
         Raises StoppedError with everything committed.
         """
         self._activity.phase = activity.AT_BOUNDARY
+        # Several requests may meet at one step: ask until the gate has none.
         while (kind := self._session.gate.boundary(self.step)) is not None:
             if kind == STOP:
                 self._stop()
@@ -105,7 +106,8 @@ class Lifecycle:
             self._activity.phase = activity.AT_BOUNDARY
 
     def _stop(self) -> NoReturn:
-        """Commit and leave. There is nothing to commit where this attempt has gained no step."""
+        """Commit, and raise StoppedError. Where this attempt has gained no step there is nothing to commit."""
+        # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self.sheet.on("checkpoint"):
             self._checkpoints.settle(self.step)
         is_kept = self.step == (self._checkpoints.newest or 0) or self.save(must=True)
@@ -115,8 +117,9 @@ class Lifecycle:
         raise StoppedError(f"stopped at {where}; {'' if is_kept else 'not '}committed")
 
     def step_done(self, samples: int, data_wait_s: float) -> None:
-        """Count a step over ``samples`` samples of all ranks, which waited ``data_wait_s`` for this rank's."""
+        """Count a step over ``samples`` samples of all ranks that waited ``data_wait_s`` for this rank's."""
         self.step += 1
+        # Only after the first step of an attempt.
         if self._activity.step is None:
             self._session.step_made()
             if self._session.is_main:
@@ -127,14 +130,17 @@ class Lifecycle:
         self._session.progress(step=self.step)
 
     def save(self, *, must: bool) -> bool:
-        """Save the state after the steps done; return whether that was begun. ``must``: nothing comes after it."""
+        """Save the state after the steps done. Return False where it is not worth saving.
+
+        ``must``: nothing comes after this save. One in the background has only begun when this returns.
+        """
         if not self._loop.may_save(must=must):
             self._checkpoints.postpone()
             return False
         self.report("checkpoint")
         self._activity.phase = activity.SAVING
         with self.sheet.on("checkpoint"):
-            self.sink.flush()  # first: what was logged up to a committed step must survive with it
+            self.sink.flush()  # before the save: what was logged up to a committed step must survive with it
             kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
             self._checkpoints.save(self.step, kept, must=must)
         self._saved = self.step
@@ -143,7 +149,7 @@ class Lifecycle:
         return True
 
     def keep_in_memory(self) -> None:
-        """Copy the state after the steps done into the nodes' memory, where it may be saved."""
+        """Copy the state after the steps done into the nodes' memory, if it is worth saving."""
         began_s = time.monotonic()
         if self._loop.may_save(must=False):
             self._activity.phase = activity.SAVING
@@ -153,7 +159,7 @@ class Lifecycle:
                 self._checkpoints.keep_in_memory(self.step, kept, began_s)
 
     def figures(self) -> dict[str, float]:
-        """Return what is logged of every loop: its speed, the attempt's number and where the time went."""
+        """Return what every loop logs: its speed, the attempt's number and where the time went."""
         return {
             "train/samples_per_s": self.throughput.samples_per_s,
             "train/data_wait_fraction": self.throughput.data_wait_fraction,
@@ -168,7 +174,7 @@ class Lifecycle:
         self.report("train")
 
     def report(self, phase: str) -> None:
-        """Tell the supervisor, or the run's files, how the loop stands."""
+        """Report the loop's progress to the supervisor, or to the run's files."""
         progress: dict[str, Any] = {
             "phase": phase,
             "step": self.step,

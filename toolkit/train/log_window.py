@@ -1,4 +1,4 @@
-"""Means of what a loop logs, over the steps since they were last written and over all ranks; kept on the device."""
+"""Means of what a loop logs, over all ranks and the steps since the last write; kept on the device."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class LogWindow:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
-        self._tags: list[str] = []  #: equal on all ranks, in this order
+        self._tags: list[str] = []  #: the agreed tags, equal on all ranks and in this order
         self._sums: dict[str, Tensor | float] = {}
         self._counts: dict[str, int] = {}
         self._last: dict[str, Tensor | float] = {}
         self._restored: Tensor | None = None
 
     def last(self, tag: str) -> Tensor:
-        """Return what was added last, 0 for nothing."""
+        """Return the last value added under ``tag``, 0 if there is none."""
         return torch.as_tensor(self._last.get(tag, 0.0))
 
     def add(self, tag: str, value: Tensor | float) -> None:
-        """Add a value of one step; a tensor of one element is not read. Raises ConfigError for anything else."""
+        """Add a value of one step. A tensor of one element is not read; any other shape raises ConfigError."""
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigError(f"run.log: {tag} has the shape {tuple(value.shape)}; log single numbers")
@@ -46,6 +46,7 @@ class LogWindow:
 
     def take(self) -> dict[str, float]:
         """Return the means, equal on every rank, and begin anew; a collective and a host sync."""
+        # The last number counts tags that are new on some rank. Only if there are any are tags exchanged.
         total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
         if total[-1]:
             self._agree()
@@ -55,17 +56,17 @@ class LogWindow:
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 
     def agreed_tags(self) -> list[str]:
-        """Return the tags of all ranks, which :meth:`places` needs; a collective, to come before :meth:`state`."""
+        """Return the tags of all ranks, which :meth:`places` needs. A collective; call it before :meth:`state`."""
         if sum_across_ranks(self._new()).item():
             self._agree()
         return list(self._tags)
 
     def state(self) -> dict[str, Entry]:
-        """This rank's part for a checkpoint."""
+        """Return this rank's part for a checkpoint."""
         return self.places(self._tags, self._table().cpu())
 
     def places(self, tags: Sequence[str], table: Tensor | None = None) -> dict[str, Entry]:
-        """What a checkpoint's part is read into. On another number of ranks each gets the mean of all."""
+        """Return what a checkpoint's part is read into. On another number of ranks each gets the mean of all."""
         if not tags:
             return {}
         self._tags = list(tags)
@@ -73,14 +74,14 @@ class LogWindow:
         return {f"{WINDOW}/rank{self._rank}/window": PerRank(self._restored, averages=True)}
 
     def loaded(self) -> None:
-        """The places are filled."""
+        """Take the sums and counts over, once the places are filled."""
         if self._restored is not None:
             sums, counts = self._restored.tolist()
             self._sums = dict(zip(self._tags, sums, strict=True))
             self._counts = dict(zip(self._tags, counts, strict=True))
 
     def _table(self) -> Tensor:
-        """Sums and counts of the agreed tags, (2, tags) float64."""
+        """Return sums and counts of the agreed tags, (2, tags) float64."""
         table = torch.zeros(2, len(self._tags), dtype=torch.float64, device=self._device)
         for index, tag in enumerate(self._tags):
             if tag in self._sums:
@@ -89,7 +90,7 @@ class LogWindow:
         return table
 
     def _new(self) -> Tensor:
-        """How many tags the others may not know, (1,)."""
+        """Return the number of tags that other ranks may not know, (1,)."""
         count = len(self._sums.keys() - set(self._tags))
         return torch.tensor([count], dtype=torch.float64, device=self._device)
 
@@ -100,6 +101,7 @@ class LogWindow:
 
 def gather_json(value: Any, device: torch.device) -> list[Any]:
     """Return the value of every rank, by rank; JSON. A collective."""
+    # Texts differ in length: exchange the lengths first, then rows that are padded to the longest.
     text = json.dumps(value).encode()
     sizes = gather_rows(torch.tensor([len(text)], dtype=torch.int64, device=device)).flatten().tolist()
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -109,5 +111,5 @@ def gather_json(value: Any, device: torch.device) -> list[Any]:
 
 
 def means_by_tag(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """Return ``values`` by tag: a name without a slash stands under ``train/``."""
+    """Return ``values`` by tag. A name without a slash gets the prefix ``train/``."""
     return {name if "/" in name else f"train/{name}": value for name, value in values.items()}

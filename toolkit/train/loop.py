@@ -1,7 +1,7 @@
-"""The training loop. The step number is the whole of its state: batches and learning rate are functions of it.
+"""The training loop. Its state is the step number: batches and learning rate are functions of it.
 
-Only a loader of streams has a place of its own to save, which the checkpoints ask it for, and shares that follow the
-ranks' speeds are saved with the step.
+There are two exceptions. A loader of streams has a position of its own, for which the checkpoints ask it. Shares that
+follow the ranks' speeds are saved with the step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from toolkit.train.witness import summoned
 
 log = logs.get(__name__)
 
-#: How many logging steps have had a mean loss that was not finite; there only when there were some.
+#: Tag for the number of logging steps whose mean loss was not finite; logged only when there were some.
 NOT_FINITE = "train/not_finite"
-#: The figures of one evaluation by name (``accuracy``), or None when it was cut short because the second argument said
-#: so; called on every rank, equal on every rank. The second argument is to be asked after each batch: an evaluation
-#: that asks nothing for half of ``dist.timeout_s`` is taken for a hang.
+#: Returns the figures of one evaluation by name (``accuracy``), or None where it was cut short because the second
+#: argument said so. Called on every rank; the result is equal on every rank. It must call the second argument after
+#: each batch: an evaluation that does not for half of ``dist.timeout_s`` is taken for a hang.
 Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
-#: Called after each evaluation with the step, on every rank: what TensorBoard is to get beside the figures.
+#: Called after each evaluation with the step, on every rank, to log what TensorBoard is to get beside the figures.
 Show: TypeAlias = Callable[[Sink, int], None]
 
 
@@ -64,24 +64,24 @@ class Batches(Protocol):
         """See :class:`toolkit.data.loader.Loader`; called where it ``balances``."""
 
     def part(self, step: int, share: Share) -> Batch:
-        """``at(step)`` of the rank that holds ``share``."""
+        """Return ``at(step)`` of the rank that holds ``share``."""
 
     def fingerprint(self) -> str | None:
-        """What the data set is, in words that are equal for the same one; None where it cannot be told."""
+        """Return a text that identifies the data set, equal for the same one; None where that is not known."""
 
     def global_samples(self, step: int) -> list[int]:
-        """Which samples all ranks together get in ``step``."""
+        """Return the samples that all ranks together get in ``step``."""
 
     def state(self) -> Json:
-        """What this rank's part of a checkpoint must hold of it; None where the step says all."""
+        """Return what this rank must store of the loader in a checkpoint; None where the step says all."""
 
     def restore(self, state: Json) -> None:
-        """Go on from a :meth:`state`, whatever was read before."""
+        """Go on from a :meth:`state`, independent of what was read before."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Where the training ended: steps done, whole epochs and samples seen, the last figure of each metric."""
+    """The end of a training: steps done, whole epochs and samples seen, the last figure of each metric."""
 
     step: int
     epoch: int
@@ -90,13 +90,13 @@ class Result:
 
 
 def total_steps(config: TrainConfig, dataset_size: int, global_batch_size: int) -> int:
-    """Steps that see each sample ``config.epochs`` times, the last batch running over, or ``max_steps`` if less."""
+    """Return the steps of ``config.epochs`` epochs, rounded up to a whole batch, or ``max_steps`` if less."""
     steps = -(-config.epochs * dataset_size // global_batch_size)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 class Trainer:
-    """Trains from where the run's newest checkpoint stands to the last step. Every rank runs one, in lock step."""
+    """Trains from the run's newest checkpoint to the last step. Every rank runs one, in lock step."""
 
     def __init__(
         self,
@@ -108,9 +108,10 @@ class Trainer:
         schedule: Callable[[int], Schedule],
         checkpoints: Checkpoints,
     ) -> None:
-        """``schedule(total_steps)`` gives the learning rate as a function of the step."""
+        """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step."""
         if loader.is_split:
             strategy.split_data()
+        # With a witness the loop sees the loader and the strategy through it; see witness.py.
         witness = summoned(session, conditions)
         if witness is not None:
             loader, strategy = witness.watch(loader, strategy)
@@ -132,7 +133,7 @@ class Trainer:
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
         self._weights_are_finite = True
         self._evaluated: int | None = None
-        self._evaluations: list[dict[str, float]] = []  #: the figures of each, where the job asks for them
+        self._evaluations: list[dict[str, float]] = []  #: the figures of each evaluation, where the job has ``is_done``
 
     def fit(
         self,
@@ -141,10 +142,10 @@ class Trainer:
         show: Show = lambda sink, step: None,
         hooks: Hooks | None = None,
     ) -> Result:
-        """Train to the last step, with evaluations, checkpoints and metrics on the way; the session gets the result.
+        """Train to the last step, with evaluations, checkpoints and metrics. The session gets the result.
 
-        A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and done. Raises
-        StoppedError, with everything committed, when the ranks have agreed to stop.
+        A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and is then done.
+        Raises StoppedError, with everything committed, when the ranks have agreed to stop.
         """
         self._evaluate_model, self._show, self._hooks = evaluate, show, hooks or Hooks()
         loaded = self._life.resume()
@@ -155,6 +156,7 @@ class Trainer:
         with self._life.open(self._strategy.expendable):
             if loaded is None:
                 describe(self._life.sink)
+            # From here on the time counts; what was before is start-up.
             self._life.begin()
             if loaded is not None:
                 self._make_up()
@@ -179,33 +181,37 @@ class Trainer:
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _make_up(self) -> None:
-        """An evaluation that was due at the checkpoint and was cut short by the stop that made it."""
+        """Make up for an evaluation that was due at the checkpoint and that the stop which made it cut short."""
         if self._step and self._evaluation_due() and self._evaluated != self._step:
             self._evaluate()
 
     def _train(self) -> None:
-        share = self._strategy.share.index  # once: the strategy's is another one for evaluations when a rank has died
+        share = self._strategy.share.index  # read once: after a rank's death the strategy has another for evaluations
         self._life.throughput.reset()
         self._life.boundary()
-        begun: int | None = None  # the epoch that the job has heard of
+        begun: int | None = None  # the epoch last announced to the job
         while self._step < self._total:
             if begun != (epoch := self._epochs(self._step)):
                 self._hooks.on_epoch_start(epoch)
                 begun = epoch
             self._train_step(share)
+            # Log before evaluating and saving: a rollback or a loss that is not finite comes to light here.
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate()
             if self._epochs(self._step) > epoch:
                 self._hooks.on_epoch_end(self._epochs(self._step) - 1, self._life.metrics)
+            # A copy in memory is of no use at a step that is saved.
             if is_best or self._checkpoints.due(self._step) or self._step == self._total:
                 self._life.save(must=self._step == self._total)
             elif self._checkpoints.is_due_in_memory(self._step):
                 self._life.keep_in_memory()
+            # Stop or save here, if all ranks have agreed on this step.
             self._life.boundary()
 
     def _train_step(self, share: int) -> None:
         n = self._step
+        # The own time includes the fetch of the batch, so that a slow loader shows.
         self._strategy.own_time.start()
         reseed(self._config.seed, n, share)
         self._activity.phase = activity.WAITING_FOR_DATA
@@ -213,12 +219,13 @@ class Trainer:
         self._bad_samples.note(batch)
         self._activity.phase = activity.IN_STEP
         output = self._strategy.step(batch, self._lr(n))
+        # Nothing is read from the device here: the verdict and the losses wait for the next logging step.
         self._skipped.note(n, output.skipped)
         self._loss.add(output)
         self._life.step_done(self._loader.global_batch_size, self._loader.data_wait_s)
 
     def _again(self, step: int, share: Share) -> Batch:
-        """What the rank that holds ``share`` gets in ``step``, and draws its random numbers from."""
+        """Return the batch of ``step`` for the rank that holds ``share``, and seed the generators as that rank does."""
         reseed(self._config.seed, step, share.index)
         batch = self._loader.part(step, share)
         self._bad_samples.note(batch)
@@ -238,14 +245,15 @@ class Trainer:
         return self._epochs(self._step) > self._epochs(self._step - 1) or self._step == self._total
 
     def _epochs(self, step: int) -> int:
-        """Whole epochs that ``step`` steps have seen."""
+        """Return the whole epochs in ``step`` steps."""
         return step * self._loader.global_batch_size // self._loader.dataset_size
 
     # ------------------------------------------------------------------------------------------ between the steps
 
     def _log(self) -> None:
-        """The only place where the host waits for the device."""
+        """Write the metrics since the last logging step. Here, and before saves, the host waits for the device."""
         self._activity.phase = activity.LOGGING
+        # First the verdicts: steps that were left out must not count in the means below.
         self._read_skipped()
         if self._skipped.rollback_due:
             self._roll_back()
@@ -265,6 +273,7 @@ class Trainer:
                 values[tag] = figure
         metrics = self._life.metrics
         values |= {f"train/{name}": loss for name, loss in losses.items()}
+        # There is no mean where each step since the last logging step was left out.
         if losses:
             metrics["train/loss"] = losses["loss"]
             self._not_finite.judge(self._step, losses["loss"], self._loss.taken)
@@ -277,7 +286,7 @@ class Trainer:
         self._loss.leave_out(self._skipped.read())
 
     def _roll_back(self) -> None:
-        """To the weights of a checkpoint, on all ranks alike: the step, the data and the learning rate go on."""
+        """Load the weights of a checkpoint, on all ranks alike. The step, the data and the learning rate go on."""
         self._activity.phase = activity.LOADING
         with self._life.sheet.on("checkpoint"):
             to = self._checkpoints.roll_back(self._step, self._skipped.first_in_row)
@@ -285,7 +294,7 @@ class Trainer:
         self._activity.phase = activity.LOGGING
 
     def _evaluate(self) -> bool:
-        """Whether the model has never been as good."""
+        """Evaluate, and log the figures. Return True if the model has never been as good."""
         self._life.report("evaluate")
         self._activity.phase = activity.EVALUATING
         with self._life.sheet.on("evaluation"):
@@ -299,6 +308,7 @@ class Trainer:
         self._life.sink.scalars(self._step, figures)
         self._show(self._life.sink, self._step)
         log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        # Only a job that decides by them needs the figures of all evaluations, in memory and in checkpoints.
         if type(self._hooks).is_done is not Hooks.is_done:
             self._evaluations.append(figures)
             self._end_if_done()
@@ -312,7 +322,7 @@ class Trainer:
             self._total = self._step
 
     def _evaluated_by_the_living(self) -> Mapping[str, float] | None:
-        """Again, if a rank dies over it: all hear of that at the same point."""
+        """Evaluate, and retry when a rank dies during it: all ranks notice that at the same point."""
         assert self._evaluate_model is not None
         while True:
             try:
@@ -321,9 +331,9 @@ class Trainer:
                 log.warning("step %d: evaluating again: %s", self._step, error)
 
     def _is_cut(self) -> bool:
-        """An evaluation makes room for a stop, which has seconds; it is made up for at the resume.
+        """True if the evaluation must end early, to make room for a stop, which has only seconds.
 
-        It asks after each batch, which shows as well that it gets on.
+        The evaluation is made up for at the resume. It calls this after each batch, which also reports progress.
         """
         self._activity.move()
         self._life.sheet.add("evaluation")
@@ -355,7 +365,7 @@ class Trainer:
             "finite": self._weights_are_finite,
             **({"evaluations": [*self._evaluations]} if self._evaluations else {}),
         }
-        self._bad_samples.collect()  # after the sum in state(): rank 0 hears of everything up to this step
+        self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept
 
     def progress(self) -> dict[str, Any]:
@@ -369,7 +379,7 @@ class Trainer:
 
 
 class LossWindow:
-    """The means of the global losses over the steps since they were last taken; kept on the device until then.
+    """Means of the global losses over the steps since they were last taken; kept on the device until then.
 
     ``by_rank`` is :meth:`Strategy.by_rank`.
     """
@@ -383,10 +393,10 @@ class LossWindow:
         self._losses: list[Tensor] = []
         self.taken: list[Tensor] = []
         self._steps = 0
-        self._before: dict[str, float] = {}  # of a restored window, until the first step tells the type and the device
+        self._before: dict[str, float] = {}  # sums of a restored window, until the first step gives type and device
 
     def add(self, output: StepOutput) -> None:
-        """Add one step's losses: their sum as ``loss``, and each that has a name."""
+        """Add one step's losses: their sum as ``loss``, and each named one."""
         counted = output.counted()
         for name, loss in counted.items():
             if name in self._sums:
@@ -397,18 +407,21 @@ class LossWindow:
         self._steps += 1
 
     def leave_out(self, steps: int) -> None:
-        """So many of the losses added were 0 because their steps were left out: the means are over the others."""
+        """Leave ``steps`` steps out of the means. Their losses were added as 0 because the steps were left out."""
         self._steps -= steps
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, equal on every rank; a collective and a host sync unless the window is empty."""
+        """Return the window for a checkpoint, equal on every rank.
+
+        A collective and a host sync unless the window is empty.
+        """
         if not self._sums:
             return {"steps": 0, "sums": {}}
         sums = self._by_rank(self._sums)
         return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in self._sums}}
 
     def restore(self, saved: Any) -> None:
-        """Go on from a :meth:`state`; of another number of ranks the sum of all is rank 0's."""
+        """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""
         saved = saved or {"steps": 0, "sums": {}}
         self._steps = saved["steps"]
         for name, sums in saved["sums"].items():
@@ -416,9 +429,9 @@ class LossWindow:
             self._before[name] = sums[self._rank] if is_same else float(self._rank == 0) * sum(sums)
 
     def take(self, figure: float) -> tuple[dict[str, float], list[float]]:
-        """The means by name, and the ``figure`` of each rank, equal on every rank; one collective, one host sync.
+        """Return the means by name and the ``figure`` of each rank, equal on every rank, and begin anew.
 
-        There are no means where each step was left out.
+        One collective and one host sync. There are no means where every step was left out.
         """
         assert self._sums, "a step comes before each logging step"
         found = self._by_rank({**self._sums, "": figure})  # no loss has that name

@@ -1,8 +1,8 @@
 """Muon for hidden matrices and AdamW for the rest, as one optimizer: one step, one state, one rate.
 
 Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's gradient by the nearest orthogonal matrix, so it
-needs the whole one. Of a matrix that is cut over ranks each rank gathers the gradient, momentum and all, and makes the
-same step as the others, but keeps its own part only: weights and momenta stay cut.
+needs the whole gradient. Where a matrix is sharded over ranks, each rank gathers the gradient with its momentum and
+makes the same step as the others, but keeps its own part only: weights and momenta stay sharded.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ class MuonAndAdamW(AdamW):
         given |= {"momentum": config.momentum, "nesterov": config.nesterov}
         given = {name: value for name, value in given.items() if value is not None}
         try:
-            #: Its groups are set before each step; torch makes no optimizer without parameters.
+            #: Made with a dummy matrix, because torch makes no optimizer without parameters. Its groups are set at each
+            #: step.
             self._muon = Muon([torch.zeros(1, 1)], config.lr, config.weight_decay, **given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optim.arguments: torch's Muon does not take {given}: {error}") from error
         super().__init__([{**self._muon.defaults, **group} if group["muon"] else group for group in groups], **options)
-        self.defaults["muon"] = False  # of a group that is added later
+        self.defaults["muon"] = False  # for a group that is added later
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make one step; where ``found_inf`` is not 0 on the device, make none. ``closure`` is not supported."""
         assert closure is None, "no strategy has one"
+        # AdamW steps over its own groups; it must not see Muon's.
         groups = self.param_groups
         matrices = [group for group in groups if group["muon"]]
         self.param_groups = [group for group in groups if not group["muon"]]
@@ -49,6 +51,8 @@ class MuonAndAdamW(AdamW):
             super().step()
         finally:
             self.param_groups = groups
+        # AdamW leaves a bad step out by itself. Muon knows no ``found_inf``: its steps are undone below, on the device,
+        # so that the host need not wait.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         kept = [] if found_inf is None else [(tensor, tensor.clone()) for tensor in self._of_muon(matrices)]
         for group in matrices:
@@ -61,7 +65,7 @@ class MuonAndAdamW(AdamW):
             tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, before, tensor))  # type: ignore[union-attr]
 
     def _of_muon(self, groups: list[dict[str, Any]]) -> list[Tensor]:
-        """The weights and momenta that a step changes; makes those that are not there."""
+        """Return the weights and momenta that a step changes. Missing momenta are made."""
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         return [local(tensor) for parameter in parameters for tensor in (parameter, self._momentum(parameter))]
 
@@ -77,22 +81,24 @@ class MuonAndAdamW(AdamW):
         self._muon.step()  # type: ignore[no-untyped-call]
 
     def _step_cut(self, parameter: DTensor, group: dict[str, Any]) -> None:
-        """One step for a matrix of which this rank has a part.
+        """Make one step for a matrix of which this rank has a part.
 
-        The momentum is added up in parts, which is exact, and the sum gathered in bfloat16, in which torch's Muon makes
-        it orthogonal. That makes its step on a matrix of this rank's weights, with zeros where the others have theirs.
+        Each rank updates the momentum of its part, which is exact. The result is gathered in bfloat16, in which torch's
+        Muon makes it orthogonal. Muon then steps on a matrix that has this rank's weights, and zeros where the others
+        have theirs.
         """
         assert parameter.grad is not None
         weights, gradient, momentum = local(parameter), local(parameter.grad), local(self._momentum(parameter))
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         mesh, shape = parameter.device_mesh, parameter.shape
-        sent = update.to(mesh.device_type, torch.bfloat16)  # offloaded weights: NCCL serves no tensor in host memory
+        sent = update.to(mesh.device_type, torch.bfloat16)  # for offloaded weights: NCCL takes no tensor in host memory
         parts = DTensor.from_local(sent, mesh, parameter.placements, shape=shape, stride=parameter.stride())
         whole = nn.Parameter(torch.zeros(shape, dtype=weights.dtype, device=sent.device))
-        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: where our part stands
+        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: the place of our part
         own = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
         whole[own].copy_(weights)
+        # The momentum is in the gradient already: Muon's own is off.
         whole.grad = parts.full_tensor().to(whole.dtype)
         self._step_whole({**group, "params": [whole], "momentum": 0.0, "nesterov": False})
         del self.state[whole]

@@ -1,9 +1,9 @@
-"""`train.on_nan`: a training whose loss is not finite ends, instead of training on with weights that are worth nothing.
+"""`train.on_nan`: end a training whose loss is not finite, because its weights are of no use any more.
 
-The loop asks at logging steps and before saves, where the host waits for the device anyway. One mean that is not finite
-is a warning; at the second in a row the attempt fails, and names the step, its samples, and the first layer whose
-output is not finite, with the weights of the last checkpoint. The same steps would follow again from there, so the run
-is given up. Weights that are not finite are not saved: the newest checkpoint stays one to go on from.
+The loop checks at logging steps and before saves, where the host waits for the device anyway. One mean that is not
+finite is a warning. At the second in a row the attempt fails; the error names the step, its samples, and the first
+layer whose output is not finite with the weights of the last checkpoint. The run is given up, because the same steps
+would follow again from there. Weights that are not finite are not saved: the newest checkpoint stays fit for a resume.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logs.get(__name__)
 
 
 class Loader(Protocol):
-    """What is needed of the loader."""
+    """The methods of the loader that are used here."""
 
     def at(self, step: int) -> Batch | None: ...
 
@@ -35,7 +35,7 @@ class Loader(Protocol):
 
 
 class NotFinite:
-    """Watches the loss and the weights; every rank makes the same calls and comes to the same conclusion.
+    """Checks the loss and the weights. Every rank makes the same calls and comes to the same result.
 
     ``roll_back(step, newest)`` is that of the run's checkpoints.
     """
@@ -49,17 +49,17 @@ class NotFinite:
         roll_back: Callable[[int, int], int | None],
     ) -> None:
         self.stops = config.on_nan == "stop"
-        self.count = 0  #: of logging steps whose mean loss was not finite, in the whole run
+        self.count = 0  #: number of logging steps whose mean loss was not finite, in the whole run
         self._seed = config.seed
         self._activity = session.activity
         self._strategy, self._loader, self._roll_back = strategy, loader, roll_back
-        self._row = 0
-        self._since: int | None = None  #: the first step of the row
+        self._row = 0  #: means in a row that are not finite
+        self._since: int | None = None  #: the first step of that row
 
     def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
-        """Hear that ``loss`` is the mean of ``losses``, this rank's parts in the steps before ``step``.
+        """Check ``loss``, the mean of the steps before ``step``; ``losses`` are this rank's parts in each of them.
 
-        Raises ConfigError, with ``train.on_nan: stop``, at the second mean in a row that is not finite.
+        With ``train.on_nan: stop``, raises ConfigError at the second mean in a row that is not finite.
         """
         if math.isfinite(loss):
             self._row, self._since = 0, None
@@ -72,11 +72,11 @@ class NotFinite:
             self.refuse(step)
 
     def weights_are_finite(self) -> bool:
-        """Whether all weights are, on all ranks; a collective, and a host sync."""
+        """True if all weights are finite on all ranks; a collective and a host sync."""
         return weights_are_finite(self._strategy)
 
     def refuse(self, step: int) -> NoReturn:
-        """Raise ConfigError after ``step`` steps; all ranks load a checkpoint for it."""
+        """Raise ConfigError after ``step`` steps. All ranks load a checkpoint, to find the layer to name."""
         what = "the weights are not finite after the last step"
         if self._since is not None:
             what = f"the loss is not finite since step {self._since} (samples {self._samples(self._since)})"
@@ -86,7 +86,7 @@ class NotFinite:
         )
 
     def _first(self, step: int, losses: list[Tensor]) -> int:
-        """The step in which the loss was not finite for the first time; a collective."""
+        """Return the first step whose loss was not finite; a collective."""
         totals = self._strategy.sum({str(index): loss for index, loss in enumerate(losses)})
         first = next((index for index, total in enumerate(totals.values()) if not math.isfinite(total)), 0)
         return step - len(losses) + first
@@ -95,17 +95,21 @@ class NotFinite:
         return listing(list(map(str, self._loader.global_samples(step))), 8)
 
     def _cause(self, step: int) -> str:
-        """What is wrong, as the end of a sentence: the layer, where a strategy can tell and there is a checkpoint."""
+        """Return what is wrong, as the end of a sentence: the layer, where the strategy can find it.
+
+        It is searched for with the weights of a checkpoint from before the first bad step, if there is one.
+        """
         found = bad_weights(self._strategy.live())
         now = f"of this rank's weights {len(found)} are not finite: {listing(found, 3)}" if found else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
         if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
             return now
+        # Repeat the first bad step on weights that were still good, with the same batch and random numbers.
         self._activity.phase = activity.LOADING
         to = self._roll_back(step, self._since)
         try:
             batch = self._loader.at(self._since)
-        except ValueError:  # a stream does not go back
+        except ValueError:  # a stream cannot go back
             return now
         reseed(self._seed, self._since, self._strategy.share.index)
         layer = first_bad_layer(batch)
@@ -116,7 +120,7 @@ class NotFinite:
 
 
 class Weighed(Protocol):
-    """What has weights on every rank: a strategy, or what a loop of one's own has handed over."""
+    """Weights on every rank: those of a strategy, or those that a user's own loop has handed over."""
 
     def live(self) -> Mapping[str, Tensor]: ...
 
@@ -124,12 +128,12 @@ class Weighed(Protocol):
 
 
 def weights_are_finite(held: Weighed) -> bool:
-    """Return whether all weights are, on all ranks; a collective, and a host sync."""
+    """True if all weights are finite on all ranks; a collective and a host sync."""
     return held.sum({"bad": float(bool(bad_weights(held.live())))})["bad"] == 0
 
 
 def bad_weights(found: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the weights, or parts of weights, in ``Strategy.live()`` that are not finite; a host sync."""
+    """Return the names of the weights, or parts of them, in ``Strategy.live()`` that are not finite; a host sync."""
     live = {
         name.removeprefix("weights/"): value
         for name, value in found.items()

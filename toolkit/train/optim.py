@@ -29,9 +29,9 @@ _FUSED = ("cpu", "cuda")
 def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     """Make the optimizer ``config.name`` over the parameters of ``model`` that are not frozen, in groups.
 
-    Fused, that is with one kernel for all parameters, where torch has it: faster, and able to leave out a step without
-    the host knowing. For sharded weights it has no fused SGD. With ``config.groups`` or muon this is a collective: a
-    rank may have a part of the layers only. Raises ConfigError.
+    It is fused (one kernel for all parameters) where torch has that: faster, and able to leave out a step without the
+    host knowing. For sharded weights torch has no fused SGD. With ``config.groups`` or muon this is a collective,
+    because a rank may have only some of the layers. Raises ConfigError.
     """
     groups = parameter_groups(config, model)
     if is_path(config.name):
@@ -52,7 +52,8 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
 
 
 def _own_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """Make an optimizer of the class that ``config.name`` is the path of. Raises ConfigError."""
+    """Make an optimizer of the class at the path ``config.name``. Raises ConfigError."""
+    # A closure that must be given means that the step computes the loss again, as LBFGS's does.
     kind = _imported(config.name)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -65,6 +66,7 @@ def _own_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimiz
     except (TypeError, ValueError, AssertionError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(f"optim.arguments: {config.name} does not take {given}: {error}") from error
+    # torch takes any key in a group, and ignores one that the class does not know.
     for name in {name for group in groups for name in group} - {"params", *made.defaults}:
         valid = list(made.defaults)
         raise ConfigError(
@@ -95,11 +97,12 @@ def _imported(path: str) -> type[Optimizer]:
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """``lr(step)`` for steps 0 to ``total_steps`` - 1: a linear warm-up to ``config.lr``, then the schedule's shape.
+    """Return ``lr(step)`` for steps 0 to ``total_steps`` - 1: a linear warm-up, then the schedule's shape.
 
-    Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate. After
-    it ``linear`` and ``cosine`` fall from lr towards ``min_lr``, which they would reach at step ``total_steps``.
-    ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) does so in the last ``decay_steps`` only.
+    Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate
+    ``config.lr``. After the warm-up ``linear`` and ``cosine`` fall from lr towards ``min_lr``, which they would reach
+    at step ``total_steps``. ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) falls in the last
+    ``decay_steps`` only.
     """
     one_of("optim.schedule", config.schedule, SCHEDULES)
     falls_from = config.warmup_steps
@@ -116,7 +119,8 @@ def _rate(config: OptimConfig, shape: Callable[[float], float], falls_from: int,
     return config.min_lr + (config.lr - config.min_lr) * shape(fallen)
 
 
-_SHAPES: Mapping[str, Callable[[float], float]] = {  # of the part of the fall that is done, 0 to 1
+#: The share of ``lr`` - ``min_lr`` that is left, as a function of the part of the fall that is done, 0 to 1.
+_SHAPES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda fallen: 1.0,
     "linear": lambda fallen: 1.0 - fallen,
     "cosine": lambda fallen: 0.5 * (1.0 + math.cos(math.pi * fallen)),

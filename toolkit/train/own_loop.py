@@ -1,4 +1,4 @@
-"""``toolkit.start()``: a training loop of one's own that stops, saves and comes back as the Trainer's does.
+"""``toolkit.start()``: a user's own training loop that stops, saves and resumes as the Trainer's does.
 
     with toolkit.start() as run:
         model = DistributedDataParallel(Net().to(run.device))
@@ -9,8 +9,8 @@
             ...
             run.log(loss=loss)
 
-A checkpoint holds the state right after a step. What a loop does between two epochs (an evaluation, a scheduler's step)
-is done again where a run goes on from the last step of an epoch.
+A checkpoint holds the state right after a step. A run that resumes from the last step of an epoch does again what the
+loop does between two epochs (an evaluation, a scheduler's step).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, conditions
 from toolkit.train.witness import summoned
 
-#: The process that has called :func:`start`.
+#: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
 
 log = logs.get(__name__)
@@ -61,8 +61,8 @@ Kind = TypeVar("Kind")
 def start() -> Iterator[TrainingRun]:
     """Open the process group, the device and the run's folder for the loop within.
 
-    Under ``toolkit submit``, ``toolkit exec``, ``toolkit run``, srun, torchrun, mpirun and alone. Raises ConfigError
-    for a second one in a process. When all ranks have agreed to stop, the process ends with exit code 75::
+    It works under ``toolkit submit``, ``toolkit exec``, ``toolkit run``, srun, torchrun, mpirun and alone. A second
+    call in a process raises ConfigError. When all ranks have agreed to stop, the process ends with exit code 75::
 
         >>> with toolkit.start() as run:
         ...     model = torch.nn.Linear(1, 1).to(run.device)
@@ -94,7 +94,7 @@ def start() -> Iterator[TrainingRun]:
 
 
 def join_once(caller: str) -> JobConfig:
-    """Return this process's config. Raises ConfigError, with the name of the ``caller``, for a second run in it."""
+    """Return this process's config. Raises ConfigError, naming the ``caller``, for a second run in the process."""
     if os.environ.get(STARTED_VARIABLE) == str(os.getpid()):
         raise ConfigError(f"{caller}: called twice in one process: a run has one loop")
     os.environ[STARTED_VARIABLE] = str(os.getpid())
@@ -105,7 +105,7 @@ _NAN = "look at the data and the learning rate, then resume; train.on_nan: warn 
 
 
 class TrainingRun:
-    """One rank's side of a run whose loop is the user's. Every rank makes the same calls in the same order::
+    """One rank's side of a run with the user's own loop. Every rank makes the same calls in the same order::
 
     >>> def prepared(run: toolkit.TrainingRun) -> float:
     ...     with run.main_first():  # rank 0 downloads, the others find it there
@@ -125,8 +125,8 @@ class TrainingRun:
         self._stack = ExitStack()
         self._feeds: dict[int, ForeignFeed] = {}
         self._not_finite = 0  #: mean losses in a row that were not finite
-        self._epoch = self._batch = 0  #: where the data stand: whole epochs, and batches of the one that is begun
-        self._epochs: int | None = None  #: that the loop in progress makes
+        self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
+        self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
         self._total: int | None = None
         self._in_step = False
         self._save_asked = False
@@ -137,41 +137,41 @@ class TrainingRun:
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """Return this rank, from 0."""
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._session.world_size
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its node."""
+        """Return this rank's number on its node."""
         return self._session.local_rank
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU, made current, or the CPU."""
+        """Return this rank's GPU, which is the current one, or the CPU."""
         return self._session.device
 
     @property
     def dir(self) -> Path:
-        """The run's folder, which all ranks share."""
+        """Return the run's folder, which all ranks share."""
         return self._session.run_dir
 
     @property
     def step(self) -> int:
-        """Steps done, of the whole run; within a step its number, from 0."""
+        """Return the steps done in the whole run; within a step this is its number, from 0."""
         return 0 if self._life is None else self._life.step
 
     @property
     def stopping(self) -> bool:
-        """True once a stop was asked for, on this rank: a long evaluation may end early."""
+        """True once this rank knows of a request to stop. A long evaluation may then end early."""
         return self._session.gate.pending == STOP
 
     def every(self, steps: int) -> bool:
-        """True in every ``steps``-th step: within a step it counts as done."""
+        """True in every ``steps``-th step. The step in progress counts as done."""
         return (self.step + self._in_step) % steps == 0
 
     def params(self, kind: type[Kind]) -> Kind:
@@ -183,10 +183,10 @@ class TrainingRun:
     def loader(
         self, dataset: Samples | BatchedSamples, *, global_batch_size: int | None = None, workers: int | None = None
     ) -> Loader:
-        """Return batches of ``dataset`` in an order that any number of ranks takes up at any step.
+        """Return batches of ``dataset`` in an order that any number of ranks can resume at any step.
 
-        ``global_batch_size`` counts the samples of all ranks in one step; it and ``workers`` are the config's where
-        left out. A batch has ``inputs`` and ``targets`` on this rank's device.
+        ``global_batch_size`` counts the samples of all ranks in one step. It and ``workers`` default to the config's. A
+        batch has ``inputs`` and ``targets`` on this rank's device.
         """
         data = self.config.data
         loader = Loader(
@@ -202,11 +202,11 @@ class TrainingRun:
         return loader
 
     def resumable(self, **objects: Any) -> None:
-        """Hand over by name what a resume needs, and fill it from the newest good checkpoint, if there is one.
+        """Hand over by name what a resume needs. Fill it from the newest good checkpoint, if there is one.
 
-        Modules (wrapped or sharded as they are trained), optimizers, schedulers, scalers, metrics, stateful loaders:
-        all with ``state_dict`` and ``load_state_dict``; tensors, lists and dictionaries are filled in place. Once, when
-        all is made. Raises ConfigError for what cannot be saved, by its name.
+        Takes anything with ``state_dict`` and ``load_state_dict``: modules (wrapped or sharded as they are trained),
+        optimizers, schedulers, scalers, metrics, stateful loaders. Tensors, lists and dictionaries are filled in place.
+        Call it once, when all objects are made. Raises ConfigError, by name, for what cannot be saved.
         """
         if self._life is not None:
             raise ConfigError("run.resumable: called twice; hand over everything in one call")
@@ -228,6 +228,7 @@ class TrainingRun:
         self._checkpoints = checkpoints
         self._life = Lifecycle(self._session, checkpoints, self, log_every=self.config.train.log_every)
         loaded = self._life.resume()
+        # The metrics' files are opened after the resume: they drop what was logged after its step.
         if loaded is not None:
             self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
         self._stack.enter_context(self._life.open())
@@ -239,14 +240,14 @@ class TrainingRun:
         return loaded
 
     def save(self) -> None:
-        """Save after this step. Every rank calls it in the same step."""
+        """Request a save after this step. Every rank calls it in the same step."""
         self._save_asked = True
 
     def log(self, **values: Tensor | float) -> None:
         """Log numbers by name: their mean over the ranks and over the steps since they were last written.
 
-        ``loss`` becomes ``train/loss``; other tags by ``run.log(**{"eval/accuracy": x})``. A tensor of one element is
-        read off the device when it is written, every ``train.log_every`` steps; outside of a step at once.
+        ``loss`` becomes ``train/loss``; other tags are given as ``run.log(**{"eval/accuracy": x})``. Values are written
+        every ``train.log_every`` steps, outside of a step at once. A tensor of one element is read off the device then.
         """
         for tag, value in means_by_tag(values).items():
             self._window.add(tag, value)
@@ -257,7 +258,7 @@ class TrainingRun:
     # ------------------------------------------------------------------------------------------------------- the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are still to be made, up to ``count``; see :meth:`steps`."""
+        """Yield the numbers of the epochs still to be made, below ``count``; see :meth:`steps`."""
         life = self._opened("run.epochs")
         self._epochs = count
         while self._epoch < count and not self._is_done(life.step, self.config.train.max_steps):
@@ -267,20 +268,22 @@ class TrainingRun:
         self._epochs = None
 
     def steps(self, loader: Iterable[Any], *, total: int | None = None) -> Iterator[Any]:
-        """Yield a batch for each step that is still to be made: ``total`` steps of the run, or those of one epoch.
+        """Yield a batch for each step still to be made, up to ``total`` steps of the run or to the epoch's end.
 
-        ``loader``: of :meth:`loader`, a DataLoader, or any iterable that is begun anew for each epoch. Between two
-        steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it too.
+        ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
+        two steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it
+        too.
         """
         life = self._opened("run.steps")
         if total is None and self._epochs is None:
             raise ConfigError(
                 "run.steps: say how many: run.steps(loader, total=10_000), or `for epoch in run.epochs(3):` around it"
             )
-        self._finish_step()
+        self._finish_step()  # of an earlier loop that was left by a ``break``
         feed = self._feed(loader)
         end = _least(total, self.config.train.max_steps)
         self._total = end if total is not None else _least(end, self._steps_of_epochs(feed, life.step))
+        # The boundary before the first step; a run that resumes at its end has none.
         if not self._is_done(life.step, end):
             self._boundary()
         while not self._is_done(life.step, end):
@@ -288,6 +291,7 @@ class TrainingRun:
             yield from self._epoch_steps(feed, end)
             if total is None:
                 break
+            # The loader is at its end: begin the next epoch, unless it gave no batch at all.
             if not self._is_done(life.step, end):
                 if life.step == before and not self._batch:
                     raise ConfigError("run.steps: the loader has no batch")
@@ -305,7 +309,7 @@ class TrainingRun:
                     self._witness.begin(life.step)
                 self._activity.phase = activity.WAITING_FOR_DATA
                 began = time.perf_counter()
-                batch = next(batches, self)
+                batch = next(batches, self)  # ``self`` stands for the end: a batch may be anything, None too
                 if batch is self:
                     return
                 self._wait_s, self._samples = time.perf_counter() - began, feed.samples
@@ -314,11 +318,15 @@ class TrainingRun:
                     self._witness.take_start(self._state.rate())
                 self._activity.phase = activity.IN_STEP
                 self._in_step = True
+                # The body of the user's loop runs here: it is the step.
                 yield batch
                 self._end_step()
 
     def _end_step(self, *, may_save: bool = True) -> None:
-        """Count the step in progress, if there is one, and do what is due after it; later, where it must not save."""
+        """Count the step in progress, if there is one, and do what is due after it.
+
+        Without ``may_save`` the save and the boundary are put off.
+        """
         life = self._opened("run.steps")
         if self._in_step:
             self._finish_step()
@@ -335,7 +343,7 @@ class TrainingRun:
         self._boundary()
 
     def _finish_step(self) -> None:
-        """Count the step in progress, also where the loop was left by a ``break``."""
+        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too."""
         if self._in_step and self._life is not None:
             self._in_step = False
             self._batch += 1
@@ -348,7 +356,7 @@ class TrainingRun:
         try:
             self._life.boundary()
         except StoppedError as stopped:
-            self._stopped = stopped  # should the loop's own code catch it
+            self._stopped = stopped  # :meth:`finish` raises it again where the user's code has caught it
             raise
         self._activity.phase = activity.OWN_CODE
 
@@ -362,14 +370,14 @@ class TrainingRun:
         self._activity.phase = phase
 
     def _save_the_end(self) -> None:
-        """Nothing comes after this save, so it must be made."""
+        """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
         life = self._opened("run.steps")
         self._checkpoints.settle(life.step)
         if self._checkpoints.newest != life.step and not life.save(must=True):
             raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
 
     def finish(self) -> None:
-        """The loop has come to its end: save what is not saved yet, and hand over the run's result."""
+        """End the run after its loop: save what is not saved yet, and hand over the result."""
         if self._stopped is not None:
             raise self._stopped
         life = self._opened("toolkit.start")
@@ -382,20 +390,20 @@ class TrainingRun:
         life.finish(result)
 
     def close(self) -> None:
-        """Let go of the loaders and files; after an error nothing is saved."""
+        """Close the loaders and files. Nothing is saved here, so nothing is saved after an error."""
         self._stack.close()
 
     # ------------------------------------------------------------------------------------------------- among the ranks
 
     def main_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0, then on all others: a download into a shared folder, say.
+        """Run the block on rank 0, then on all others, for a download into a shared folder, say.
 
         Where it raises on rank 0, the others raise ToolkitError.
         """
         return self._session.main_first()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank: tensors of one shape and type, or what JSON can say."""
+        """Return the value of every rank, by rank: tensors of one shape and type, or values that JSON can hold."""
         self._activity.move()
         if isinstance(value, Tensor):
             return list(gather_rows(value.detach().to(self.device).contiguous()))
@@ -447,12 +455,12 @@ class TrainingRun:
         return feed
 
     def _is_there(self, loader: Any) -> bool:
-        """Whether the loader has a state of its own, and was put to its place by it."""
+        """True if the loader has a state of its own, and a resume restored its position by that."""
         assert self._state is not None
         return self._state.has_filled(loader)
 
     def _steps_of_epochs(self, feed: Feed, step: int) -> int | None:
-        """Return the step at which the last epoch ends; None where nobody knows."""
+        """Return the step at which the last epoch ends; None where a length is not known."""
         assert self._epochs is not None
         sizes = [feed.batches_in(number) for number in range(self._epoch, self._epochs)]
         return None if None in sizes else step - self._batch + sum(size or 0 for size in sizes)
@@ -465,7 +473,7 @@ class TrainingRun:
 
 
 class OwnState(Resumables):
-    """What a loop hands over, and the means that it has begun to log."""
+    """The objects that a loop hands over, and the means that it has begun to log."""
 
     def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
         super().__init__(objects, session.rank, session.device)
@@ -474,7 +482,7 @@ class OwnState(Resumables):
         self._objects = list(objects.values())
 
     def has_filled(self, thing: object) -> bool:
-        """True if ``thing`` was handed over, and filled from a checkpoint."""
+        """True if ``thing`` was handed over and filled from a checkpoint."""
         return self._is_loaded and any(thing is found for found in self._objects)
 
     def state(self) -> dict[str, Entry]:
@@ -490,7 +498,10 @@ class OwnState(Resumables):
 
 
 def _watch(module: nn.Module, move: Callable[[], None]) -> None:
-    """Take each pass for a sign of life: an evaluation makes no steps. Not in a compiled module, which would count."""
+    """Report each pass as progress, because an evaluation makes no steps.
+
+    Compiled modules get no hook: the counting would become part of the compiled code.
+    """
     if not is_compiled(module) and module._compiled_call_impl is None:
         module.register_forward_pre_hook(lambda *_: move())
 

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer gets, and with which settings of their own."""
+"""The parameters that an optimizer gets, in groups with settings of their own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logs.get(__name__)
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters of ``model`` that are not frozen, those with the same settings in one group.
+    """Return the trained parameters of ``model``, those with the same settings in one group.
 
-    A setting is that of the last pattern in ``config.groups`` that matches one of the parameter's names and has the
-    setting. With muon each group says in ``muon`` whether it is for that or for AdamW. Raises ConfigError for a pattern
-    without a parameter.
+    Parameters that are frozen are left out. A setting comes from the last pattern in ``config.groups`` that matches one
+    of the parameter's names and has the setting. With muon each group says in ``muon`` whether it is for Muon or for
+    AdamW. Raises ConfigError for a pattern that matches no parameter.
     """
     names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)  # a tied parameter has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -38,11 +38,13 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     for parameter, all_names in names.items():
         if not parameter.requires_grad:
             continue
+        # Defaults first: patterns override them, and a later pattern an earlier one.
         settings: dict[str, Any] = {"weight_decay": 0.0} if parameter in spared else {}
         settings |= {"optimizer": "muon" if parameter in matrices else "adamw"} if config.name == "muon" else {}
         for pattern, given in config.groups.items():
             if any(fnmatchcase(name, pattern) for name in all_names):
                 settings |= given
+        # From the config's words to what the optimizer understands.
         if "lr_scale" in settings:
             settings["lr"] = config.lr * settings.pop("lr_scale")
         if "optimizer" in settings:
@@ -74,7 +76,10 @@ def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
 
 
 def _of_all_ranks(names: list[str]) -> list[str]:
-    """Return what any rank has, in the model's order: a stage of a pipeline has its own layers. All ranks call it."""
+    """Return the names that any rank has, in the model's order; all ranks call it.
+
+    The stages of a pipeline have different layers.
+    """
     if not dist.is_initialized():
         return names
     found: list[Any] = [None] * dist.get_world_size()
@@ -90,7 +95,7 @@ def _by_module(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]
 
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
-    """And whatever else has fewer than two dimensions: gains, temperatures."""
+    """Return norms' parameters, biases, and all others with fewer than two dimensions: gains, temperatures."""
     return {
         parameter
         for name, module, parameter in _by_module(model)
@@ -99,10 +104,10 @@ def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return what Muon is for: the weights of two dimensions, without embeddings and the head.
+    """Return the parameters for Muon: the weights of two dimensions, without embeddings and the head.
 
-    As https://github.com/KellerJordan/Muon has it. The head is the last layer with such a weight, in the order in which
-    the model names its layers. Every rank calls it.
+    This follows https://github.com/KellerJordan/Muon. The head is the last layer with such a weight, in the order in
+    which the model names its layers. Every rank calls it.
     """
     matrices = [each for each in _by_module(model) if each[2].ndim == 2 and not isinstance(each[1], _NORMS)]
     embeddings = {parameter for _, module, parameter in matrices if isinstance(module, _EMBEDDINGS)}
@@ -113,7 +118,7 @@ def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _refuse_no_muon(names: list[str]) -> None:
-    """``names`` are what Muon is for on this rank; every rank calls it."""
+    """Raise ConfigError where no rank has a parameter for Muon; ``names`` are this rank's. Every rank calls it."""
     if not _of_all_ranks(names):
         raise ConfigError(
             "optim.name: muon is for weights of two dimensions, embeddings and the last layer aside, and this model "

@@ -1,8 +1,9 @@
 """State of any object as JSON and tensors: what ``state_dict()`` returns, stored without pickle.
 
 :func:`encode` turns nested builtin containers, numbers, texts, bytes, tensors and numpy arrays into JSON, with the
-tensors beside it; :func:`decode` gives back equal values of the same types. What JSON has no word for is written as a
-mapping with one key that begins with ``$``. Everything else is refused by its place, ``scheduler.lr_lambdas[0]``.
+tensors beside it. :func:`decode` gives back equal values of the same types. A type that JSON does not have is written
+as a mapping with one key that begins with ``$``. Anything else is an error that names its place, such as
+``scheduler.lr_lambdas[0]``.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from toolkit.errors import ConfigError
 
 
 def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:
-    """Return ``value`` as JSON, and append its tensors, live, to ``tensors``.
+    """Return ``value`` as JSON, and append its live tensors to ``tensors``.
 
-    Raises ConfigError that names the place, beginning with ``where``, of what cannot be stored.
+    Raises ConfigError for what cannot be stored, with its place, which begins with ``where``.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
+    # By exact type: numpy's float64 is a float as well, and belongs to the arrays below.
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _encode_tensor(value, where, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
+    # Lists, and mappings with plain keys, are JSON already; other containers get a key with ``$``.
     if type(value) is list:
         return [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
     if type(value) is dict and all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -74,7 +77,7 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
     return {word: len(tensors) - 1}
 
 
-#: Word, type, how to take it apart into items that are encoded, and how to put it together.
+#: Key, type, how to take it apart into items that are encoded, and how to put it together.
 _KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
     ("$tuple", tuple, list, tuple),
     ("$size", torch.Size, list, torch.Size),

@@ -1,12 +1,12 @@
-"""`toolkit export`: what a run has learnt as files that need no toolkit, in a new folder.
+"""`toolkit export`: a trained model as files that need no toolkit, in a new folder.
 
     model.safetensors    the weights, under the model's own names
     model.pt2            the whole computation, by torch.export: torch alone loads and runs it
-    model.json           what goes in, what comes out, where it is from, the files' digests
+    model.json           inputs, outputs, origin, the files' digests
 
 The program is the model in evaluation mode, in fp32, for the CPU and any number of samples
-(https://docs.pytorch.org/docs/stable/export.html). It is loaded back and compared with the model on real samples before
-it is handed over.
+(https://docs.pytorch.org/docs/stable/export.html). Before it is handed over, it is loaded back and compared with the
+model on real samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEIGHTS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "model.json"
 FORMATS = {"safetensors": (WEIGHTS,), "program": (PROGRAM,), "both": (WEIGHTS, PROGRAM)}
 #: Real samples that a program is tried on: all of them, all but one, and one alone.
 SAMPLES = 8
-#: A loaded program may differ from the model by this, of the largest output: fp32 has seven digits.
+#: How much a loaded program may differ from the model, relative to the largest output: fp32 has seven digits.
 TOLERANCE = 1e-5
 
 log = logs.get(__name__)
@@ -40,7 +40,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program beside its model: on batches of these sizes, the largest difference of an output, and the bound."""
+    """A program compared with its model: the batch sizes, the largest difference of an output, and the bound."""
 
     batch_sizes: tuple[int, ...]
     largest_difference: float
@@ -48,13 +48,13 @@ class Trial:
 
 
 def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
-    """Write the new folder ``target``; ``form`` is one of ``FORMATS``. Returns what ``model.json`` says.
+    """Write the new folder ``target``; ``form`` is one of ``FORMATS``. Return the content of ``model.json``.
 
-    Raises FileExistsError where it is there, CheckpointError for damage, and JobFailedError where torch.export cannot
-    take the model, or makes something else of it; with ``both`` the weights are written all the same.
+    Raises FileExistsError where the folder exists, CheckpointError for damage, and JobFailedError where torch.export
+    cannot take the model or its program differs from the model. With ``both`` the weights are written even then.
     """
     example = _example(trained)
-    model = trained.model.cpu()  # also where there is a GPU: a program holds the device that it was made on
+    model = trained.model.cpu()  # also where there is a GPU: a program is bound to the device that it was made on
     trial: Trial | None = None
     failure: JobFailedError | None = None
     with fsio.new_path(target) as folder:
@@ -67,7 +67,7 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
             except JobFailedError as error:
                 if form == "program":
                     raise
-                failure = error
+                failure = error  # raised below, when the folder with the weights is complete
         about = _about(trained, model, example, trial, folder)
         fsio.write_json(folder / ABOUT, about)
     if failure is not None:
@@ -82,10 +82,14 @@ def _write_weights(trained: Trained, path: Path) -> None:
 
 
 def _example(trained: Trained) -> Tensor:
-    """The first real inputs of the eval set, as the model gets them; two or more, for one would count as constant."""
+    """Return the first real inputs of the eval set, as the model gets them.
+
+    They are two or more: torch.export would take a batch size of one for a constant.
+    """
     eval_set = trained.job.eval_set()
     if eval_set is None:
         raise RequestError(f"job: {trained.config.job} has no eval_set(), whose samples a program is tried on")
+    # The job's own evaluation is called with a stand-in for the model, to see what it gives the model.
     first = next(eval_batches(eval_set, Share(0, 1), SAMPLES, collate=trained.job.collate))
     assert first is not None
     args, kwargs = given_to_model(trained.job.evaluate, first) or ((), {})
@@ -98,14 +102,17 @@ def _example(trained: Trained) -> Tensor:
 
 
 def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
-    """Export ``model``, which is in evaluation mode, as ``path``, with any number of samples; ``example`` (n, ...) are
-    real inputs, two or more. JobFailedError where that cannot be done, or the result is not the model."""
+    """Export ``model``, which is in evaluation mode, as ``path``, for any number of samples.
+
+    ``example`` (n, ...) are two or more real inputs. Raises JobFailedError where the export fails, or its result
+    differs from the model.
+    """
     try:
         with torch.no_grad():
             program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
         trial = _tried(model, torch.export.load(path).module(), example)
-    except Exception as error:  # whatever a model's own code, the tracer and the serialiser make of each other
+    except Exception as error:  # the model's own code, the tracer and the serialiser may raise anything
         path.unlink(missing_ok=True)
         log.info("torch.export failed", exc_info=True)
         reason = str(error).strip().split("\n")[0]

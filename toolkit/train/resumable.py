@@ -1,4 +1,4 @@
-"""What a loop of one's own saves: models, optimizers and anything with a state, as a strategy declares its state.
+"""What a user's own loop saves: models, optimizers and anything with a state, declared as a strategy declares its own.
 
 The names are the Trainer's (``model/<name>``, ``optim/<parameter>/<slot>``), so that all commands read the checkpoints
 and any number of ranks goes on from them. Nothing is pickled.
@@ -32,7 +32,7 @@ MODEL, OPTIMIZER, OTHERS, GROUPS = "model", "optim", "state", "groups"
 
 @runtime_checkable
 class HasStateDict(Protocol):
-    """What torch calls so: schedulers, scalers, metrics, stateful loaders."""
+    """Objects with torch's two methods: schedulers, scalers, metrics, stateful loaders."""
 
     def state_dict(self) -> Any: ...
 
@@ -42,13 +42,14 @@ class HasStateDict(Protocol):
 class Resumables:
     """The objects that a loop hands over by name, in the order in which they are filled.
 
-    It is what :class:`~toolkit.train.state.Checkpoints` needs of a strategy.
+    It has what :class:`~toolkit.train.state.Checkpoints` needs of a strategy.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int, device: torch.device) -> None:
-        """Raises ConfigError for what cannot be saved, by its name."""
+        """Sort the objects by kind. Raises ConfigError, by name, for what cannot be saved."""
         self._rank, self._device = rank, device
         modules = {name: bare(value) for name, value in objects.items() if isinstance(value, nn.Module)}
+        # A metric is a module, but its state is each rank's own: it is saved with the others below.
         modules = {name: value for name, value in modules.items() if not _is_metric(value)}
         self._modules = _prefixed(modules)
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
@@ -57,12 +58,13 @@ class Resumables:
         _refuse_twice(optimizers)
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
         self._others = {name: _other(name, value) for name, value in others.items()}
+        # A moving average is saved as a module; its count of updates is not among the averaged weights.
         averages = {name: module for name, module in modules.items() if isinstance(module, AveragedModel)}
         self._others |= {name: _count_of(name, average) for name, average in averages.items()}
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The models, without wrappers."""
+        """Return the models, without wrappers."""
         return list(self._modules.values())
 
     def _parameters(self) -> dict[Tensor, str]:
@@ -75,12 +77,14 @@ class Resumables:
     # ------------------------------------------------------------------------------------------ for the checkpoints
 
     def state(self) -> dict[str, Entry]:
-        """Everything as it is now, live; a collective."""
+        """Return everything as it is now, live; a collective."""
+        # Buffers such as BatchNorm's statistics differ among replicas; a checkpoint has those of rank 0.
         buffers = (buffer for module in self._modules.values() for buffer in module.buffers())
         broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], source=0)
         found = self._weights()
         for slots in self._optimizers.values():
             found |= slots.entries()
+        # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
         parts = {name: other.take_apart() for name, other in self._others.items()}
         for name, is_equal in zip(parts, self._are_equal(list(parts.values())), strict=True):
             value, tensors = parts[name]
@@ -90,11 +94,12 @@ class Resumables:
         return found
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
-        """What is to be filled from a checkpoint: weights in place, and new tensors for the rest."""
+        """Return what is to be filled from a checkpoint: weights in place, and new tensors for the rest."""
         found = self._weights(exchange=False)
         for slots in self._optimizers.values():
             found |= slots.places(manifest)
         for name, other in self._others.items():
+            # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
             found[at] = kind(None)
@@ -104,7 +109,7 @@ class Resumables:
         return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """The places are filled. ``values`` are the entries that are no tensors."""
+        """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
         for extra in self._extra.values():
             extra.loaded(values)
         for slots in self._optimizers.values():
@@ -128,7 +133,7 @@ class Resumables:
         return found
 
     def rate(self) -> float:
-        """The learning rate of the first optimizer, 0 without one."""
+        """Return the learning rate of the first optimizer, 0 without one."""
         return next((float(slots.optimizer.param_groups[0]["lr"]) for slots in self._optimizers.values()), 0.0)
 
     def _weights(self, *, exchange: bool = True) -> dict[str, Entry]:
@@ -140,7 +145,7 @@ class Resumables:
         return found
 
     def _are_equal(self, parts: list[tuple[Json, list[Tensor]]]) -> list[bool]:
-        """Whether each part is the same on all ranks."""
+        """Return, for each part, whether it is the same on all ranks, by its digest; a collective."""
         if not parts:
             return []
         digests = [zlib.crc32(b"".join([repr(v).encode(), *(to_bytes("state", t) for t in ts)])) for v, ts in parts]
@@ -153,6 +158,7 @@ class OptimizerSlots:
 
     def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
+        # A parameter made before its module was wrapped or moved is not the model's any more.
         unknown = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
         if unknown:
             shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
@@ -169,7 +175,7 @@ class OptimizerSlots:
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         found: dict[str, Entry] = {self._at: Replicated(None)}
-        self.optimizer.state.clear()  # what a damaged checkpoint was to be read into
+        self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
         for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
             record = manifest.tensors.get(key)
             value = None if record is None else _place_of(parameter, slot, record, settings)
@@ -178,9 +184,10 @@ class OptimizerSlots:
         return found
 
     def loaded(self, values: Mapping[str, Json]) -> None:
-        """Raises ConfigError where the checkpoint is another optimizer's."""
+        """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
         for parameter, slot, key, _ in self._stored(values):
             self.optimizer.state[parameter][slot] = values[key]
+        # Settings belong to groups by their order, so the class and the groups' sizes must match.
         saved: Any = values[self._at]
         kind, sizes = type(self.optimizer).__name__, [len(group["params"]) for group in self.optimizer.param_groups]
         if (saved["class"], [group["parameters"] for group in saved["groups"]]) != (kind, sizes):
@@ -199,7 +206,7 @@ class OptimizerSlots:
         return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
 
     def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
-        """Yield parameter, slot, key and the settings of its group for each of ``keys`` that is a slot of ours."""
+        """Yield parameter, slot, key and its group's settings for each of ``keys`` that is this optimizer's."""
         groups = self.optimizer.param_groups
         own = {self._names[parameter]: (parameter, group) for group in groups for parameter in group["params"]}
         for key in keys:
@@ -228,7 +235,7 @@ class OptimizerSlots:
 
 
 def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
-    """Return a tensor as the optimizer itself would have made it: cut as the parameter is, if it has its shape."""
+    """Return a tensor as the optimizer itself would have made it: sharded as the parameter is, if it has its shape."""
     dtype = getattr(torch, record.dtype)
     if record.shape == tuple(parameter.shape) and record.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -267,17 +274,20 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True for what ``torch.compile(module)`` returns. By name, for importing torch's compiler takes a second."""
+    """True for what ``torch.compile(module)`` returns. Goes by name: importing torch's compiler takes a second."""
     return type(module).__name__ == "OptimizedModule"
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """torchmetrics' are modules whose state is each rank's own, and not in their ``state_dict`` unless asked for."""
+    """True for a metric of torchmetrics.
+
+    It is a module whose state is each rank's own, and is not in its ``state_dict`` unless asked for.
+    """
     return any(kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__)
 
 
 def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer within accelerate's wrapper. Raises ConfigError for torch's that shards over the ranks."""
+    """Return the optimizer within accelerate's wrapper. Raises ConfigError for torch's ZeroRedundancyOptimizer."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError(
             "run.resumable: ZeroRedundancyOptimizer keeps parts of its state on each rank, under numbers that change "
@@ -288,11 +298,11 @@ def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules by what stands before their names in a checkpoint.
+    """Return the modules by the prefix of their names in a checkpoint.
 
-    ``model``, or a single module under any name, is the model; others beside it have their own name, and several
-    without one called ``model`` are the parts of one model, as in a job with a step of its own. Of a moving average
-    (``AveragedModel``) it is the averaged weights that count.
+    ``model``, or a single module under any name, is the model. Other modules beside ``model`` have their own name.
+    Several without one called ``model`` are the parts of one model, as in a job with a ``train_step``. Of a moving
+    average (``AveragedModel``) the averaged weights are taken.
     """
     found: dict[str, nn.Module] = {}
     plain = [name for name, module in modules.items() if not isinstance(module, AveragedModel)]
@@ -332,7 +342,7 @@ def _count_of(name: str, average: AveragedModel) -> Other:
 
 
 def _metric(name: str, metric: nn.Module) -> Other:
-    """A metric, with its number of updates, which its state dict leaves out and by which it weighs a mean over them."""
+    """Return the metric with its number of updates, which weighs a mean over them and is not in its state dict."""
     metric.persistent(True)  # type: ignore[operator]  # nn.Module's attributes may be tensors
     parts: dict[str, Any] = {path: m for path, m in metric.named_modules() if hasattr(m, "_update_count")}
 
@@ -343,13 +353,16 @@ def _metric(name: str, metric: nn.Module) -> Other:
         metric.load_state_dict(found["state"])
         for path, part in parts.items():
             part._update_count = found["updates"][path]
-            part.to(part.device)  # load_state_dict took the tensors over where they are: in host memory
+            part.to(part.device)  # load_state_dict kept the tensors where they were: in host memory
 
     return Other(name, get, put)
 
 
 def _other(name: str, value: Any) -> Other:
-    """Raises ConfigError for what has no state, or a state that cannot be put back."""
+    """Return how to read the state of ``value`` and put it back.
+
+    Raises ConfigError for what has no state, or a state that cannot be put back.
+    """
     if _is_metric(value):
         return _metric(name, value)
     if isinstance(value, HasStateDict):

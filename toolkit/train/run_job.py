@@ -1,4 +1,4 @@
-"""A :class:`toolkit.Job` on the ranks of a training: what every job would have to write is written here once."""
+"""A :class:`toolkit.Job` on the ranks of a training: what every job needs, so that no job has to write it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ class Training:
 
 def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
     """Make all that a rank needs to train a job of class ``kind``; every rank calls it."""
+    # Seeds first: the job may draw random numbers when it is made.
     prepare(config.train.seed, deterministic=config.train.deterministic)
     job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.move)
     with ExitStack() as stack:
         strategy = stack.enter_context(closing(_strategy(job, config, session)))
         loader = stack.enter_context(closing(_loader(job, config, strategy.share, session)))
+        # A real batch: the strategy primes the model on it, and its images go to TensorBoard.
         sample = loader.at(0)
         _build(job, strategy, config, session, sample)
         checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
@@ -81,6 +83,7 @@ def _strategy(job: Job, config: JobConfig, session: Session) -> Strategy:
 
 
 def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sample: Batch | None) -> None:
+    # A job with a train_step has several networks, each with its optimizer, and no loss of its own.
     if type(job).train_step is not Job.train_step:
         networks = cast(Mapping[str, nn.Module], job.model())
         if not isinstance(networks, Mapping):
@@ -100,7 +103,7 @@ def _same(network: nn.Module) -> nn.Module:
 
 
 def evaluation(job: Job) -> Evaluate | None:
-    """Return what evaluates ``job`` on its eval set, on any number of ranks; None where it has none."""
+    """Return a function that evaluates ``job`` on its eval set, on any number of ranks; None without an eval set."""
     eval_set = job.eval_set()
     if eval_set is None:
         return None
@@ -126,9 +129,9 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _showing(job: Job, strategy: Strategy) -> Show:
-    """Return what hands over what ``job`` shows of the first samples of its eval set, which are read once.
+    """Return a function that logs what ``job`` shows of the first samples of its eval set, which are read once.
 
-    Every rank calls it: passes may be joint.
+    Every rank calls it, because passes through the model may be joint.
     """
     if type(job).show is Job.show or (eval_set := job.eval_set()) is None:
         return lambda sink, step: None

@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, step, share): a resume needs no saved random state.
 
-Before each step the process's generators are seeded anew, so the dropout mask of step 1000 is the same whether the run
-came there in one go or in five attempts, and whatever was drawn in between for logging or evaluation.
+Before each step the process's generators are seeded anew. So the dropout mask of step 1000 is the same whether the run
+came there in one attempt or in five, and whatever was drawn in between for logging or evaluation.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from toolkit.data.permutation import hash64
 
-#: Keeps these seeds apart from those that other parts of the package hash from the same run seed.
+#: Tags that keep these seeds apart from those that other parts of the package hash from the same run seed.
 _STEP = 0x53544550
 _MODEL = 0x4D4F4445
 
 
 def prepare(seed: int, *, deterministic: bool = False) -> None:
-    """Before the model is made: every rank draws the same first weights.
+    """Seed the generators before the model is made, so that every rank draws the same first weights.
 
-    ``deterministic`` allows only algorithms that give the same bits every time; an operation that has none raises, and
+    ``deterministic`` allows only algorithms that give the same bits every time. An operation without one raises, and
     names itself.
     """
     _seed_generators(hash64(_MODEL, seed))
@@ -33,21 +33,22 @@ def prepare(seed: int, *, deterministic: bool = False) -> None:
 
 
 def reseed(seed: int, step: int, share: int) -> None:
-    """Before each step: no two shares of a step, and no two steps, draw the same dropout masks."""
+    """Seed the generators before a step. No two shares of a step, and no two steps, draw the same dropout masks."""
     _seed_generators(hash64(_STEP, seed, step, share))
 
 
 def _seed_generators(word: int) -> None:
-    """Seed torch's generators for the CPU and every GPU, ``random`` and numpy's legacy one; about 7 us on the CPU.
+    """Seed torch's generators for the CPU and every GPU, ``random`` and numpy's legacy one.
 
-    GPUs other than the current one are those of ``strategy.name: dp``: each gets numbers of its own, or the parts of a
-    batch would have the same dropout masks. ``torch.manual_seed`` would cost 100 us.
+    This takes about 7 us on the CPU; ``torch.manual_seed`` would take 100 us. Only ``strategy.name: dp`` uses GPUs
+    other than the current one: each gets its own numbers, or the parts of a batch would have the same dropout masks.
     """
     number = word >> 1
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         current = torch.cuda.current_device()
         for index, generator in enumerate(torch.cuda.default_generators):
+            # The current GPU gets ``number`` itself, whatever its index.
             generator.manual_seed(number ^ index ^ current)
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)

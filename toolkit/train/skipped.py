@@ -1,11 +1,11 @@
 """The steps that were left out: read from the device now and then, listed in ``skipped_steps.jsonl``, and counted.
 
-The strategy decides on the device, see ``strategies/update/verdict.py``. The host asks where it waits for the device
-anyway, at a logging step and before a save, so a checkpoint never stands behind a step that is not listed yet. What a
-crash keeps from being listed, the resumed run leaves out again.
+The strategy decides on the device, see ``strategies/update/verdict.py``. The host reads the verdicts where it waits for
+the device anyway: at a logging step and before a save. So a checkpoint never comes after a step that is not listed yet.
+A step that a crash keeps from being listed is left out again by the resumed run.
 
-The verdicts are equal on all ranks, and whether to go back to a checkpoint is decided in logging steps only. So all
-ranks decide it alike without a word, and a run that was killed and resumed decides it in the same step.
+The verdicts are equal on all ranks, and whether to roll back to a checkpoint is decided in logging steps only. So all
+ranks decide alike without communication, and a run that was killed and resumed decides in the same step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from toolkit.records import COUNT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 
-#: So many are named in the log; after that only their number is.
+#: The log names this many steps; of later ones it gives only the number.
 NAMED = 10
-#: Without ``train.rollback_after``: so many in a row, and the run ends instead of wasting its time for ever.
+#: Without ``train.rollback_after`` the run ends after this many in a row, instead of wasting its time for ever.
 ENDLESS = 1000
 
 _LINE = Record({"step": COUNT})
@@ -35,7 +35,7 @@ log = logs.get(__name__)
 
 
 class Samples(Protocol):
-    """What is needed of the loader."""
+    """The part of a loader that is used here."""
 
     global_batch_size: int
 
@@ -43,7 +43,7 @@ class Samples(Protocol):
 
 
 class SkippedSteps:
-    """One rank's; all have the same, and rank 0 writes."""
+    """One rank's record of the steps left out. It is equal on all ranks, and rank 0 writes the list."""
 
     def __init__(self, config: TrainConfig, session: Session, loader: Samples) -> None:
         self._is_on = config.skip_bad_steps or config.precision == "fp16"
@@ -62,12 +62,12 @@ class SkippedSteps:
             self._listed = {line["step"] for line in records.read_lines(self._path, _LINE)}
 
     def note(self, step: int, skipped: Tensor | None) -> None:
-        """The verdict on step number ``step``; it stays on the device."""
+        """Keep the verdict on step number ``step``, on the device."""
         if skipped is not None:
             self._unread.append((step, skipped))
 
     def read(self) -> int:
-        """Read what was noted; returns how many of these steps were left out. One host sync, or none."""
+        """Read the verdicts noted, and return how many steps were left out. One host sync, or none."""
         if not self._unread:
             return 0
         verdicts = torch.stack([verdict for _, verdict in self._unread]).tolist()
@@ -83,22 +83,25 @@ class SkippedSteps:
 
     @property
     def rollback_due(self) -> bool:
-        """Whether to go back to a checkpoint, after :meth:`read`."""
+        """True if the run must go back to a checkpoint; call it after :meth:`read`."""
         return self._after is not None and len(self._streak) >= self._after
 
     @property
     def first_in_row(self) -> int:
-        """The first of the steps that were left out one after the other: no later checkpoint is worth going back to."""
+        """Return the first step of the row that was left out. No later checkpoint is worth going back to."""
         return self._streak[0]
 
     @property
     def saves_wait(self) -> bool:
-        """The weights may be about to be given up, and would push better checkpoints out."""
+        """True if saves must wait: a rollback may drop these weights soon, and they would push out better ones."""
         return self._after is not None and self._waits
 
     def rolled_back(self, step: int, to: int | None) -> None:
-        """After ``step`` steps the weights are those of the checkpoint ``to`` again. Raises ConfigError if that is
-        none, or no newer one than the last time: it would happen again and again."""
+        """Note that after ``step`` steps the weights are those of the checkpoint ``to`` again.
+
+        Raises ConfigError if there was no checkpoint, or none made since the last rollback: it would happen again and
+        again.
+        """
         again = to is not None and self._rolled_back_at is not None and to <= self._rolled_back_at
         if to is None or again:
             raise ConfigError(f"train.rollback_after: {self._told(step)}; {_TWICE if again else _NONE}")
@@ -107,14 +110,14 @@ class SkippedSteps:
         self._streak, self._waits = [], True
 
     def figures(self) -> dict[str, int]:
-        """For TensorBoard and the run's result."""
+        """Return the counts for TensorBoard and the run's result."""
         if not self._is_on:
             return {}
         found = {"train/skipped_steps": self._count}
         return found if self._after is None else {**found, "train/rollbacks": self._rollbacks}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, after :meth:`read`."""
+        """Return the state for a checkpoint; call it after :meth:`read`."""
         assert not self._unread
         return {
             "count": self._count,
@@ -125,19 +128,20 @@ class SkippedSteps:
         }
 
     def restore(self, saved: Any) -> None:
-        """Go on from a :meth:`state`; of a checkpoint without one, from none."""
+        """Go on from a :meth:`state`; begin anew where a checkpoint has none."""
         if isinstance(saved, Mapping):
             self._count, self._rollbacks = saved["count"], saved["rollbacks"]
             self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
             self._waits = saved["waits"]
 
     def _take(self, step: int, why: int) -> None:
-        if why == OVERFLOW:  # says something of the loss scale, and nothing of the weights or the samples
+        if why == OVERFLOW:  # a matter of the loss scale, not of the weights or the samples
             return
         self._streak = [] if why == MADE else [*self._streak, step]
         self._waits = why != MADE
 
     def _list(self, new: list[tuple[int, int]]) -> None:
+        # Rank 0 lists each step once, with its positions in the run's order and its samples.
         for step, why in new if self._writes else ():
             first = step * self._loader.global_batch_size
             last = first + self._loader.global_batch_size - 1

@@ -35,27 +35,26 @@ from toolkit.errors import CheckpointError, ConfigError, listing
 from toolkit.rundir import RunDir
 from toolkit.strategies.protocol import REPLICA, InRounds
 
-#: How long a save that must be made is tried; the grace that a site grants is mostly shorter.
+#: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 1.0
 MESH = "strategy.mesh"
-#: In a checkpoint's identity: which data set the order of samples is one of.
+#: Key in a checkpoint's identity: the data set that the order of samples belongs to.
 DATA = "the data set"
-#: What the ranks agree on when it is time for a save.
+#: The kind of request by which the ranks agree on the step of a save by time.
 SAVE = "save"
 
 log = logs.get(__name__)
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """The values of ``FIXED_ON_RESUME``, by which a checkpoint knows the run it belongs to, and the mesh, which may
-    change."""
+    """Return the values of ``FIXED_ON_RESUME``, which tie a checkpoint to its run, and the mesh, which may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
-    """Raises ConfigError with every key whose value is another one than in the checkpoint ``where``."""
+    """Raise ConfigError, naming every key whose value differs from that in the checkpoint ``where``."""
     changed = [
         key for key in current if key in saved and key != MESH and not goes_on_with(key, saved[key], current[key])
     ]
@@ -68,7 +67,7 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
 
 
 def conditions(session: Session) -> dict[str, Json]:
-    """What must stay the same for a resume to reproduce every bit, beside the run's identity."""
+    """Return what must stay the same, beside the run's identity, for a resume to reproduce every bit."""
     gpu = session.device.type == "cuda"
     return {
         "world size": session.world_size,
@@ -97,7 +96,7 @@ class Stateful(Protocol):
 
 
 class Checkpointed(Protocol):
-    """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a loop of one's own."""
+    """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a user's own loop."""
 
     def state(self) -> State: ...
 
@@ -108,10 +107,10 @@ class Checkpointed(Protocol):
 
 @runtime_checkable
 class Fitting(Protocol):
-    """State whose places follow from what a checkpoint holds."""
+    """State whose places depend on what a checkpoint holds."""
 
     def places(self, manifest: Manifest) -> State:
-        """What is to be filled from a checkpoint; no collective."""
+        """Return what is to be filled from the checkpoint; no collective."""
 
 
 class Checkpoints:
@@ -130,13 +129,14 @@ class Checkpoints:
             is_ours=session.owns_run,
             moved=self._moved,
         )
+        # Only rank 0 copies checkpoints to the second place.
         self._copy_to = config.copy_to
         self._second: SecondPlace | None = None
         if config.copy_to is not None and session.is_main:
             place = trust.own_part(fsio.expand(config.copy_to))
             folder = place / session.run_dir.parent.name / session.run_dir.name
             self._second = SecondPlace(folder / "checkpoints", self._store.keep, session.activity.move)
-        self._best: float | None = None  #: of the metric that ``keep_best`` names, higher is better
+        self._best: float | None = None  #: the best figure so far of the ``keep_best`` metric; higher is better
         self._background = config.background
         self._staging = Staging()
         self._line: Line | None = None
@@ -160,9 +160,9 @@ class Checkpoints:
         self._meta: dict[str, Json] = {"identity": dict(identity), "conditions": conditions(session)}
 
     def include(self, loader: Stateful) -> None:
-        """Save where ``loader`` stands with the strategy's state, and put it there again.
+        """Save the position of ``loader`` with the strategy's state, and restore it at a resume.
 
-        Every rank calls it. Raises ConfigError, on all of them, where some have another data set than the others.
+        Every rank calls it. Raises ConfigError on all ranks where their data sets differ.
         """
         self._loader = loader
         data = loader.fingerprint()
@@ -173,7 +173,8 @@ class Checkpoints:
     def include_files(self, write_files: Callable[[Path], None]) -> None:
         """Have a library write its own checkpoint in each save: ``write_files(folder)``, on every rank.
 
-        Never in the background. A save that fails ends the attempt: other ranks may wait for this one in the library.
+        Such saves are never made in the background. A save that fails ends the attempt, because other ranks may be
+        waiting for this one inside the library.
         """
         self._write_files, self._background = write_files, False
 
@@ -182,19 +183,19 @@ class Checkpoints:
         return {**self._strategy.state(), **({} if position is None else {self._position: PerRank(position)})}
 
     def due(self, step: int) -> bool:
-        """Whether the run is to be saved after ``step`` steps."""
+        """True if the run is to be saved after ``step`` steps."""
         return any(step % every == 0 for every in (self._every_steps, self._store.keep.every) if isinstance(every, int))
 
     def is_due_in_memory(self, step: int) -> bool:
-        """Whether the state is to be kept in memory after ``step`` steps."""
+        """True if the state is to be kept in memory after ``step`` steps."""
         memory, clock = self._memory, self._copy_clock
         return memory is not None and memory.is_usable and clock is not None and clock.is_due(step)
 
     def keep_in_memory(self, step: int, reached: Mapping[str, Json], began_s: float) -> None:
         """Copy the state after ``step`` steps into the nodes' memory; every rank calls it. See :class:`Memory`.
 
-        ``began_s``: when the training began to wait for it, by ``time.monotonic``. Raises ConfigError where the copies
-        do not fit; ``auto`` is off then, on all ranks.
+        ``began_s``: when the training began to wait for the copy, by ``time.monotonic``. Where the copies do not fit it
+        raises ConfigError; with ``auto`` it turns the copies off instead, on all ranks.
         """
         memory, clock = self._memory, self._copy_clock
         assert memory is not None
@@ -207,6 +208,7 @@ class Checkpoints:
         figures = clock.figures(step, began_s, memory.background_s)
         # Also a barrier: from here on the copy before this one is complete on all ranks and on their partners.
         sums = self._strategy.sum({**figures, "short": float(shortage is not None)})
+        # One rank without room turns the copies off on all of them.
         if sums["short"]:
             log.warning("%s: auto is off: %s", KEY, shortage or "the copies do not fit into another node's memory")
             self._copy_clock = None
@@ -215,13 +217,16 @@ class Checkpoints:
         every = clock.agree(step, sums)
         if every is not None and self._session.is_main:
             log.info("the state is kept in memory every %d steps from here on", every)
+        # Waits for the copy before and for new memory are left out of the cost by which ``auto`` sets the interval.
         idle_s += memory.write(step, state, {**self._meta, **reached, "best": self._best})
         now_s = time.monotonic()
         clock.copied(step, now_s - began_s - idle_s, now_s)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the run is to be saved after an evaluation that gave ``metrics``, equal on all ranks: none before it
-        was as good."""
+        """True if the run is to be saved because no earlier evaluation was as good as ``metrics``.
+
+        ``metrics`` are equal on all ranks.
+        """
         keep = self._store.keep
         if keep.best is None:
             return False
@@ -234,11 +239,15 @@ class Checkpoints:
         return True
 
     def _set_the_clock(self) -> None:
-        """For the next save by time. Rank 0's clock counts; at which step it is due the ranks agree, see SAVE."""
+        """Start the timer for the next save by time.
+
+        Only rank 0's clock counts. When it fires, the ranks agree on the step of the save (see ``SAVE``).
+        """
         if not self._session.is_main:
             return
         if self._timer is not None:
             self._timer.cancel()
+        # ``every_min`` and ``every_steps: auto`` may both be set: the shorter wait counts.
         waits = [60.0 * self._every_min] if self._every_min is not None else []
         if self._every_steps == "auto":
             attempts = RunDir(self._session.run_dir).attempts()
@@ -249,17 +258,17 @@ class Checkpoints:
             self._timer.start()
 
     def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
-        """Commit the state after ``step`` steps; every rank calls it, and for all of them it goes the same way.
+        """Commit the state after ``step`` steps. Every rank calls it, and the outcome is the same on all.
 
-        ``reached`` is what the loop wants to find again at a resume. A full disk must not end a training: a save that
-        fails is logged and made up for by the next one. One that ``must`` be, because nothing comes after it, is tried
-        again for ``PATIENCE_S``, and then raises CheckpointError.
+        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged and made up for by the
+        next one, because a full disk must not end a training. With ``must`` (nothing comes after this save) it is
+        retried for ``PATIENCE_S``, and then raises CheckpointError.
 
-        The first one of an attempt is waited for: it proves that the replicas are equal. Later ones are written while
-        the training goes on, one at a time, unless they must be.
+        The training waits for the first save of an attempt, which proves that the replicas are equal. Later ones are
+        written in the background, one at a time, unless they ``must`` be made.
         """
         started = time.monotonic()
-        self.settle()
+        self.settle()  # one save at a time
         reached = {**reached, "best": self._best}
         if self._background and self._has_saved and not must:
             self._take_off(step, reached)
@@ -276,6 +285,7 @@ class Checkpoints:
                 self._save(step, reached)
             except CheckpointError as error:
                 self._fail(step, error)
+                # Only a save that must be made is retried, and only until all ranks give up together.
                 if must and self._agree_to_give_up(time.monotonic() >= deadline):
                     raise
                 if not must:
@@ -286,7 +296,10 @@ class Checkpoints:
                 return
 
     def _agree_to_give_up(self, mine: bool) -> bool:
-        """The ranks' clocks differ; one that gave up alone would leave the others waiting in the next save."""
+        """Return True if any rank votes to give up; a collective.
+
+        The ranks' clocks differ, and a rank that gave up alone would leave the others waiting in the next save.
+        """
         return bool(self._strategy.sum({"votes": float(mine)})["votes"])
 
     def _save(self, step: int, reached: Mapping[str, Json]) -> None:
@@ -295,9 +308,10 @@ class Checkpoints:
         self._succeed(step)
 
     def _take_off(self, step: int, reached: Mapping[str, Json]) -> None:
-        """The step after this one changes the weights: what is written is a copy."""
+        """Begin a save in the background. It writes a copy, because the next step changes the weights."""
         staged, wait_for_copy = self._staging.copy(self._state(), self._session.rank)
         meta = {**self._meta, **reached}
+        # A store client serves one call at a time, so the writing thread gets one of its own.
         if self._line is None and self._session.store is not None:
             self._line = Line(self._session.store.clone())
 
@@ -309,14 +323,15 @@ class Checkpoints:
         self._flight = Flight(step, self._line, write)
 
     def postpone(self) -> None:
-        """The save that is due is not made; the clock goes on for the next one."""
+        """Leave out the save that is due, and start the timer for the next one."""
         self._set_the_clock()
 
     def settle(self, wanted: int | None = None) -> None:
-        """Wait for the save that is being written, if any. It is cut short if it is not the one of step ``wanted``."""
+        """Wait for the save that is being written, if any. Cancel it if its step is not ``wanted``."""
         flight, self._waits = self._flight, True
         if flight is None:
             return
+        # A stop saves a later step anyway, and has only seconds for it.
         flight.is_cancelled = wanted is not None and flight.step != wanted
         flight.land()
         self._flight = None
@@ -326,12 +341,12 @@ class Checkpoints:
             self._fail(flight.step, flight.error)
 
     def finish(self) -> None:
-        """Wait for what goes on in the background, at the end of a training that needs no more saves."""
+        """Wait for the copies to the second place. Called at the end of a training, after the last save."""
         if self._second is not None:
             self._second.wait()
 
     def close(self) -> None:
-        """Give up what is still being written; after a training that has reached its end nothing is."""
+        """Give up what is still being written. After a training that has reached its end this is nothing."""
         if self._memory is not None:
             self._memory.close()
         if self._timer is not None:
@@ -359,7 +374,7 @@ class Checkpoints:
         return path
 
     def _moved(self) -> None:
-        """A piece of a file is on the disk, or read: a sign of life, if the training waits for it."""
+        """Note that a piece of a file was written or read: progress for the watchdog, if the training waits for it."""
         flight = self._flight
         if flight is not None and flight.is_here:
             flight.refuse_if_cancelled()
@@ -381,7 +396,7 @@ class Checkpoints:
         log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
 
     def resume(self) -> Loaded | None:
-        """Fill the strategy from the newest good checkpoint and say which; None when there is none.
+        """Fill the strategy from the newest good checkpoint and return it; None if there is none.
 
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
@@ -391,10 +406,11 @@ class Checkpoints:
         if loaded is None:
             loaded = self._load()
         if loaded is not None and loaded.skipped and self._copy_to is not None:
-            loaded = self._load()  # the damaged ones are out of the way now, for their copies
+            loaded = self._load()  # the damaged ones are set aside now, so their copies can be fetched
         self._set_the_clock()
         if loaded is None:
             return None
+        # The tensors are in place; hand over the other values, then put the loader back to its position.
         self._strategy.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])
@@ -406,7 +422,7 @@ class Checkpoints:
         return loaded
 
     def _load_from_memory(self) -> Loaded | None:
-        """What was kept before a restart inside the job, if it is newer than what is on disk."""
+        """Load the copy kept before a restart inside the job, if it is newer than what is on disk; else None."""
         if self._memory is None:
             return None
         loaded = self._memory.load(self._places(), self._session.store, newest_step(self._store.folder))
@@ -415,8 +431,11 @@ class Checkpoints:
         return loaded
 
     def roll_back(self, step: int, newest: int) -> int | None:
-        """Fill the strategy from the newest good checkpoint up to step ``newest``, and return its step; None if there
-        is none. Every rank calls it after ``step`` steps, from which the run goes on; loaders stay where they are."""
+        """Fill the strategy from the newest good checkpoint up to step ``newest``.
+
+        Returns that checkpoint's step, or None if there is none. Every rank calls it after ``step`` steps. The run goes
+        on from ``step``, and loaders keep their position.
+        """
         self.settle()
         loaded = self._read(newest)
         if loaded is None:
@@ -425,7 +444,7 @@ class Checkpoints:
         return loaded.step
 
     def _load(self) -> Loaded | None:
-        if self._second is not None:  # the others wait in the load meanwhile
+        if self._second is not None:  # rank 0 only; the other ranks wait in the load meanwhile
             self._second.fetch(self._store)
         self._refuse_another_run()
         return self._read(None)
@@ -443,7 +462,10 @@ class Checkpoints:
         )
 
     def _places(self) -> State | Callable[[Manifest], State]:
-        """What is to be filled from a checkpoint; inside a round it is something else than at its end."""
+        """Return what is to be filled from a checkpoint.
+
+        It depends on the checkpoint for a strategy in rounds, whose state inside a round differs from that at its end.
+        """
         strategy = self._strategy
         if isinstance(strategy, Fitting):
             return strategy.places
@@ -458,7 +480,10 @@ class Checkpoints:
         return entered
 
     def _refuse_another_run(self) -> None:
-        """Before anything is filled: another model would fail later, with a list of tensors that says less."""
+        """Raise ConfigError, before anything is filled, where the newest readable checkpoint does not fit this run.
+
+        Without this check another model would fail later, with a list of tensors that says less.
+        """
         for path in self._store.list():
             manifest = self._manifest(path)
             if manifest is not None:
@@ -477,11 +502,13 @@ class Checkpoints:
             )
 
     def _refuse_inside_a_round(self, manifest: Manifest, path: Path) -> None:
+        # Replicas that differ can go on only under the same strategy and on as many ranks.
         then, now = manifest.world_size, self._session.world_size
         if isinstance(self._strategy, InRounds):
             self._strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])  # on every rank, or on none
         if not _is_inside_a_round(manifest) or (then == now and isinstance(self._strategy, InRounds)):
             return
+        # Name a checkpoint at a round's end as a way out, if there is one.
         others = [other for other in self._store.list() if (m := self._manifest(other)) and not _is_inside_a_round(m)]
         way_out = f"or from {others[0].name}, which is at a round's end: move the newer ones away" if others else ""
         raise ConfigError(
@@ -507,13 +534,14 @@ class Checkpoints:
 
 
 def _refuse_different_data(session: Session, data: str) -> None:
-    """Compare what all ranks have; before the first step, where one with fewer samples would leave the others waiting.
+    """Raise ConfigError on all ranks where their data sets differ.
 
-    A folder that is listed while files arrive, or a stale copy on a node's own disk, gives ranks different sets.
+    Called before the first step: a rank with fewer samples would later leave the others waiting. A folder that is
+    listed while files arrive, or a stale copy on a node's own disk, gives ranks different sets.
     """
     if session.world_size == 1 or not dist.is_initialized():
         return
-    size = int(data.split()[0])
+    size = int(data.split()[0])  # a fingerprint begins with the number of samples
     row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=session.device)
     rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
     usual = Counter(rows).most_common(1)[0][0]
@@ -535,7 +563,7 @@ def _is_inside_a_round(manifest: Manifest) -> bool:
 
 
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
-    """The conditions that a save wrote down, and the strategy."""
+    """Return the conditions that a save wrote down, with the strategy's name and the mesh."""
     known = _mapping(meta.get("identity", {}))
     mesh = {"mesh": known[MESH]} if MESH in known else {}
     return {**_mapping(meta.get("conditions", {})), "strategy": known.get("strategy.name", SAME_STATE[0]), **mesh}

@@ -1,11 +1,11 @@
-"""The witness: what each rank trained on and what came of it, step by step, for `toolkit resume-check` to compare.
+"""The witness: a trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
 
-It is there only when ``TOOLKIT_WITNESS`` is set, and then stands between the loop and its loader and strategy; without
-it the loop pays nothing. Each rank appends lines to ``witness/rank-00003.jsonl`` in the run's folder: one as it starts,
-with its conditions, and one for each step that it has done, with digests of everything that a step takes and leaves.
+It exists only when ``TOOLKIT_WITNESS`` is set. Then it wraps the loop's loader and strategy; without it the loop pays
+nothing. Each rank appends lines to ``witness/rank-00003.jsonl`` in the run's folder: one at its start, with its
+conditions, and one for each step done, with digests of everything that a step takes and leaves.
 
-It can also strike: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the signal
-to rank 2 of attempt 1, 0.4 of a step after it has begun step 37, wherever it is then.
+It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the
+signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from toolkit.strategies.protocol import StepOutput, Strategy
 
 
 class Witness:
-    """One rank's."""
+    """The trace of one rank."""
 
     def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
         self._attempt = session.attempt
@@ -47,13 +47,14 @@ class Witness:
         self._write({"conditions": dict(conditions)})
 
     def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
-        """The two, seen through this witness."""
+        """Return the loader and the strategy, wrapped so that this witness sees each step."""
         return _Loader(loader, self), cast(Strategy, _Strategy(strategy, self))
 
     def begin(self, step: int) -> None:
-        """``step`` begins."""
+        """Note that ``step`` begins. Start the timer of a signal that is due in it."""
         now = time.monotonic()
         self._step_s, self._began = now - self._began, now
+        # The delay is a fraction of the last step's time.
         strike = self._strike
         if strike is not None and (strike["rank"], strike["step"]) == (self._rank, step):
             number = signal.Signals[strike["signal"]]
@@ -62,9 +63,9 @@ class Witness:
             late.start()
 
     def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
-        """What the step gets: digests of each sample, so that they can be compared however they are shared.
+        """Take the digest of each sample of the step, to be compared however samples are shared among ranks.
 
-        Of a batch that is not one of our loader's they are those of its tensors.
+        A batch that is not one of our loader's gives the digests of its tensors.
         """
         self._line = {"step": step, "samples": samples}
         if batch is None:
@@ -81,14 +82,14 @@ class Witness:
             self._line[name] = [" ".join(map(_digest, row)) for row in rows]
 
     def take_start(self, lr: float) -> None:
-        """The learning rate, and what the step will draw its random numbers from."""
+        """Take the learning rate, and the state of the random generators from which the step will draw."""
         states = [torch.get_rng_state()]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states.append(torch.cuda.get_rng_state())
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
     def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:
-        """What the step leaves on this rank."""
+        """Take the loss and the live tensors that the step leaves on this rank, and write its line."""
         self._line["loss"] = float(loss.item()).hex()
         for name, tensor in live.items():
             kind, _, rest = name.partition("/")
@@ -96,12 +97,12 @@ class Witness:
         self._write(self._line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """With one call: a rank that is killed leaves whole lines."""
+        """Write a line with one system call, so that a rank that is killed leaves whole lines."""
         os.write(self._file, (json.dumps({"attempt": self._attempt, **line}) + "\n").encode())
 
 
 def summoned(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> Witness | None:
-    """The witness that the environment asks for, if it does."""
+    """Return a witness if the environment asks for one."""
     brief = os.environ.get(WITNESS_VARIABLE)
     return None if brief is None else Witness(json.loads(brief), session, conditions(session))
 
