@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run's attempts: which made each step, where the time went, what a restart cost."""
+"""What TensorBoard shows of a run's attempts: which one made each step, where the time went, what a restart cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "st
 
 
 class History:
-    """The attempts before this one, read once, by rank 0 alone, from the run's own files; other ranks have none."""
+    """The attempts before this one. Rank 0 alone reads them, once, from the run's own files; other ranks have none."""
 
     def __init__(self, session: Session, first_step: int, sheet: Timesheet) -> None:
         self._attempt, self._is_main = session.attempt, session.is_main
@@ -30,13 +30,14 @@ class History:
         self._table_is_due = bool(self._lines)
 
     def scalars(self, step: int) -> dict[str, float]:
-        """The attempt's number, and the share of each part in the time since the run was submitted.
+        """Return the attempt's number, and the share of each part in the time since the run was submitted.
 
-        Shares over all attempts, not of this one alone: a curve that began anew at each restart would show least where
-        most was lost.
+        Shares are over all attempts, not of this one alone: a curve that began anew at each restart would show least
+        where most was lost.
         """
         if not self._is_main:
             return {}
+        # This attempt's part is computed as if it had begun at second 0 without start-up; the others' comes from files.
         best = max((line["step_end"] or 0 for line in self._lines), default=0)
         spent = dict(self._sheet.spent)
         here = goodput.of_attempt(
@@ -50,10 +51,14 @@ class History:
         return {"run/attempt": float(self._attempt)} | {f"goodput/{part}": both[part] / wall_s for part in PARTS}
 
     def take_table(self) -> str | None:
-        """A Markdown table with a row for each restart, at the first call in an attempt that is one."""
+        """Return a Markdown table with a row for each restart, at the first call in an attempt that is a restart.
+
+        Later calls return None, as do all calls in a run's first attempt.
+        """
         if not self._table_is_due:
             return None
         self._table_is_due = False
+        # A row joins the end of one attempt with the start of the next.
         now = {"attempt": self._attempt, "step_start": self._first_step, "nodes": self._nodes}
         starts = [*self._lines[1:], now]
         rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, self._lines, starts)]

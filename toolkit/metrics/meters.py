@@ -1,4 +1,4 @@
-"""Meters of the training loop: speed, the share of time spent waiting for data, time left, running means."""
+"""Meters of the training loop: speed, share of time spent waiting for data, time left, running means."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class _Lap:
 
 @dataclass
 class Throughput:
-    """Speed over the last `window` steps, by a steady clock; `update` once a step, `pause` after what is no training.
+    """Speed over the last `window` steps, by a steady clock.
 
-    The host's clock is read without a device sync: on CUDA a single lap is the time to enqueue a step, and the sum over
-    a window that ends in a sync (as a logging step does) is right.
+    Call `update` once a step, and `pause` after anything but training. The host's clock is read without a device sync:
+    on CUDA a single lap is the time to enqueue a step. The sum over a window that ends in a sync, as at a logging step,
+    is right.
     """
 
     window: int = 100
@@ -34,37 +35,37 @@ class Throughput:
         self._mark = self.clock()
 
     def update(self, samples: int, data_wait_s: float = 0.0) -> None:
-        """A step over `samples` samples has ended, which waited `data_wait_s` for them: measured around the fetch."""
+        """Count a step over `samples` samples. It waited `data_wait_s` for them, measured around the fetch."""
         now = self.clock()
         self._laps.append(_Lap(now - self._mark, samples, data_wait_s))
         self._mark = now
 
     def pause(self) -> None:
-        """Leave the time since the last step out: it was spent on evaluation, a checkpoint or start-up."""
+        """Leave the time since the last step out, because it went into an evaluation, a checkpoint or start-up."""
         self._mark = self.clock()
 
     def reset(self) -> None:
-        """Start a new window, after the first steps have paid for compilation."""
+        """Start a new window, after the first steps, which include compilation."""
         self._laps.clear()
         self.pause()
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second; 0 before the first step."""
+        """Return samples per second; 0 before the first step."""
         return self._per_second(sum(lap.samples for lap in self._laps))
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second; 0 before the first step."""
+        """Return steps per second; 0 before the first step."""
         return self._per_second(len(self._laps))
 
     @property
     def data_wait_fraction(self) -> float:
-        """The share of the time, from 0 to 1, in which the step waited for its samples."""
+        """Return the share of the time, from 0 to 1, in which steps waited for their samples."""
         return self._per_second(sum(lap.data_wait_s for lap in self._laps))
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Seconds until `steps_left` more steps are done at this speed; None before the first step."""
+        """Return the seconds until `steps_left` more steps are done at this speed; None before the first step."""
         return steps_left / self.steps_per_s if self.steps_per_s else None
 
     def _per_second(self, amount: float) -> float:
@@ -73,7 +74,7 @@ class Throughput:
 
 
 class RunningMean:
-    """A weighted mean, summed where its values are: of device scalars no sync is made until `value` is read."""
+    """A weighted mean, summed on the device of its values: device scalars need no sync until `value` is read."""
 
     def __init__(self) -> None:
         self._total: Any = 0.0
@@ -85,7 +86,7 @@ class RunningMean:
         self._weight = self._weight + weight
 
     def value(self) -> float | None:
-        """The mean of all that was added, None for nothing. For device tensors the host waits here."""
+        """Return the mean of all that was added, None for nothing. For device tensors the host waits here."""
         weight = float(self._weight)
         return float(self._total) / weight if weight else None
 

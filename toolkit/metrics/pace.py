@@ -1,8 +1,8 @@
-"""The ranks' own step times beside each other: what TensorBoard gets, and who is slow for long.
+"""The ranks' own step times compared: what TensorBoard gets, and which nodes are stragglers.
 
-A rank's own time of a step is what no other rank can lengthen: getting its data and the forward pass, up to where the
-last backward pass begins to wait for the others' gradients. It shows a slow CPU, GPU, disk or loader; a slow network it
-does not show, for that is waiting on both sides.
+A rank's own time of a step is the time that no other rank can lengthen: getting its data and the forward pass, up to
+where the last backward pass begins to wait for the others' gradients. It shows a slow CPU, GPU, disk or loader. It does
+not show a slow network, which makes both sides wait.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from toolkit.dist.session import Session
 from toolkit.metrics.stragglers import Stragglers, usual_of
 
-#: In a larger world a curve for each rank would fill the event file and no screen could show them.
+#: In a larger world a curve for each rank would fill the event file, and no screen could show them.
 MOST_CURVES = 64
 
 
 class Pace:
-    """What rank 0 makes of everybody's own time of a step."""
+    """Compares the ranks' own times of a step, on rank 0."""
 
     def __init__(self, session: Session) -> None:
         self.rank, self.world_size = session.rank, session.world_size
@@ -30,7 +30,7 @@ class Pace:
         self._stragglers = Stragglers(cache(self._host_of))
 
     def compare(self, own_s: Sequence[float]) -> dict[str, float]:
-        """Scalars about the own seconds a step of all ranks, none of a single one. Of use on rank 0 only."""
+        """Return scalars that compare the ranks' own seconds a step; empty for one rank, and on all but rank 0."""
         if self.rank != 0 or self.world_size == 1:
             return {}
         self._stragglers.update(own_s)
@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def stragglers(self) -> list[dict[str, Any]]:
-        """The nodes that are or were slow for long."""
+        """Return the nodes that are or were slow for long."""
         return [straggler.as_json() for straggler in self._stragglers.named()]
 
     def _host_of(self, rank: int) -> str:

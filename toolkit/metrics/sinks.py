@@ -1,7 +1,7 @@
-"""Where metrics go: TensorBoard event files and one JSON line per logged step, so that both survive a resume clean.
+"""Where metrics go: TensorBoard event files, and one JSON line per logged step. A resume duplicates nothing in either.
 
 A run that is killed has logged steps after its last checkpoint, and its next attempt logs them again. Both sinks
-therefore begin by dropping what lies behind the step that is resumed from: one value per tag and step, always.
+therefore begin by dropping everything after the step that is resumed from: there is always one value per tag and step.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ class Sink(Protocol):
     """A place for metrics."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Values by tag (`train/loss`, ...) at `step`. Twice at one step: the second call adds other tags."""
+        """Log values by tag (`train/loss`, ...) at `step`. A second call at the same step adds other tags."""
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """How often each of some whole numbers came, shape (n,), any order."""
+        """Log how often each whole number came; `values` has the shape (n,) and any order."""
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
-        """The run's hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
+        """Log the hyper-parameters, and the tags of the scalars that runs are compared by. Once, at the start."""
 
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
-        """A text, shown as it stands (a config, a command line), or rendered as Markdown."""
+        """Log a text, shown unchanged (a config, a command line), or rendered as Markdown."""
 
     def images(self, tag: str, images: torch.Tensor, step: int = 0) -> None:
-        """A grid of images, shape (N, C, H, W) with C of 1 or 3; uint8, or floats stretched to their own range."""
+        """Log a grid of images, shape (N, C, H, W) with C of 1 or 3.
+
+        They are uint8, or floats, whose own range is stretched to that of uint8.
+        """
 
     def flush(self) -> None:
-        """Put everything on disk; before each commit, or a resume would miss what was logged up to it."""
+        """Put everything on disk. Call it before each commit, or a resume would miss what was logged up to it."""
 
     def close(self) -> None:
-        """Flush and let go of the files."""
+        """Flush and close the files."""
 
 
 class NullSink:
-    """For all ranks but the main one: takes everything, does nothing, imports nothing."""
+    """The sink of all ranks but rank 0: it does nothing and imports nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -115,6 +118,7 @@ class JsonlSink(NullSink):
 
     def __init__(self, path: Path, resumed_step: int | None, clock: Callable[[], float] = time.time) -> None:
         fsio.make_dir(path.parent, parents=1)
+        # Cut the file at the resumed step, and read the last line back: a later call at its step adds to it.
         end = _end_of(path, resumed_step)
         self._file = fsio.PatientFile(path)
         self._file.truncate(end)
@@ -124,11 +128,11 @@ class JsonlSink(NullSink):
         self._clock = clock
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line, or add to the last one when it has the same step (an evaluation after a logging step)."""
+        """Append a line, or add to the last one if it has the same step (an evaluation after a logging step)."""
         self._append(step, {tag: _finite(value) for tag, value in values.items()})
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """Into the same line: how often each number came, under the number."""
+        """Add to the same line how often each number came, under the number."""
         counts = Counter(int(value) for value in values.tolist())
         self._append(step, {tag: {str(number): counts[number] for number in sorted(counts)}})
 
@@ -158,15 +162,16 @@ def _finite(value: float) -> float | None:
 
 
 _LINE = Record({"step": COUNT})
-#: A smaller file is read whole at a resume, and damage anywhere in it is found.
+#: A smaller file is read whole at a resume, so that damage anywhere in it is found.
 _READ_WHOLE_BYTES = 1 << 24
 
 
 def _end_of(path: Path, step: int | None) -> int:
-    """Return where the lines after ``step`` begin; a long run's million of lines are searched from the end.
+    """Return the byte where the lines after ``step`` begin.
 
-    What a kill has left of a last line is dropped there. A file in which a damaged line is met is kept under another
-    name, and its whole lines are written anew.
+    Long files, with a million lines, are searched from the end. The rest of a last line that a kill has left is
+    dropped. A file with a damaged line in the part searched is kept under another name, and its undamaged lines are
+    written anew.
     """
     if step is None or not path.exists():
         return 0
@@ -174,6 +179,7 @@ def _end_of(path: Path, step: int | None) -> int:
         return _written_anew(path, step)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
         end = lines.rfind(b"\n") + 1
+        # Line by line from the end, until one is of the resumed step or before.
         if _step_in(lines[end:] + b"\n") is not None:  # only the line break is missing
             end = len(lines)
         while end:
@@ -190,7 +196,7 @@ def _end_of(path: Path, step: int | None) -> int:
 
 
 def _written_anew(path: Path, step: int) -> int:
-    """Keep the whole lines up to ``step`` alone; return their size in bytes."""
+    """Keep only the undamaged lines up to ``step``; return their size in bytes."""
     damage: list[str] = []
     whole = [line for line in records.read_lines(path, _LINE, damage) if line["step"] <= step]
     if damage:
@@ -200,7 +206,7 @@ def _written_anew(path: Path, step: int) -> int:
 
 
 def _step_in(line: bytes) -> int | None:
-    """Return the step of a whole line; None for a damaged one, or one without its end."""
+    """Return the step of a line; None for a damaged line, or one without a line break."""
     try:
         found = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -220,16 +226,16 @@ def _last_line(path: Path) -> bytes:
 class TensorBoardSink:
     """One event file per attempt, in one folder and with one x axis, the step. Rank 0 only.
 
-    The records and summaries are TensorBoard's and `torch.utils.tensorboard`'s own; the file is ours and not
-    `SummaryWriter`'s for three reasons. Its name: TensorBoard reads the files of a folder in the order of the time in
-    their names, so a purge in a file dated before the one it must purge (a resume on a node whose clock is behind) does
+    The records and summaries are those of TensorBoard and `torch.utils.tensorboard`. The file is not `SummaryWriter`'s
+    but ours, for three reasons. Its name: TensorBoard reads the files of a folder in the order of the time in their
+    names. A purge in a file dated before the one it must purge (a resume on a node whose clock is behind) would do
     nothing; here the time is at least the last file's plus one second. Its mode: 0600. Its flush: to the disk.
     """
 
     def __init__(self, folder: Path, purge_step: int = 0, clock: Callable[[], float] = time.time) -> None:
-        """Steps from `purge_step` on in older files count no more; 0 drops all.
+        """Open a new file that drops the steps from `purge_step` on in older files; 0 drops all.
 
-        What is handed over again for a step before the resumed one (the config at step 0) is there already: dropped.
+        What is logged again for a step before the resumed one (the config at step 0) is dropped: it is there already.
         """
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -240,7 +246,7 @@ class TensorBoardSink:
         stamp = max(int(clock()), latest + 1)
         self._ahead_s = max(
             0.0, stamp - clock()
-        )  # events are dated like their file, or their times would run backwards
+        )  # events get the time of their file: with the clock's their times would run backwards
         self._clock = clock
         self._summary: Any = summary
         self._event = event_pb2
@@ -248,13 +254,13 @@ class TensorBoardSink:
         self._records = RecordWriter(self._file)
         self._resumed_step = max(purge_step - 1, 0)
         self._write(file_version="brain.Event:2")
-        # In the first file too: TensorBoard's Python server takes the first START it sees for no restart, and the purge
-        # of the second attempt would be lost on it.
+        # In the first file too: TensorBoard's Python server does not count the first START it sees as a restart, so it
+        # would ignore the purge of the second attempt.
         self._write(step=purge_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         self._file.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """As one event: with one for each of them the file would be twice as large."""
+        """Write all values as one event. With one event for each the file would be twice as large."""
         together = self._event.Event().summary
         for tag, value in values.items():
             together.value.add(tag=tag, simple_value=float(value))
@@ -262,20 +268,20 @@ class TensorBoardSink:
         self._file.flush()
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """One bin for each whole number from 0 to the largest."""
+        """Write a histogram with one bin for each whole number from 0 to the largest."""
         edges = [number + 0.5 for number in range(-1, int(values.max()) + 1)]
         self._add(step, self._summary.histogram(tag, values.numpy(), edges))
         self._file.flush()
 
     def hparams(self, values: Mapping[str, bool | int | float | str], metrics: Sequence[str] = ()) -> None:
-        """Into this run's own file; `SummaryWriter.add_hparams` makes a second run, which shows as a second curve."""
+        """Write to this run's own file. `SummaryWriter.add_hparams` makes a second run, shown as a second curve."""
         experiment, start, _ = self._summary.hparams(dict(values), dict.fromkeys(metrics, 0.0))
         self._add(0, experiment)
         self._add(0, start)
         self._file.flush()
 
     def text(self, tag: str, text: str, step: int = 0, *, markdown: bool = False) -> None:
-        """TensorBoard renders Markdown: indented by four spaces the text stays as it is."""
+        """Write a text. TensorBoard renders Markdown, which leaves text indented by four spaces unchanged."""
         block = text if markdown else "".join(f"    {line}\n" for line in text.splitlines())
         self._add(step, self._summary.text(tag, block))
         self._file.flush()
@@ -304,13 +310,13 @@ def _event_path(folder: Path, stamp: int) -> Path:
 
 
 def _latest_stamp(folder: Path) -> int:
-    """The time in the name of the last event file, 0 when there is none."""
+    """Return the time in the name of the last event file, 0 if there is none."""
     names = [_EVENT_FILE.fullmatch(path.name) for path in folder.iterdir()]
     return max((int(match[1]) for match in names if match), default=0)
 
 
 def _to_bytes(images: torch.Tensor) -> torch.Tensor:
-    """uint8 images on the CPU; floats are stretched from their smallest and largest value to 0 and 255."""
+    """Return uint8 images on the CPU. Floats are stretched from their smallest and largest value to 0 and 255."""
     plain = images.detach().cpu()
     if not plain.is_floating_point():
         return plain.byte()
@@ -319,7 +325,7 @@ def _to_bytes(images: torch.Tensor) -> torch.Tensor:
 
 
 def _enlarged(images: torch.Tensor) -> torch.Tensor:
-    """Small images as blocks of pixels that an eye can see, each with a gap to its neighbour in the grid."""
+    """Return images enlarged so that small ones can be seen, each with a gap to its neighbor in the grid."""
     from torch.nn.functional import pad
 
     times = max(1, 64 // images.shape[-1])
@@ -328,7 +334,7 @@ def _enlarged(images: torch.Tensor) -> torch.Tensor:
 
 
 def build_sinks(run_dir: Path, is_main: bool, resumed_step: int | None) -> Sink:
-    """The sinks of one rank. `resumed_step` is that of the checkpoint loaded, None for a start without one."""
+    """Return the sinks of one rank. `resumed_step` is the loaded checkpoint's, None for a start without one."""
     if not is_main:
         return NullSink()
     folder = run_dir / "tensorboard"

@@ -1,4 +1,4 @@
-"""A stopwatch for work on a device: on the host's clock for the CPU, by events on the stream for CUDA."""
+"""A stopwatch for work on a device: by the host's clock for the CPU, by events on the stream for CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-#: On CUDA the laps of this many steps at most are read: two events each, and a window may have thousands of steps.
+#: On CUDA at most this many laps are read: each takes two events, and a window may have thousands of steps.
 KEPT_LAPS = 64
 
 
@@ -15,17 +15,17 @@ class Stopwatch(Protocol):
     """Measures laps; ``start`` and ``stop`` cost the host some microseconds and never wait."""
 
     def start(self) -> None:
-        """A lap begins."""
+        """Begin a lap."""
 
     def stop(self) -> None:
-        """It has ended, or will when the device gets here."""
+        """End the lap, now or when the device has come to this point."""
 
     def take(self) -> float:
-        """The mean lap, in seconds, since last asked; 0 for none. Waits until the device has ended the last lap."""
+        """Return the mean lap since the last call, in seconds; 0 for none. Waits for the device to end the last lap."""
 
 
 class HostStopwatch:
-    """For work that is done when the call returns."""
+    """The stopwatch for work that is done when the call returns."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -46,7 +46,10 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """For work that is only enqueued when the call returns: the last ``KEPT_LAPS`` laps, by a ring of events."""
+    """The stopwatch for work that is only enqueued when the call returns.
+
+    A ring of events keeps the last ``KEPT_LAPS`` laps.
+    """
 
     def __init__(self) -> None:
         self._events = [(_event(), _event()) for _ in range(KEPT_LAPS)]
@@ -63,6 +66,7 @@ class CudaStopwatch:
         count = min(self._laps, KEPT_LAPS)
         if not count:
             return 0.0
+        # The end of the last lap: once the device is there, all events before it have a time.
         self._events[(self._laps - 1) % KEPT_LAPS][1].synchronize()
         laps = [self._events[(self._laps - 1 - back) % KEPT_LAPS] for back in range(count)]
         self._laps = 0
@@ -74,5 +78,5 @@ def _event() -> torch.cuda.Event:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """The one for work on ``device``."""
+    """Return the stopwatch for work on ``device``."""
     return CudaStopwatch() if device.type == "cuda" else HostStopwatch()

@@ -1,7 +1,7 @@
-"""Which ranks are slow for long, from each rank's own time a step: a pure class, fed at the logging steps.
+"""Stragglers: ranks that are slow for long, found by each rank's own time a step. A pure class, fed at logging steps.
 
 In synchronous training every rank has the same wall time, that of the slowest. Its *own* time is what it spends before
-it waits for anybody (see :class:`toolkit.metrics.pace.Pace`), so the others' stays what it was beside a slow one.
+it waits for any other rank (see :mod:`toolkit.metrics.pace`). So a slow rank does not change the others' own times.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-#: Slow is above this multiple of the other ranks' median. Ranks on equal hardware differ by a few per cent, on a busy
-#: shared node by ten or twenty; a throttled GPU, a failing disk or somebody else's job on the CPUs costs more.
+#: A rank is slow above this multiple of the other ranks' median. Ranks on equal hardware differ by a few percent, on a
+#: busy shared node by ten or twenty; a throttled GPU, a failing disk or another user's job on the CPUs costs more.
 SLOW_RATIO = 1.3
-#: For long: in this many logging windows in a row that span this many seconds. A data set's cold start, a burst on the
-#: shared disk and a garbage collection pass before.
+#: A rank is slow for long if it is slow in this many logging windows in a row that span this many seconds. A data set's
+#: cold start, a burst on the shared disk and a garbage collection are over before.
 WINDOWS, SPAN_S = 5, 60.0
 
 
@@ -28,7 +28,7 @@ class _Streak:
     since: float
     windows: int = 0
     ratios: float = 0.0
-    until: float | None = None  #: when it ended; None: it goes on
+    until: float | None = None  #: when it ended; None while it goes on
 
     @property
     def ratio(self) -> float:
@@ -41,20 +41,20 @@ class Straggler:
 
     host: str
     ranks: tuple[int, ...]
-    ratio: float  #: to the other ranks, the mean over ``since`` to ``until``, of its ranks the median
+    ratio: float  #: to the other ranks: a mean from ``since`` to ``until`` for each of its ranks, of these the median
     since: float
     until: float | None  #: None while it is slow
 
     def as_json(self) -> dict[str, Any]:
-        """For the rank's report."""
+        """Return the straggler as JSON, for the rank's report."""
         return {**asdict(self), "ranks": list(self.ranks), "ratio": round(self.ratio, 2)}
 
 
 class Stragglers:
     """Names the nodes whose ranks are slow for long, and remembers those that have recovered since.
 
-    The unit is the rank: of a node with one throttled GPU only that rank is slow, and all others wait for it.
-    ``host_of`` is asked about slow ranks only.
+    The unit is the rank: on a node with one throttled GPU only that rank is slow, and all others wait for it.
+    ``host_of`` is called for slow ranks only.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Stragglers:
         self._named: dict[int, _Streak] = {}
 
     def update(self, own_s: Sequence[float]) -> None:
-        """A window has ended in which a step took rank r ``own_s[r]`` seconds of its own."""
+        """Judge the window that has ended, in which a step took rank r ``own_s[r]`` seconds of its own."""
         now, usual = self._clock(), usual_of(own_s)
         for rank, seconds in enumerate(own_s):
             if seconds > self._ratio * usual > 0.0:
@@ -93,14 +93,14 @@ class Stragglers:
             self._named[rank] = streak
 
     def named(self) -> list[Straggler]:
-        """Every node that was named so far, by its last time, in the order of the ranks."""
+        """Return each node that was slow for long so far, with its last such time, in the order of the ranks."""
         by_host = defaultdict(list)
         for rank in sorted(self._named):
             by_host[self._host_of(rank)].append(rank)
         return [self._straggler(host, ranks) for host, ranks in by_host.items()]
 
     def _straggler(self, host: str, ranks: Sequence[int]) -> Straggler:
-        """Of the ranks that are slow now, if any still is."""
+        """Make the straggler of a node from its ranks that are slow now, or from all if none is any more."""
         still = [rank for rank in ranks if self._named[rank].until is None] or ranks
         streaks = [self._named[rank] for rank in still]
         until = max((s.until for s in streaks if s.until is not None), default=None)
@@ -108,9 +108,10 @@ class Stragglers:
 
 
 def usual_of(own_s: Sequence[float]) -> float:
-    """The median of all but the slowest: of two ranks the faster one, of many the same as the median of all.
+    """Return the median of all but the slowest rank. With two ranks that is the faster one.
 
-    A rank of 0 seconds does no steps of its own (a parameter server), or has died.
+    With many ranks it is about the median of all. A rank of 0 seconds is left out: it does no steps of its own (a
+    parameter server), or has died.
     """
     working = sorted(seconds for seconds in own_s if seconds)
     return median(working[:-1]) if len(working) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""How long each thing takes in the loop of one attempt, from its first step on."""
+"""How long each kind of work takes in the loop of one attempt, from its first step on."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from toolkit.launch.goodput import MEASURED
 
 
 class Timesheet:
-    """Seconds by name, closed at the end of each step and of whatever comes between two: one reading of the clock each.
+    """Seconds by kind of work, counted when it ends: a step, or what comes between two steps.
 
-    What began and has not ended is not in it: of a step in which the ranks die nothing counts.
+    Each takes one reading of the clock. Work that has not ended is not counted, so a step in which the ranks die counts
+    nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._mark = clock()
-        #: The same dict always: the report thread reads it at any time.
+        #: Never replaced by another dict, because the report thread reads it at any time.
         self.spent = dict.fromkeys(MEASURED, 0.0)
 
     def begin(self) -> None:
-        """The first step begins: what was before is start-up."""
+        """Start the clock as the first step begins. The time before is start-up."""
         self._mark = self._clock()
 
     def step_done(self, data_wait_s: float) -> None:
-        """A step has ended, which waited ``data_wait_s`` for its data."""
+        """Count a step that has ended, and that waited ``data_wait_s`` for its data."""
         now, spent = self._clock(), self.spent
         spent["training"] += now - self._mark - data_wait_s
         spent["data_wait"] += data_wait_s
         self._mark = now
 
     def add(self, name: str) -> None:
-        """The time since the last mark went into ``name``."""
+        """Count the time since the last mark as ``name``."""
         now = self._clock()
         self.spent[name] += now - self._mark
         self._mark = now
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """What is done within is ``name``; what came since the last step, as reading the loss, is still training."""
+        """Count the block as ``name``. The time since the last step, such as reading the loss, is still training."""
         self.add("training")
         try:
             yield
