@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run's attempts: which one made each step, where the time went, what a restart cost."""
+"""What TensorBoard shows of a run's attempts: which made each step, where the time went, the cost of restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class History:
         self._table_is_due = bool(self._lines)
 
     def scalars(self, step: int) -> dict[str, float]:
-        """Return the attempt's number, and the share of each part in the time since the run was submitted.
+        """Return the attempt's number, and each part's share of the time since the run's submission.
 
         Shares are over all attempts, not of this one alone: a curve that began anew at each restart would show least
         where most was lost.
@@ -51,9 +51,9 @@ class History:
         return {"run/attempt": float(self._attempt)} | {f"goodput/{part}": both[part] / wall_s for part in PARTS}
 
     def take_table(self) -> str | None:
-        """Return a Markdown table with a row for each restart, at the first call in an attempt that is a restart.
+        """Return a Markdown table with a row for each restart, or None.
 
-        Later calls return None, as do all calls in a run's first attempt.
+        The table comes at the first call in an attempt that is a restart. Other calls return None.
         """
         if not self._table_is_due:
             return None
@@ -66,6 +66,7 @@ class History:
 
 
 def _row(ended: Mapping[str, Any], start: Mapping[str, Any]) -> Sequence[str]:
+    # Lost are the steps that the attempt had made beyond the one that the next began with.
     first, last = start["step_start"], ended["step_end"]
     lost = "" if first is None or last is None else str(max(0, last - first))
     why = f"{ended['cause']}: {ended['line']}".replace("|", r"\|").replace("\n", " ")

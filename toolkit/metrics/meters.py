@@ -41,7 +41,7 @@ class Throughput:
         self._mark = now
 
     def pause(self) -> None:
-        """Leave the time since the last step out, because it went into an evaluation, a checkpoint or start-up."""
+        """Leave out the time since the last step. It went into an evaluation, a checkpoint or start-up."""
         self._mark = self.clock()
 
     def reset(self) -> None:
@@ -74,7 +74,7 @@ class Throughput:
 
 
 class RunningMean:
-    """A weighted mean, summed on the device of its values: device scalars need no sync until `value` is read."""
+    """A weighted mean, summed on the device of its values. Device scalars need no sync until `value` is read."""
 
     def __init__(self) -> None:
         self._total: Any = 0.0

@@ -25,12 +25,13 @@ class Pace:
 
     def __init__(self, session: Session) -> None:
         self.rank, self.world_size = session.rank, session.world_size
+        # Each rank leaves its node's name in the store; rank 0 reads the names of slow ranks only.
         self._store = session.store
         self._store.set(_host_key(self.rank), os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         self._stragglers = Stragglers(cache(self._host_of))
 
     def compare(self, own_s: Sequence[float]) -> dict[str, float]:
-        """Return scalars that compare the ranks' own seconds a step; empty for one rank, and on all but rank 0."""
+        """Return scalars that compare the ranks' own seconds a step. Empty for one rank, and on all but rank 0."""
         if self.rank != 0 or self.world_size == 1:
             return {}
         self._stragglers.update(own_s)

@@ -111,7 +111,7 @@ class FanOut:
 
 
 class JsonlSink(NullSink):
-    """One line of JSON per logged step: `step`, `wall_time` (seconds since 1970) and the tags; NaN becomes null.
+    """One line of JSON per logged step: `step`, `wall_time` (seconds since 1970) and the tags. NaN becomes null.
 
     Lines after `resumed_step` (all of them when it is None) are dropped at the start.
     """
@@ -128,7 +128,7 @@ class JsonlSink(NullSink):
         self._clock = clock
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line, or add to the last one if it has the same step (an evaluation after a logging step)."""
+        """Append a line. Add to the last one if it has the same step (an evaluation after a logging step)."""
         self._append(step, {tag: _finite(value) for tag, value in values.items()})
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
@@ -137,6 +137,7 @@ class JsonlSink(NullSink):
         self._append(step, {tag: {str(number): counts[number] for number in sorted(counts)}})
 
     def _append(self, step: int, found: Mapping[str, Json]) -> None:
+        # The last line is kept in memory and written again when values of the same step are added.
         if self._last.get("step") != step:
             self._last_start = self._file.size
             self._last = {"step": step}
@@ -186,7 +187,7 @@ def _end_of(path: Path, step: int | None) -> int:
             start = lines.rfind(b"\n", 0, end - 1) + 1
             found = _step_in(lines[start:end])
             if found is None:
-                break
+                break  # damaged: read the whole file instead
             if found <= step:
                 return end
             end = start
@@ -242,6 +243,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import summary
 
         fsio.make_dir(folder, parents=1)
+        # TensorBoard reads the files in the order of these stamps: ours must be the last.
         latest = _latest_stamp(folder)
         stamp = max(int(clock()), latest + 1)
         self._ahead_s = max(
@@ -325,9 +327,10 @@ def _to_bytes(images: torch.Tensor) -> torch.Tensor:
 
 
 def _enlarged(images: torch.Tensor) -> torch.Tensor:
-    """Return images enlarged so that small ones can be seen, each with a gap to its neighbor in the grid."""
+    """Return images enlarged so that small ones can be seen. Each has a gap to its neighbor in the grid."""
     from torch.nn.functional import pad
 
+    # To a width of about 64 pixels.
     times = max(1, 64 // images.shape[-1])
     blocks = images.repeat_interleave(times, dim=-1).repeat_interleave(times, dim=-2)
     return pad(blocks, (2, 2, 2, 2), value=128)

@@ -76,8 +76,9 @@ class Stragglers:
         self._named: dict[int, _Streak] = {}
 
     def update(self, own_s: Sequence[float]) -> None:
-        """Judge the window that has ended, in which a step took rank r ``own_s[r]`` seconds of its own."""
+        """Judge the window that has ended. A step in it took rank r ``own_s[r]`` seconds of its own."""
         now, usual = self._clock(), usual_of(own_s)
+        # A rank that was named keeps its streak there, which gets an end when the rank recovers.
         for rank, seconds in enumerate(own_s):
             if seconds > self._ratio * usual > 0.0:
                 self._was_slow(rank, seconds / usual, now)
@@ -93,14 +94,14 @@ class Stragglers:
             self._named[rank] = streak
 
     def named(self) -> list[Straggler]:
-        """Return each node that was slow for long so far, with its last such time, in the order of the ranks."""
+        """Return the nodes that were slow for long so far, each with its last such time. Ordered by rank."""
         by_host = defaultdict(list)
         for rank in sorted(self._named):
             by_host[self._host_of(rank)].append(rank)
         return [self._straggler(host, ranks) for host, ranks in by_host.items()]
 
     def _straggler(self, host: str, ranks: Sequence[int]) -> Straggler:
-        """Make the straggler of a node from its ranks that are slow now, or from all if none is any more."""
+        """Make the straggler of a node. It has the ranks that are slow now, or all ``ranks`` if none still is."""
         still = [rank for rank in ranks if self._named[rank].until is None] or ranks
         streaks = [self._named[rank] for rank in still]
         until = max((s.until for s in streaks if s.until is not None), default=None)

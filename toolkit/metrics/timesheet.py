@@ -28,6 +28,7 @@ class Timesheet:
 
     def step_done(self, data_wait_s: float) -> None:
         """Count a step that has ended, and that waited ``data_wait_s`` for its data."""
+        # The loop has measured the wait for data itself: what is left is training.
         now, spent = self._clock(), self.spent
         spent["training"] += now - self._mark - data_wait_s
         spent["data_wait"] += data_wait_s

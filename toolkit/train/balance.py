@@ -1,4 +1,4 @@
-"""`data.share: auto`: give slower ranks fewer samples of each global batch, so that the others need not wait for them.
+"""`data.share: auto`: give slower ranks fewer samples of each global batch. The others need not wait for them then.
 
 At the logging steps every rank learns every rank's own time of a step (see :mod:`toolkit.metrics.pace`). All compute
 the same shares from the same numbers, so nothing more is sent. A rank's speed is the samples of its share divided by
@@ -50,7 +50,7 @@ class Even:
         """See :class:`Balance`."""
 
     def restore(self, saved: Any) -> None:
-        """Ignore saved shares, another run's or this run's from when it had auto: from here on they are even."""
+        """Ignore saved shares, another run's or this run's from when it had auto. The shares are even now."""
 
 
 class Balance:
@@ -133,6 +133,7 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
     Samples left over by rounding down go to the largest remainders, among equal ones to the first (Hamilton's method).
     """
     ideal = _within(speeds, size, least, most)
+    # Round down, then give one more sample each to the ranks that lost most by it and are below their bound.
     found = [int(part) for part in ideal]
     by_remainder = sorted(range(len(found)), key=lambda rank: (found[rank] - ideal[rank], rank))
     for rank in [rank for rank in by_remainder if found[rank] < most][: size - sum(found)]:

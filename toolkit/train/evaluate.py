@@ -27,7 +27,7 @@ def evaluate(
     :class:`~toolkit.strategies.objective.Rows` it returns those of all samples, in order.
 
     ``is_cut`` is called after each batch. When it is true on any rank, the evaluation ends early and returns None on
-    every rank. All ranks still enter the final sum, or those that were not cut would wait for ever.
+    every rank. All ranks still enter the final sum, or those that were not cut would wait forever.
 
     ``batches`` is this rank's part of the eval set, unpadded. Every rank has the same number of batches, the last ones
     None where its part has ended. Sums and counts are added in float64, in which counts are exact up to 2**53. Raises
@@ -38,6 +38,7 @@ def evaluate(
         raise ConfigError(
             f"the eval set has {size} samples, fewer than the {strategy.share.count} ranks; use fewer ranks"
         )
+    # A rank that dies from here on changes ``strategy.lost``, and makes this evaluation worthless.
     lost = strategy.lost
     strategy.settle()
     sums: dict[str, Tensor] = {}
@@ -60,6 +61,7 @@ def evaluate(
     totals = strategy.sum({**sums, _COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))})
     if strategy.lost != lost:
         raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
+    # Rows are gathered on all ranks or on none: a rank without samples has none of its own, and must join in.
     has_rows = totals.pop(_ROWS) > 0
     means = _means(totals, size)
     return means if means is None or not has_rows else {**means, **_gathered(strategy, rows)}
@@ -72,6 +74,7 @@ _COUNT, _CUT, _ROWS = "\0count", "\0cut", "\0rows"
 def _gathered(strategy: Strategy, found: Sequence[Sums]) -> dict[str, Tensor]:
     """Return the rows of all ranks by name, in the order of the eval set; a collective."""
     names = [*found[0].rows] if found else []
+    # Ranks hold parts of the set, in batches: sort all rows by their positions in it.
     positions = [sums.positions for sums in found if sums.positions is not None]
     own = {name: torch.cat([sums.rows[name].cpu() for sums in found]) for name in names}
     every = [part for part in strategy.gather((torch.cat(positions), own) if found else None) if part is not None]
@@ -83,10 +86,12 @@ def _means(totals: dict[str, float], size: int) -> dict[str, float] | None:
     counted, cuts = totals.pop(_COUNT), totals.pop(_CUT)
     if cuts:
         return None
+    # A sample that was seen twice, or by no rank, would make the means wrong without a sign.
     if counted != size:
         raise ToolkitError(
             f"evaluation looked at {counted:.0f} samples, the eval set has {size}: the figures would be wrong; "
             "the ranks' parts must tile the set without padding"
         )
+    # A figure without a weight of its own is divided by the number of samples.
     weights = {name: totals.get(name + WEIGHT, size) for name in totals if not name.endswith(WEIGHT)}
     return {name: totals[name] / weight if weight else 0.0 for name, weight in weights.items()}

@@ -1,7 +1,8 @@
-"""The batches of a user's own loop, resumable at any step: from our loader, torch's DataLoader, or any other iterable.
+"""The batches of a user's own loop, resumable at any step.
 
-A position in the data is an epoch and a number of batches in it. Our loader gives the batch of any position at once. A
-stateful loader (torchdata's) has its state saved. Any other one is moved forward by reading the batches before it.
+They come from our loader, torch's DataLoader, or any other iterable. A position in the data is an epoch and a number of
+batches in it. Our loader gives the batch of any position at once. A stateful loader (torchdata's) has its state saved.
+Any other one is moved forward by reading the batches before the position.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Feed(Protocol):
         """
 
     def batches_in(self, number: int) -> int | None:
-        """Return the number of batches in epoch ``number``; None where it is not known before the epoch's end."""
+        """Return the number of batches in epoch ``number``. None: it is not known before the epoch's end."""
 
     def indices(self, step: int) -> list[int]:
         """Return the indices of this rank's samples in ``step``; empty where they are not known."""
@@ -66,7 +67,7 @@ class OwnFeed:
 
 
 class ForeignFeed:
-    """Batches of an iterable that is begun anew for each epoch, as a DataLoader is."""
+    """Batches of an iterable that is begun again for each epoch, as a DataLoader is."""
 
     def __init__(self, loader: Any, seed: Reseed, world_size: int, *, is_there: bool) -> None:
         """Wrap ``loader``; ``is_there``: a resume has restored its position by a state of its own."""
@@ -92,6 +93,7 @@ class ForeignFeed:
                 skip,
                 time.monotonic() - began,
             )
+        # A DataLoader may draw random numbers as it fetches, so seeds come before each batch.
         while True:
             self._seed(step)
             try:
@@ -110,7 +112,7 @@ class ForeignFeed:
         return []
 
     def _begun(self, number: int) -> Iterator[Any]:
-        """Begin an epoch exactly as it was begun the first time, so that a resume gets the same order.
+        """Begin an epoch as it was begun the first time. A resume then gets the same order.
 
         Loaders shuffle by the epoch's number, by a generator of their own, or by torch's: all three are set.
         """
@@ -136,5 +138,5 @@ def _generators(loader: Any) -> set[torch.Generator]:
 
 
 def seeder(seed: int, rank: int) -> Reseed:
-    """Return a function that seeds a rank's generators by the step, or by -1 - epoch for an epoch's beginning."""
+    """Return a function that seeds a rank's generators by the step. An epoch's beginning has step -1 - epoch."""
     return lambda step: reseed(seed, step, rank)

@@ -1,4 +1,4 @@
-"""After training: a run's model on one device, without ranks, as `toolkit evaluate` and `toolkit export` use it.
+"""A trained run's model on one device, without ranks, for `toolkit evaluate` and `toolkit export`.
 
 The job (:class:`toolkit.Job`) says how to make the model and how to judge it. It is imported from the run's own copy of
 the sources, as on the ranks.
@@ -54,7 +54,7 @@ class Trained:
     device: torch.device
 
     def recorded(self) -> dict[str, float]:
-        """Return the figures of the run's own evaluation of these weights at this step; empty if there was none."""
+        """Return the figures of the run's own evaluation of these weights at this step. Empty: there was none."""
         meta = self.manifest.meta
         is_of_this = meta.get("evaluated") == self.manifest.step and self.weights == whole.judged(self.manifest)
         metrics = meta.get("metrics", {}) if is_of_this else {}
@@ -70,7 +70,7 @@ class Trained:
 def trained(
     run: RunDir, paths: Sequence[Path], *, data: Sequence[str] = (), weights: str | None = None
 ) -> Iterator[Trained]:
-    """Load the first of ``paths``, checkpoints of ``run``, that is undamaged; on the GPU if there is one.
+    """Load the first undamaged checkpoint of ``run`` among ``paths``, on the GPU if there is one.
 
     ``data`` are ``key=value`` of the config's data section. ``weights`` is ``average`` or ``raw``, by default the
     average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
@@ -185,6 +185,7 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
             f"--images: {trained.config.job} on data.name {trained.config.data.name} does not say how image files "
             "become its inputs: the attributes `classes` and `pictures` of its class do"
         )
+    # Files that cannot be read are left out of the batch, and yielded with their error.
     for start in range(0, len(files), BATCH):
         some = files[start : start + BATCH]
         read = {path: _read(pictures, path) for path in some}

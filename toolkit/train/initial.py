@@ -87,7 +87,7 @@ class Match:
     misshapen: list[str]
 
     def told(self, *, every: bool = False) -> str:
-        """Return what did not match, as the end of a sentence: a few names of each sort, or ``every`` one."""
+        """Return what did not match, as the end of a sentence. It lists a few names of each sort, or ``every`` one."""
         sorts = {
             "not in the file, and left as made": self.missing,
             "of another shape, and left as made": self.misshapen,
@@ -100,6 +100,7 @@ class Match:
 @torch.no_grad()
 def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
     """Copy into ``model``, in place and in its own types, what fits in name and shape."""
+    # Tensors only: extra state, which may be any object, is not copied.
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     names = pair(own, found)
     match = Match([], [], [name for name in found if name not in names.values()], [])
@@ -118,7 +119,7 @@ def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
 
 
 def pair(own: Iterable[str], others: Iterable[str]) -> dict[str, str]:
-    """Return, for each of ``own`` that has one, its name among ``others``: the same, or the same without wrappers."""
+    """Return a partner among ``others`` for each name of ``own`` that has one: the same, wrappers' parts aside."""
     free = dict.fromkeys(others)
     found = {name: name for name in own if name in free}
     for name in found:

@@ -70,7 +70,7 @@ class Job(Hooks):
         main_first: Callable[[], AbstractContextManager[object]] = nullcontext,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take what the toolkit gives, which makes the job. A subclass prepares in :meth:`setup`."""
+        """Set the attributes below. The toolkit makes the job; a subclass prepares in :meth:`setup`."""
         self.config, self.params, self.folder = config, params, folder
         self.device = device  #: of this rank
         self.main_first = main_first  #: ``with self.main_first():`` runs a block on rank 0, then on the others
@@ -115,18 +115,18 @@ class Job(Hooks):
         raise NotImplementedError(f"{type(self).__name__} has no model(); see toolkit.Job")
 
     def loss(self, model: Forward, batch: Batch) -> Losses:
-        """Return the loss of a batch: a :class:`toolkit.Loss`, or several by name, which are added up and logged.
+        """Return the loss of a batch: a :class:`toolkit.Loss`, or several by name. Several are added up and logged.
 
         Call ``model`` as the module's ``forward``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss(); see toolkit.Job")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer for ``model``; by default as the config's ``optim`` section says."""
+        """Return the optimizer for ``model``. By default it follows the config's ``optim`` section."""
         return build_optimizer(self.config.optim, model)
 
     def schedule(self, total_steps: int) -> Schedule:
-        """Return the learning rate as a function of the step; by default as the config's ``optim`` section says."""
+        """Return the learning rate as a function of the step. By default it follows the config's ``optim`` section."""
         return build_schedule(self.config.optim, total_steps)
 
     def train_step(self, step: Custom, batch: Batch) -> Tensor:

@@ -58,7 +58,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def resume(self) -> Loaded | None:
-        """Fill the state from the newest good checkpoint and go on from its step; None where there is none."""
+        """Fill the state from the newest good checkpoint and go on from its step. Return None if there is none."""
         loaded = self._checkpoints.resume()
         if loaded is not None:
             self.step = self._saved = self._resumed = loaded.step
@@ -119,7 +119,7 @@ class Lifecycle:
     def step_done(self, samples: int, data_wait_s: float) -> None:
         """Count a step over ``samples`` samples of all ranks that waited ``data_wait_s`` for this rank's."""
         self.step += 1
-        # Only after the first step of an attempt.
+        # After an attempt's first step rank 0 notes the modules it has imported: the zygote imports them in advance.
         if self._activity.step is None:
             self._session.step_made()
             if self._session.is_main:
@@ -185,6 +185,7 @@ class Lifecycle:
             "metrics": dict(self.metrics),
             **self._loop.progress(),
         }
+        # A user's loop may not know its end, and then there is no time left to report.
         total = progress.get("total_steps")
         if total is not None:
             progress["eta_s"] = self.throughput.eta_s(total - self.step)

@@ -1,4 +1,4 @@
-"""Means of what a loop logs, over all ranks and the steps since the last write; kept on the device."""
+"""Means of what a loop logs, over all ranks and the steps since the last write. They stay on the device."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ class LogWindow:
         self._counts[tag] = self._counts.get(tag, 0) + 1
 
     def take(self) -> dict[str, float]:
-        """Return the means, equal on every rank, and begin anew; a collective and a host sync."""
+        """Return the means, equal on every rank, and empty the window; a collective and a host sync."""
         # The last number counts tags that are new on some rank. Only if there are any are tags exchanged.
         total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
         if total[-1]:
             self._agree()
             total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
         sums, counts = total[:-1].view(2, -1).tolist()
+        # Ranks may log different tags, so each mean is over the values that there were.
         self._sums, self._counts, self._restored = {}, {}, None
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 

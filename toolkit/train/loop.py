@@ -67,13 +67,13 @@ class Batches(Protocol):
         """Return ``at(step)`` of the rank that holds ``share``."""
 
     def fingerprint(self) -> str | None:
-        """Return a text that identifies the data set, equal for the same one; None where that is not known."""
+        """Return a text that identifies the data set, equal for the same one. None: it is not known."""
 
     def global_samples(self, step: int) -> list[int]:
         """Return the samples that all ranks together get in ``step``."""
 
     def state(self) -> Json:
-        """Return what this rank must store of the loader in a checkpoint; None where the step says all."""
+        """Return what this rank must store of the loader in a checkpoint. None: the step says all."""
 
     def restore(self, state: Json) -> None:
         """Go on from a :meth:`state`, independent of what was read before."""
@@ -121,10 +121,11 @@ class Trainer:
         self._strategy = strategy
         self._loader = loader
         self._checkpoints = checkpoints
-        checkpoints.include(loader)
+        checkpoints.include(loader)  # also refuses ranks with different data sets, before the first step
         self._total = total_steps(config, loader.dataset_size, loader.global_batch_size)
         self._lr = schedule(self._total)
         self._life = Lifecycle(session, checkpoints, self, log_every=config.log_every)
+        # Collected over the steps, and read and logged at logging steps.
         self._loss = LossWindow(session.rank, session.world_size, strategy.by_rank)
         self._pace = Pace(session)
         self._balance = build_balance(loader, strategy.share, session.world_size, config.accumulate)
@@ -161,6 +162,7 @@ class Trainer:
             if loaded is not None:
                 self._make_up()
             self._train()
+        # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size
         result = Result(self._step, self._epochs(self._step), samples, dict(self._life.metrics))
         self._life.finish(asdict(result))
@@ -181,7 +183,7 @@ class Trainer:
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
 
     def _make_up(self) -> None:
-        """Make up for an evaluation that was due at the checkpoint and that the stop which made it cut short."""
+        """Make up for an evaluation that was due at the checkpoint, if a stop cut it short."""
         if self._step and self._evaluation_due() and self._evaluated != self._step:
             self._evaluate()
 
@@ -195,7 +197,7 @@ class Trainer:
                 self._hooks.on_epoch_start(epoch)
                 begun = epoch
             self._train_step(share)
-            # Log before evaluating and saving: a rollback or a loss that is not finite comes to light here.
+            # Log before evaluating and saving: a rollback happens here, and a loss that is not finite is found.
             if self._due(self._config.log_every):
                 self._log()
             is_best = self._evaluation_due() and self._evaluate()
@@ -225,7 +227,7 @@ class Trainer:
         self._life.step_done(self._loader.global_batch_size, self._loader.data_wait_s)
 
     def _again(self, step: int, share: Share) -> Batch:
-        """Return the batch of ``step`` for the rank that holds ``share``, and seed the generators as that rank does."""
+        """Return the batch of ``step`` for the rank that holds ``share``. Seed the generators as that rank does."""
         reseed(self._config.seed, step, share.index)
         batch = self._loader.part(step, share)
         self._bad_samples.note(batch)
@@ -237,7 +239,7 @@ class Trainer:
         return self._step % every == 0 or self._step == self._total
 
     def _evaluation_due(self) -> bool:
-        every = self._config.eval_every
+        every = self._config.eval_every  # a number of steps, or ``epoch``
         if self._evaluate_model is None:
             return False
         if isinstance(every, int):
@@ -266,6 +268,7 @@ class Trainer:
             **self._skipped.figures(),
             **self._bad_samples.figures(self._step * self._loader.global_batch_size),
         }
+        # A strategy may add numbers, and tensors to be shown as histograms.
         for tag, figure in self._strategy.figures().items():
             if isinstance(figure, Tensor):
                 self._life.sink.histogram(self._step, tag, figure)
@@ -299,6 +302,7 @@ class Trainer:
         self._activity.phase = activity.EVALUATING
         with self._life.sheet.on("evaluation"):
             found = self._evaluated_by_the_living()
+        # Cut short: the stop follows at the next boundary, and the resumed run evaluates this step.
         if found is None:
             log.info("step %d: evaluation cut short to stop", self._step)
             return False
@@ -347,6 +351,7 @@ class Trainer:
         if self._skipped.saves_wait and not must:
             log.info("step %d is not saved: the steps before it were left out", self._step)
             return False
+        # Weights that are not finite are saved only with ``train.on_nan: warn``, and marked in the checkpoint.
         self._weights_are_finite = self._not_finite.weights_are_finite()
         if self._weights_are_finite or not self._not_finite.stops:
             return True
@@ -379,7 +384,7 @@ class Trainer:
 
 
 class LossWindow:
-    """Means of the global losses over the steps since they were last taken; kept on the device until then.
+    """Means of the global losses over the steps since the last :meth:`take`. They stay on the device until then.
 
     ``by_rank`` is :meth:`Strategy.by_rank`.
     """
@@ -424,14 +429,15 @@ class LossWindow:
         """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""
         saved = saved or {"steps": 0, "sums": {}}
         self._steps = saved["steps"]
+        # Only totals over the ranks are logged, so after a change of their number one rank may hold them all.
         for name, sums in saved["sums"].items():
             is_same = len(sums) == self._world_size
             self._before[name] = sums[self._rank] if is_same else float(self._rank == 0) * sum(sums)
 
     def take(self, figure: float) -> tuple[dict[str, float], list[float]]:
-        """Return the means by name and the ``figure`` of each rank, equal on every rank, and begin anew.
+        """Return the means by name and the ``figure`` of each rank, and empty the window.
 
-        One collective and one host sync. There are no means where every step was left out.
+        Both are equal on every rank. One collective and one host sync. There are no means if every step was left out.
         """
         assert self._sums, "a step comes before each logging step"
         found = self._by_rank({**self._sums, "": figure})  # no loss has that name

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for the rest, as one optimizer: one step, one state, one rate.
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer: one step, state and rate.
 
 Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's gradient by the nearest orthogonal matrix, so it
 needs the whole gradient. Where a matrix is sharded over ranks, each rank gathers the gradient with its momentum and
@@ -51,8 +51,8 @@ class MuonAndAdamW(AdamW):
             super().step()
         finally:
             self.param_groups = groups
-        # AdamW leaves a bad step out by itself. Muon knows no ``found_inf``: its steps are undone below, on the device,
-        # so that the host need not wait.
+        # Fused AdamW leaves a bad step out by itself. Muon knows no ``found_inf``: its steps are undone on the device,
+        # below, so that the host need not wait.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         kept = [] if found_inf is None else [(tensor, tensor.clone()) for tensor in self._of_muon(matrices)]
         for group in matrices:
@@ -91,9 +91,11 @@ class MuonAndAdamW(AdamW):
         weights, gradient, momentum = local(parameter), local(parameter.grad), local(self._momentum(parameter))
         momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        # Gather the whole update on each rank.
         mesh, shape = parameter.device_mesh, parameter.shape
         sent = update.to(mesh.device_type, torch.bfloat16)  # for offloaded weights: NCCL takes no tensor in host memory
         parts = DTensor.from_local(sent, mesh, parameter.placements, shape=shape, stride=parameter.stride())
+        # Of the weights only this rank's part is needed: decay acts on each weight by itself.
         whole = nn.Parameter(torch.zeros(shape, dtype=weights.dtype, device=sent.device))
         (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's: the place of our part
         own = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""`train.on_nan`: end a training whose loss is not finite, because its weights are of no use any more.
+"""`train.on_nan`: end a training whose loss is not finite. Its weights are of no use any more.
 
 The loop checks at logging steps and before saves, where the host waits for the device anyway. One mean that is not
 finite is a warning. At the second in a row the attempt fails; the error names the step, its samples, and the first
@@ -57,9 +57,10 @@ class NotFinite:
         self._since: int | None = None  #: the first step of that row
 
     def judge(self, step: int, loss: float, losses: list[Tensor]) -> None:
-        """Check ``loss``, the mean of the steps before ``step``; ``losses`` are this rank's parts in each of them.
+        """Check ``loss``, the mean of the steps before ``step``.
 
-        With ``train.on_nan: stop``, raises ConfigError at the second mean in a row that is not finite.
+        ``losses`` are this rank's parts in each of these steps. With ``train.on_nan: stop``, raises ConfigError at the
+        second mean in a row that is not finite.
         """
         if math.isfinite(loss):
             self._row, self._since = 0, None
@@ -76,7 +77,7 @@ class NotFinite:
         return weights_are_finite(self._strategy)
 
     def refuse(self, step: int) -> NoReturn:
-        """Raise ConfigError after ``step`` steps. All ranks load a checkpoint, to find the layer to name."""
+        """Raise ConfigError after ``step`` steps. All ranks call it: to find the layer they load a checkpoint."""
         what = "the weights are not finite after the last step"
         if self._since is not None:
             what = f"the loss is not finite since step {self._since} (samples {self._samples(self._since)})"
@@ -133,7 +134,7 @@ def weights_are_finite(held: Weighed) -> bool:
 
 
 def bad_weights(found: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the weights, or parts of them, in ``Strategy.live()`` that are not finite; a host sync."""
+    """Return the names in ``Strategy.live()`` of weights, or parts of them, that are not finite. A host sync."""
     live = {
         name.removeprefix("weights/"): value
         for name, value in found.items()

@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate as a pure function of the step: there is no scheduler whose state to save."""
+"""The optimizer, and its learning rate as a pure function of the step. There is no scheduler whose state to save."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     if is_path(config.name):
         return _own_optimizer(config, groups)
     one_of("optim.name", config.name, OPTIMIZERS)
+    # torch refuses ``fused`` for other devices, and for parameters that are not floating point.
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters)
     if config.name == "sgd":
@@ -85,6 +86,7 @@ def _imported(path: str) -> type[Optimizer]:
             f"optim.name: {path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}; "
             "correct the path, or install the package where the ranks run"
         ) from error
+    # The error lists the module's optimizers, for a name that is misspelled.
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         there = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Optimizer)]
@@ -100,7 +102,7 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     """Return ``lr(step)`` for steps 0 to ``total_steps`` - 1: a linear warm-up, then the schedule's shape.
 
     Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate
-    ``config.lr``. After the warm-up ``linear`` and ``cosine`` fall from lr towards ``min_lr``, which they would reach
+    ``config.lr``. After the warm-up ``linear`` and ``cosine`` fall from lr toward ``min_lr``, which they would reach
     at step ``total_steps``. ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) falls in the last
     ``decay_steps`` only.
     """

@@ -77,6 +77,7 @@ def start() -> Iterator[TrainingRun]:
         >>> loss.item() < 0.1
         True
     """
+    # The session opens the process group itself, on the backend and with the timeout of the config.
     if dist.is_initialized():
         raise ConfigError("toolkit.start: there is a process group already: take out init_process_group()")
     config = join_once("toolkit.start")
@@ -89,6 +90,7 @@ def start() -> Iterator[TrainingRun]:
                 run.finish()
     except StoppedError as stopped:
         log.info("%s", stopped)
+        # A signal during the interpreter's shutdown would kill what has ended well.
         signals.ignore()
         raise SystemExit(stopped.exit_code) from None
 
@@ -213,6 +215,7 @@ class TrainingRun:
         if not objects:
             raise ConfigError("run.resumable: nothing was handed over: run.resumable(model=model, optimizer=optimizer)")
         self._state = OwnState(objects, self._session, self._window)
+        # A resume is refused where any of this has changed.
         identity: dict[str, Json] = {"kind": "a loop of one's own"}
         if self._loader is not None:
             identity["global batch size"] = self._loader.global_batch_size
@@ -335,6 +338,7 @@ class TrainingRun:
             self._save_asked |= self._checkpoints.due(life.step)
         if not may_save:
             return
+        # A copy in memory is of no use at a step that is saved.
         if self._save_asked:
             self._save_asked = False
             life.save(must=False)
@@ -362,6 +366,7 @@ class TrainingRun:
 
     def _write(self) -> None:
         life = self._opened("run.log")
+        # The loop may be in a step or between two: the phase before comes back at the end.
         phase, self._activity.phase = self._activity.phase, activity.LOGGING
         means = self._window.take()
         life.metrics |= means
@@ -396,14 +401,14 @@ class TrainingRun:
     # ------------------------------------------------------------------------------------------------- among the ranks
 
     def main_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0, then on all others, for a download into a shared folder, say.
+        """Run the block on rank 0, then on all others.
 
-        Where it raises on rank 0, the others raise ToolkitError.
+        This is for a download into a shared folder, say. Where it raises on rank 0, the others raise ToolkitError.
         """
         return self._session.main_first()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank: tensors of one shape and type, or values that JSON can hold."""
+        """Return the value of every rank, by rank. Values are tensors of one shape and type, or what JSON can hold."""
         self._activity.move()
         if isinstance(value, Tensor):
             return list(gather_rows(value.detach().to(self.device).contiguous()))
@@ -448,6 +453,7 @@ class TrainingRun:
     def _feed(self, loader: Any) -> Feed:
         if isinstance(loader, Loader):
             return OwnFeed(loader, self._seed)
+        # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.get(id(loader))
         if feed is None:
             feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader))
@@ -455,7 +461,7 @@ class TrainingRun:
         return feed
 
     def _is_there(self, loader: Any) -> bool:
-        """True if the loader has a state of its own, and a resume restored its position by that."""
+        """True if a resume restored the loader's position by a state of its own."""
         assert self._state is not None
         return self._state.has_filled(loader)
 

@@ -54,6 +54,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         group["params"].append(parameter)
     if config.name == "muon":
         _refuse_no_muon([names[p][0] for group in groups.values() if group["muon"] for p in group["params"]])
+    # The log shows which parameters have which settings.
     for group in groups.values() if len(groups) > 1 else ():
         own = ", ".join(f"{setting} {value}" for setting, value in group.items() if setting != "params")
         shown = listing([names[parameter][0] for parameter in group["params"]], 5)
@@ -64,6 +65,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
     if not patterns:
         return
+    # A pattern may match on another stage of a pipeline only.
     everywhere = _of_all_ranks(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
@@ -111,6 +113,7 @@ def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """
     matrices = [each for each in _by_module(model) if each[2].ndim == 2 and not isinstance(each[1], _NORMS)]
     embeddings = {parameter for _, module, parameter in matrices if isinstance(module, _EMBEDDINGS)}
+    # All ranks must agree on the head, which a stage of a pipeline may not hold.
     layers = [name.rpartition(".")[0] for name, module, _ in matrices if not isinstance(module, _EMBEDDINGS)]
     head = (_of_all_ranks(layers) or [""])[-1]
     outer = {parameter for name, _, parameter in matrices if name.rpartition(".")[0] == head}

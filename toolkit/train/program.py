@@ -40,7 +40,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Trial:
-    """A program compared with its model: the batch sizes, the largest difference of an output, and the bound."""
+    """A program compared with its model: batch sizes, largest difference of an output, and bound."""
 
     batch_sizes: tuple[int, ...]
     largest_difference: float
@@ -57,6 +57,7 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
     model = trained.model.cpu()  # also where there is a GPU: a program is bound to the device that it was made on
     trial: Trial | None = None
     failure: JobFailedError | None = None
+    # The folder appears under its name only when it is complete.
     with fsio.new_path(target) as folder:
         fsio.make_dir(folder)
         if WEIGHTS in FORMATS[form]:
@@ -112,7 +113,7 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
             program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
         trial = _tried(model, torch.export.load(path).module(), example)
-    except Exception as error:  # the model's own code, the tracer and the serialiser may raise anything
+    except Exception as error:  # the model's own code, the tracer and the serializer may raise anything
         path.unlink(missing_ok=True)
         log.info("torch.export failed", exc_info=True)
         reason = str(error).strip().split("\n")[0]
@@ -121,6 +122,7 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
             "the value of a tensor, or fixes the number of samples: rewrite that line, or use --format safetensors"
         ) from error
     path.chmod(fsio.FILE_MODE)
+    # A program that loads and runs may still compute something else.
     if not trial.largest_difference <= trial.bound:  # a NaN is refused as well
         path.unlink()
         raise JobFailedError(

@@ -1,7 +1,8 @@
-"""What a user's own loop saves: models, optimizers and anything with a state, declared as a strategy declares its own.
+"""What a user's own loop saves: models, optimizers and anything with a state.
 
-The names are the Trainer's (``model/<name>``, ``optim/<parameter>/<slot>``), so that all commands read the checkpoints
-and any number of ranks goes on from them. Nothing is pickled.
+It is declared as a strategy declares its state. The names are the Trainer's (``model/<name>``,
+``optim/<parameter>/<slot>``), so that all commands read the checkpoints and any number of ranks goes on from them.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Resumables:
         return found
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
-        """Return what is to be filled from a checkpoint: weights in place, and new tensors for the rest."""
+        """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
         found = self._weights(exchange=False)
         for slots in self._optimizers.values():
             found |= slots.places(manifest)
@@ -235,7 +236,7 @@ class OptimizerSlots:
 
 
 def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
-    """Return a tensor as the optimizer itself would have made it: sharded as the parameter is, if it has its shape."""
+    """Return a tensor as the optimizer would have made it. It is sharded as the parameter is, if it has its shape."""
     dtype = getattr(torch, record.dtype)
     if record.shape == tuple(parameter.shape) and record.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -342,7 +343,7 @@ def _count_of(name: str, average: AveragedModel) -> Other:
 
 
 def _metric(name: str, metric: nn.Module) -> Other:
-    """Return the metric with its number of updates, which weighs a mean over them and is not in its state dict."""
+    """Return the metric with its number of updates. That weighs a mean over them, and is not in the state dict."""
     metric.persistent(True)  # type: ignore[operator]  # nn.Module's attributes may be tensors
     parts: dict[str, Any] = {path: m for path, m in metric.named_modules() if hasattr(m, "_update_count")}
 
@@ -365,6 +366,7 @@ def _other(name: str, value: Any) -> Other:
     """
     if _is_metric(value):
         return _metric(name, value)
+    # An object with both methods restores itself; tensors, dictionaries and lists are filled in place.
     if isinstance(value, HasStateDict):
         return Other(name, value.state_dict, value.load_state_dict)
     if isinstance(value, torch.Generator):
@@ -375,6 +377,7 @@ def _other(name: str, value: Any) -> Other:
         return Other(name, lambda: dict(value), partial(_refill, value))
     if isinstance(value, list):
         return Other(name, lambda: list(value), lambda found: value.__setitem__(slice(None), found))
+    # An immutable value cannot be changed for its owner.
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         raise ConfigError(
             f"run.resumable: {name} is {value!r}, which cannot be filled in place; put it into a dictionary: "

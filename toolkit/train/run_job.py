@@ -1,4 +1,4 @@
-"""A :class:`toolkit.Job` on the ranks of a training: what every job needs, so that no job has to write it."""
+"""A :class:`toolkit.Job` on the ranks of a training: what every job would otherwise have to write."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session
         # A real batch: the strategy primes the model on it, and its images go to TensorBoard.
         sample = loader.at(0)
         _build(job, strategy, config, session, sample)
+        # Only now, when the strategy has built the model, can its state be saved and restored.
         checkpoints = Checkpoints(config.checkpoint, session, strategy, identity(config))
         trainer = Trainer(config.train, session, strategy, loader, schedule=job.schedule, checkpoints=checkpoints)
         return Training(job, strategy, trainer, partial(describe_run, config, sample), stack.pop_all().close)
@@ -103,7 +104,7 @@ def _same(network: nn.Module) -> nn.Module:
 
 
 def evaluation(job: Job) -> Evaluate | None:
-    """Return a function that evaluates ``job`` on its eval set, on any number of ranks; None without an eval set."""
+    """Return a function that evaluates ``job`` on its eval set, on any number of ranks. None: it has no eval set."""
     eval_set = job.eval_set()
     if eval_set is None:
         return None
@@ -129,9 +130,9 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _showing(job: Job, strategy: Strategy) -> Show:
-    """Return a function that logs what ``job`` shows of the first samples of its eval set, which are read once.
+    """Return a function that logs what ``job`` shows of the first samples of its eval set.
 
-    Every rank calls it, because passes through the model may be joint.
+    They are read once. Every rank calls it, because passes through the model may be joint.
     """
     if type(job).show is Job.show or (eval_set := job.eval_set()) is None:
         return lambda sink, step: None
@@ -146,6 +147,7 @@ def _show(job: Job, strategy: Strategy, batch: Batch | None, sink: Sink, step: i
         shown.update(job.show(model, batch))
         return {}
 
+    # The strategy calls ``look`` with the model in evaluation mode; there are no figures to sum.
     strategy.evaluate(batch, look)
     for tag, value in shown.items():
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The steps that were left out: read from the device now and then, listed in ``skipped_steps.jsonl``, and counted.
+"""The steps that were left out: read from the device, listed in ``skipped_steps.jsonl``, and counted.
 
 The strategy decides on the device, see ``strategies/update/verdict.py``. The host reads the verdicts where it waits for
 the device anyway: at a logging step and before a save. So a checkpoint never comes after a step that is not listed yet.
@@ -26,7 +26,7 @@ from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY
 
 #: The log names this many steps; of later ones it gives only the number.
 NAMED = 10
-#: Without ``train.rollback_after`` the run ends after this many in a row, instead of wasting its time for ever.
+#: Without ``train.rollback_after`` the run ends after this many in a row, instead of wasting its time forever.
 ENDLESS = 1000
 
 _LINE = Record({"step": COUNT})
@@ -57,7 +57,8 @@ class SkippedSteps:
         self._count = self._rollbacks = 0
         self._streak: list[int] = []  #: the steps left out since the last one that was made
         self._rolled_back_at: int | None = None
-        self._waits = False
+        self._waits = False  #: the last steps were left out or rolled back, and none was made since
+        # A resumed run leaves some steps out again: they are in the list already.
         if self._is_on and self._writes:
             self._listed = {line["step"] for line in records.read_lines(self._path, _LINE)}
 
@@ -75,6 +76,7 @@ class SkippedSteps:
         self._unread.clear()
         for step, why in found:
             self._take(step, why)
+        # Count and list what was not made; an overflow of fp16 counts as well, though it starts no row.
         left_out = [(step, why) for step, why in found if why != MADE]
         self._count += len(left_out)
         self._list([each for each in left_out if each[0] not in self._listed])
@@ -93,7 +95,7 @@ class SkippedSteps:
 
     @property
     def saves_wait(self) -> bool:
-        """True if saves must wait: a rollback may drop these weights soon, and they would push out better ones."""
+        """True if saves must wait. A rollback may drop these weights soon, and they would push out better ones."""
         return self._after is not None and self._waits
 
     def rolled_back(self, step: int, to: int | None) -> None:

@@ -48,7 +48,7 @@ log = logs.get(__name__)
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """Return the values of ``FIXED_ON_RESUME``, which tie a checkpoint to its run, and the mesh, which may change."""
+    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``), and the mesh, which may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
@@ -137,16 +137,18 @@ class Checkpoints:
             folder = place / session.run_dir.parent.name / session.run_dir.name
             self._second = SecondPlace(folder / "checkpoints", self._store.keep, session.activity.move)
         self._best: float | None = None  #: the best figure so far of the ``keep_best`` metric; higher is better
+        # Saves in the background: the buffers, the thread's store client, and the save in progress.
         self._background = config.background
         self._staging = Staging()
         self._line: Line | None = None
         self._flight: Flight | None = None
-        self._waits = True
+        self._waits = True  #: the training waits for what is being written or read
         self._session = session
         self._strategy = strategy
         self._loader: Stateful | None = None
         self._write_files: Callable[[Path], None] | None = None
         self._position = f"data/rank{session.rank}"
+        # Copies in memory.
         self._copy_clock: CopyClock | None = None  #: None: nothing is copied into memory
         self._memory: Memory | None = None
         self._is_sure_of_room = False
@@ -231,6 +233,7 @@ class Checkpoints:
         if keep.best is None:
             return False
         figure = keep.figure(metrics)
+        # A metric that is missing or no number saves nothing, and does not end the training.
         if figure is None:
             log.warning("checkpoint.keep_best: there is no number %s, only %s", keep.best, ", ".join(sorted(metrics)))
         if figure is None or (self._best is not None and figure <= self._best):
@@ -327,11 +330,11 @@ class Checkpoints:
         self._set_the_clock()
 
     def settle(self, wanted: int | None = None) -> None:
-        """Wait for the save that is being written, if any. Cancel it if its step is not ``wanted``."""
+        """Wait for the save that is being written, if any. With ``wanted``, cancel one of another step."""
         flight, self._waits = self._flight, True
         if flight is None:
             return
-        # A stop saves a later step anyway, and has only seconds for it.
+        # A stop, and the end of a loop, save a later step anyway; a stop has only seconds for it.
         flight.is_cancelled = wanted is not None and flight.step != wanted
         flight.land()
         self._flight = None
@@ -374,7 +377,8 @@ class Checkpoints:
         return path
 
     def _moved(self) -> None:
-        """Note that a piece of a file was written or read: progress for the watchdog, if the training waits for it."""
+        """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
+        # The writing thread ends a save that was canceled, between two pieces.
         flight = self._flight
         if flight is not None and flight.is_here:
             flight.refuse_if_cancelled()
@@ -390,6 +394,7 @@ class Checkpoints:
             self._failed.clear()
 
     def _fail(self, step: int, error: CheckpointError) -> None:
+        # Other ranks may wait inside the library, so the attempt cannot go on.
         if self._write_files is not None:
             raise error
         self._failed.append(str(error))
@@ -401,6 +406,7 @@ class Checkpoints:
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """
         self._session.activity.phase = activity.LOADING
+        # A copy in memory, newer than the disk, is there only after a restart inside the job.
         loaded = self._load_from_memory()
         is_on_disk = loaded is None
         if loaded is None:
@@ -417,12 +423,13 @@ class Checkpoints:
         self._say_what_differs(loaded.meta)
         self._best = _number(loaded.meta.get("best"))
         self.newest = loaded.step if is_on_disk else newest_step(self._store.folder)
+        # The attempt before may have ended while this checkpoint was being copied.
         if self._second is not None and is_on_disk:
             self._second.copy(loaded.path)
         return loaded
 
     def _load_from_memory(self) -> Loaded | None:
-        """Load the copy kept before a restart inside the job, if it is newer than what is on disk; else None."""
+        """Load the copy kept before a restart inside the job. None: there is none newer than what is on disk."""
         if self._memory is None:
             return None
         loaded = self._memory.load(self._places(), self._session.store, newest_step(self._store.folder))
@@ -526,6 +533,7 @@ class Checkpoints:
             return None
 
     def _say_what_differs(self, meta: Mapping[str, Json]) -> None:
+        # None of these refuses a resume; they change only the last bits of the results.
         saved, now = _circumstances(meta), _circumstances(self._meta)
         changed = [f"{key} ({saved[key]} -> {now[key]})" for key in now if key in saved and saved[key] != now[key]]
         if changed and self._session.is_main:
@@ -542,6 +550,7 @@ def _refuse_different_data(session: Session, data: str) -> None:
     if session.world_size == 1 or not dist.is_initialized():
         return
     size = int(data.split()[0])  # a fingerprint begins with the number of samples
+    # The ranks compare digests of the fingerprints; what most ranks have is taken for right.
     row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=session.device)
     rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
     usual = Counter(rows).most_common(1)[0][0]

@@ -63,7 +63,7 @@ class Witness:
             late.start()
 
     def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
-        """Take the digest of each sample of the step, to be compared however samples are shared among ranks.
+        """Take the digest of each sample of the step. So steps compare however samples are shared among ranks.
 
         A batch that is not one of our loader's gives the digests of its tensors.
         """
@@ -73,6 +73,7 @@ class Witness:
         if not isinstance(batch, Batch):
             self._line["inputs"] = [_digest(leaf) for leaf in nested.leaves(batch) if isinstance(leaf, Tensor)]
             return
+        # One line for each sample, inputs and targets apart; one for the batch where its rows are not samples.
         self._line["positions"] = batch.positions.tolist()
         is_pair = isinstance(batch.data, (tuple, list)) and len(batch.data) == 2
         parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}
@@ -89,7 +90,7 @@ class Witness:
         self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
 
     def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:
-        """Take the loss and the live tensors that the step leaves on this rank, and write its line."""
+        """Take the loss and the live tensors that the step leaves on this rank. Write the step's line."""
         self._line["loss"] = float(loss.item()).hex()
         for name, tensor in live.items():
             kind, _, rest = name.partition("/")
