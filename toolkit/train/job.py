@@ -132,9 +132,9 @@ class Job(Hooks):
     def train_step(self, step: Custom, batch: Batch) -> Tensor:
         """Make a whole step on this rank's samples, by calls of ``step.descend(network, loss)``.
 
-        Returns the loss that is logged. This is for a training with several optimizers, which has ``strategy.name:
-        custom``. A loss summed over the samples of the batch and divided by ``batch.global_count`` gives the gradient
-        of the mean over the global batch.
+        Returns the loss that is logged. It is for a training with several optimizers, with ``strategy.name: custom``. A
+        loss summed over the samples of the batch and divided by ``batch.global_count`` gives the gradient of the mean
+        over the global batch.
         """
         raise NotImplementedError
 
