@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -71,25 +70,3 @@ class Throughput:
     def _per_second(self, amount: float) -> float:
         seconds = sum(lap.seconds for lap in self._laps)
         return amount / seconds if seconds else 0.0
-
-
-class RunningMean:
-    """A weighted mean, summed on the device of its values. Device scalars need no sync until `value` is read."""
-
-    def __init__(self) -> None:
-        self._total: Any = 0.0
-        self._weight: Any = 0.0
-
-    def add(self, total: Any, weight: Any = 1) -> None:
-        """Add `total`, the sum over `weight` samples (numbers or scalar tensors)."""
-        self._total = self._total + total
-        self._weight = self._weight + weight
-
-    def value(self) -> float | None:
-        """Return the mean of all that was added, None for nothing. For device tensors the host waits here."""
-        weight = float(self._weight)
-        return float(self._total) / weight if weight else None
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.__init__()  # type: ignore[misc]

@@ -79,7 +79,8 @@ class Witness:
         parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}
         for name, data in parts.items():
             tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
-            rows = zip(*tensors, strict=True) if all(len(t) == len(batch) for t in tensors if t.ndim) else [tensors]
+            are_rows = all(t.ndim and len(t) == len(batch) for t in tensors)
+            rows = zip(*tensors, strict=True) if are_rows else [tensors]
             self._line[name] = [" ".join(map(_digest, row)) for row in rows]
 
     def take_start(self, lr: float) -> None:

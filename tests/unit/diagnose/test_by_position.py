@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.diagnose.resume_check import _by_position
+from toolkit.dist.batch import Batch
+from toolkit.train.witness import Witness
 
 PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets": ["c", "d"]}
 
@@ -23,3 +28,16 @@ PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets":
 )
 def test_a_batch_of_any_shape_is_compared_by_what_is_known_of_it(line: dict[str, Any], expected: object) -> None:
     assert _by_position({0: line}) == expected
+
+
+def test_a_batch_with_a_scalar_beside_its_rows_has_one_digest(tmp_path: Path) -> None:
+    """It ended the trace with "iteration over a 0-d tensor"."""
+    session: Any = SimpleNamespace(attempt=1, rank=0, run_dir=tmp_path)
+    witness = Witness({}, session, {})
+    rows = Batch({"rows": torch.ones(2, 3)}, torch.tensor([4, 5]), 2)
+    with_scalar = Batch({"rows": torch.ones(2, 3), "scale": torch.tensor(2.0)}, torch.tensor([4, 5]), 2)
+    digests = []
+    for batch in (rows, with_scalar):
+        witness.take_batch(1, batch, [7, 8])
+        digests.append(witness._line["inputs"])
+    assert [len(each) for each in digests] == [2, 1]

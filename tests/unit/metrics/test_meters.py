@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 
-from toolkit.metrics.meters import RunningMean, Throughput
+from toolkit.metrics.meters import Throughput
 
 
 class Clock:
@@ -44,13 +42,3 @@ def test_an_evaluation_between_two_steps_is_not_counted() -> None:
 def test_before_the_first_step_there_is_no_speed_and_no_estimate() -> None:
     meter = Throughput(clock=Clock())
     assert (meter.samples_per_s, meter.data_wait_fraction, meter.eta_s(5)) == (0.0, 0.0, None)
-
-
-def test_the_running_mean_is_weighted_like_numpys() -> None:
-    values, weights = [1.0, 2.0, 4.0], [1, 3, 4]
-    mean = RunningMean()
-    for value, weight in zip(values, weights, strict=True):
-        mean.add(torch.tensor(value) * weight, weight)
-    assert mean.value() == pytest.approx(np.average(values, weights=weights))
-    mean.reset()
-    assert mean.value() is None
