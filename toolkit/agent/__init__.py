@@ -1,1 +1,1 @@
-"""One process on each node of a job: it starts the ranks, by forks of a process that has imported torch."""
+"""One process on each node that starts the ranks, by forks of a process with torch imported."""

@@ -13,7 +13,7 @@ _SYN_SENT = "02"
 
 
 def unanswered(net: Path = Path("/proc/net")) -> set[str]:
-    """Return the addresses to which TCP connections of this node wait for a first answer, for a second or longer.
+    """Return the addresses from which this node's TCP connections get no first answer, for a second or longer.
 
     By the columns of ``/proc/net/tcp``: remote address and port, state, and how often the kernel has tried again.
     """
@@ -22,21 +22,22 @@ def unanswered(net: Path = Path("/proc/net")) -> set[str]:
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in (net / name).read_text().splitlines()[1:]:
                 fields = line.split()
+                # A request that was sent again has waited for a second or longer.
                 if fields[3] == _SYN_SENT and int(fields[6], 16) > 0:
                     addresses.add(_address_of_words(fields[2].partition(":")[0]))
     return addresses
 
 
 def _address_of_words(text: str) -> str:
-    """Return the address that the kernel has printed as 32-bit words of its own byte order, in hexadecimal digits."""
+    """Return the address of the kernel's hexadecimal text: 32-bit words in its own byte order."""
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     return str(ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)))
 
 
 def notice_death(connection: socket.socket, within_s: int) -> None:
-    """Have a TCP connection fail when its other end has not answered for ``within_s``; send small messages at once.
+    """Have a TCP connection fail when its other end has not answered for ``within_s``.
 
-    A node that dies closes no connection.
+    Small messages are sent at once. A node that dies closes no connection.
     """
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

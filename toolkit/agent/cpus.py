@@ -12,22 +12,24 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def for_tasks(
     tasks: int, cpus_per_task: int | None, near_gpus: Sequence[Collection[int]] = ()
 ) -> list[list[int] | None]:
-    """Return the CPUs of each of ``tasks``, ``cpus_per_task`` of those that this process may use; None: all of them.
+    """Return the CPUs of each of ``tasks``; None for all CPUs of this process.
 
-    None, too, where there are fewer than the tasks would take. ``near_gpus`` has the CPUs of each GPU's NUMA node, and
-    each task takes those of its own GPU. Where these are too few it takes others of the same package, then any that
-    are left. Without ``near_gpus`` the tasks take the CPUs one after the other.
+    Each gets ``cpus_per_task`` of those that this process may use. Also None if there are fewer than the tasks need.
+    ``near_gpus`` has the CPUs of each GPU's NUMA node, and each task takes those of its own GPU. Where these are too
+    few it takes others of the same package, then any that are left. Without ``near_gpus`` the tasks take the CPUs one
+    after the other.
     """
     ours = os.sched_getaffinity(0)
     if cpus_per_task is None or tasks * cpus_per_task > len(ours):
         return [None] * tasks
     packages = {cpu: _number(cpu, "physical_package_id", TOPOLOGY) for cpu in ours}
+    # For each GPU three choices, from near to far: its NUMA node, its package, all.
     choices = []
     for near in near_gpus or [ours]:
         package = _number(min(near), "physical_package_id", TOPOLOGY)
         choices.append((near, [cpu for cpu in ours if packages[cpu] == package], ours))
     left, sets = by_core(ours), [list[int]() for _ in range(tasks)]
-    for distance in range(3):  # every task takes what is near before any takes what is farther away
+    for distance in range(3):  # every task takes near CPUs before any takes farther ones
         for task, own in enumerate(sets):
             choice = choices[task % len(choices)][distance]
             own += [cpu for cpu in left if cpu in choice][: cpus_per_task - len(own)]
@@ -36,7 +38,7 @@ def for_tasks(
 
 
 def by_core(cpus: Iterable[int], topology: Path | None = None) -> list[int]:
-    """Order ``cpus`` such that neighbours share as much as possible: a core, then a package.
+    """Order ``cpus`` such that neighbors share as much as possible: a core, then a package.
 
     From Documentation/admin-guide/cputopology.rst of Linux.
     """
@@ -52,7 +54,7 @@ def _number(cpu: int, name: str, topology: Path) -> int:
 
 
 def _first(cpu: int, topology: Path) -> int:
-    """The lowest number among the CPUs of a core: ``core_id`` is one of its package's own."""
+    """Return the lowest number among the CPUs of a core: ``core_id`` is unique only within a package."""
     try:
         text = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text()
         return int(text.replace("-", ",").split(",")[0])

@@ -1,7 +1,7 @@
-"""Prints the CPUs near each GPU: ``python -I -S gpus.py``, a child of the node's agent, with no imports of ours.
+"""Prints the CPUs near each GPU: ``python -I -S gpus.py``, a child of the node's agent.
 
-It is a process of its own because NVIDIA's drivers before 590 wake a GPU up before they say which one it is. For one
-that is lost they may wait for ever, and the agent must not wait.
+It imports nothing of ours. It is a separate process because NVIDIA's drivers before 590 wake a GPU up before they tell
+which one it is. For a lost GPU they may wait for ever, and the agent must not wait.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[i
         # access(2) does not open the device. It asks the device cgroup, which Slurm's ConstrainDevices sets.
         if os.access(root / f"dev/nvidia{fields['Device Minor']}", os.R_OK | os.W_OK):
             gpus.append({**fields, "address": folder.name, "index": str(len(gpus))})
+    # CUDA's default order is by speed, which is certain only for equal GPUs.
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu["Model"] for gpu in gpus}) > 1:
         raise ValueError("CUDA numbers unequal GPUs by their speed")
     near = []
     for word in environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpu["index"] for gpu in gpus)).split(","):
-        if word.startswith("GPU-"):  # CUDA takes the beginning of a UUID too
+        if word.startswith("GPU-"):  # CUDA also accepts the beginning of a UUID
             [gpu] = [gpu for gpu in gpus if gpu["GPU UUID"].startswith(word)]
         else:
             [gpu] = [gpu for gpu in gpus if gpu["index"] == word]
@@ -43,7 +44,7 @@ def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[i
 
 
 def parse(cpulist: str) -> list[int]:
-    """Return the CPUs of a list as Linux writes it: ``0-3,8``. Raises ValueError, also for an empty one."""
+    """Return the CPUs of a list in Linux's format: ``0-3,8``. Raises ValueError, also for an empty one."""
     ends = [[int(end) for end in part.split("-")] for part in cpulist.split(",")]
     return [cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)]
 

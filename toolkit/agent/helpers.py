@@ -16,16 +16,16 @@ from toolkit.agent.tether import die_with
 
 
 class Helpers:
-    """Those that live. They end with the agent, which reaps them."""
+    """The agent's living helpers. They end with the agent, which reaps them."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self.pids: set[int] = set()
 
     def start(self, command: Sequence[str], hear: Callable[[bytes], bool] | None = None, given: bytes = b"") -> int:
-        """Start a process that reads ``given``; return its pid. What it prints goes to ``hear``, or else to our log.
+        """Start a process that reads ``given``; return its pid. Its output goes to ``hear``, else to the agent's log.
 
-        ``hear`` gets nothing at its end, and returns whether it wants more. Raises OSError.
+        ``hear`` gets empty bytes at its end, and returns whether it wants more. Raises OSError.
         """
         agent = os.getpid()
         process = subprocess.Popen(
@@ -34,9 +34,10 @@ class Helpers:
             stdout=subprocess.PIPE if hear else None,
             preexec_fn=lambda: die_with(agent, signal.SIGKILL),  # safe: this process has one thread
         )
-        process.returncode = 0  # we reap it ourselves
+        process.returncode = 0  # the agent reaps it itself
         self.pids.add(process.pid)
         assert process.stdin is not None
+        # A helper that has ended already reads nothing.
         with contextlib.suppress(OSError), process.stdin as asked:
             asked.write(given)
         output = process.stdout
@@ -53,7 +54,7 @@ class Helpers:
         return process.pid
 
     def ask(self, command: Sequence[str], take: Callable[[bytes], None], given: bytes = b"") -> None:
-        """Start a process; ``take`` gets all that it has printed when it has ended. Raises OSError."""
+        """Start a process; ``take`` gets all its output when it has ended. Raises OSError."""
         text = bytearray()
 
         def hear(data: bytes) -> bool:

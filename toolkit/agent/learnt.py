@@ -1,4 +1,4 @@
-"""Modules that the ranks of a run import before their first step, so that the zygote can import them, too.
+"""Modules that ranks import before their first step, so that the zygote can import them, too.
 
 Rank 0 writes their names into the run folder after its first step (:func:`note`). They are installed packages and the
 standard library, never a user's own modules. The zygote imports them while the ranks train (:func:`learn`), and at the
@@ -6,7 +6,7 @@ start of the run's next job.
 
 Not every package can be imported before the fork. One that reads a rank's variables when it is imported would get the
 zygote's. One that starts a thread or opens the GPU would be broken in a fork. A trial process imports them first, and
-packages that do any of this are left to the ranks. What a C extension reads by getenv() is not noticed.
+packages that do any of this are left to the ranks. A C extension's reads by getenv() are not noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ inherited: frozenset[str] | None = None
 def note(path: Path) -> None:
     """Write the names of the installed modules that this process has imported since it was forked.
 
-    Does nothing in a fresh interpreter, and where the file has them already.
+    Do nothing in a fresh interpreter, and where the file has them already.
     """
     if inherited is None:
         return
@@ -48,10 +48,10 @@ def note(path: Path) -> None:
 
 
 def learn(path: Path, varying: Collection[str]) -> list[str]:
-    """Import what the file names, but for packages that a trial found to be harmful; return the modules.
+    """Import the modules of the file, except packages that a trial found harmful; return those imported.
 
-    ``varying`` are the environment variables of which each rank has a value of its own. They are known once a rank has
-    been forked; before, nothing is tried. The trial's outcome is added to the file, and not tried again.
+    ``varying`` are the environment variables in which the ranks differ. They are known once a rank has been forked;
+    before, there is no trial. The trial's outcome is added to the file, and not tried again.
     """
     modules, left_out = _read(path)
     wanted = [name for name in modules if name not in sys.modules]
@@ -65,7 +65,7 @@ def learn(path: Path, varying: Collection[str]) -> list[str]:
 
 
 def import_quietly(name: str) -> bool:
-    """Import the module; False where that fails, for whatever reason: the ranks will say."""
+    """Import the module; return False where that fails, for any reason: the ranks will report the error."""
     try:
         importlib.import_module(name)
     except (Exception, SystemExit):
@@ -101,9 +101,10 @@ def _package(name: str) -> str:
 
 
 def _try(modules: Sequence[str], varying: Collection[str]) -> list[str]:
-    """Return the packages that may not be imported before the fork. A process of its own imports them all."""
+    """Return the packages that may not be imported before the fork. A separate process imports them all."""
     packages = list(dict.fromkeys(map(_package, modules)))
     reading, writing = os.pipe()
+    # The trial is a fork, so that a harmful import leaves the zygote as it was.
     zygote, trial = os.getpid(), os.fork()
     if trial == 0:
         die_with(zygote, signal.SIGKILL)
@@ -122,7 +123,10 @@ def _try(modules: Sequence[str], varying: Collection[str]) -> list[str]:
 
 
 def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collection[str]) -> list[str]:
-    """Import the last package first: those that a package imports come after it, and so are judged by themselves."""
+    """Return the harmful packages, importing the last one first.
+
+    The packages that a package imports come after it, and so are judged by themselves.
+    """
     found: list[str] = []
     for package in reversed(packages):
         before, threads = set(sys.modules), _threads()
@@ -130,7 +134,7 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
             imported = [import_quietly(name) for name in modules if _package(name) == package]
         if seen.harm or not all(imported) or _threads() != threads or _has_gpu():
             found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
-        if _has_gpu():  # nothing after it can be told apart
+        if _has_gpu():  # the packages after it can no longer be judged
             return list(packages)
     return found
 
@@ -142,7 +146,7 @@ class _Seen:
 
 @contextlib.contextmanager
 def _watched(varying: Collection[str]) -> Iterator[_Seen]:
-    """Notice who reads one of these environment variables, or all variables."""
+    """Notice reads of one of these environment variables, or of all variables."""
     seen = _Seen()
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
@@ -155,6 +159,7 @@ def _watched(varying: Collection[str]) -> Iterator[_Seen]:
         seen.harm = True
         return iterate(self)
 
+    # Methods are looked up in the class, so the class of os.environ is changed for the trial.
     kind.__getitem__, kind.__iter__ = getitem, iterate_all  # type: ignore[method-assign]
     try:
         yield seen
@@ -163,7 +168,7 @@ def _watched(varying: Collection[str]) -> Iterator[_Seen]:
 
 
 def _threads() -> int:
-    """How many threads this process has, native ones included."""
+    """Return how many threads this process has, native ones included."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 

@@ -1,11 +1,11 @@
 """The connection between the supervisor and an agent, without its socket: bytes in, messages out, and the reverse.
 
-Each end sends 32 random bytes first. With both and the job's secret each derives a key for each direction, so no
-message of another connection, nor one sent back to its sender, is taken for genuine. Every message is a frame: its
-length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32 bytes), and the content,
-a JSON object in UTF-8. Nothing is encrypted: what is secret must not be sent.
+Each end sends 32 random bytes first. From both and the job's secret each derives a key for each direction. So no
+message of another connection, nor one sent back to its sender, is accepted as genuine. Every message is a frame: its
+length (4 bytes, network order), its HMAC-SHA256 over a running number and the content (32 bytes), and the content, a
+JSON object in UTF-8. Nothing is encrypted: secrets must not be sent.
 
-Whoever does not know the secret can send no frame that is taken, and learns nothing but that somebody listens here.
+A peer without the secret can send no frame that is accepted, and learns only that a process listens here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 TAG_BYTES = 32
-#: Both ends say each ``HEARTBEAT_S`` that they live. One of which nothing was heard for ``SILENT_S`` is asked after.
+#: Both ends send a heartbeat every ``HEARTBEAT_S``. An end that has sent nothing for ``SILENT_S`` is checked.
 HEARTBEAT_S, SILENT_S = 1.0, 3.0
-#: Of the content of a frame. Before the first genuine one a stranger could make us keep this much.
+#: The most bytes of a frame's content. Before the first genuine one a stranger could make this end keep that much.
 FIRST_MAX_BYTES, MAX_BYTES = 1 << 12, 1 << 24
 _HEAD = struct.Struct(f"!I{TAG_BYTES}s")
 
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 class StrangerError(Exception):
-    """What came was not written by an end that knows the secret: the connection is to be closed."""
+    """The data was not written by an end that knows the secret: the connection is to be closed."""
 
 
 class Link:
@@ -39,22 +39,22 @@ class Link:
         self._secret, self._role = secret, role
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  #: for what we send, for what we receive
+        self._keys: tuple[bytes, bytes] | None = None  #: for sending, for receiving
         self._sent_count = self._received_count = 0
         self._waiting: list[Message] = []
 
     @property
     def greeting(self) -> bytes:
-        """What is to be sent as soon as the connection stands."""
+        """Return what is to be sent as soon as the connection stands."""
         return self._nonce
 
     @property
     def is_genuine(self) -> bool:
-        """True once the other end has shown that it knows the secret."""
+        """True once the other end has proved that it knows the secret."""
         return self._received_count > 0
 
     def send(self, message: Message) -> bytes:
-        """Return the bytes to send for ``message``; none yet, where the other end's greeting has not come."""
+        """Return the bytes to send for ``message``; none yet if the other end's greeting has not arrived."""
         if self._keys is None:
             self._waiting.append(message)
             return b""
@@ -64,9 +64,10 @@ class Link:
         return _HEAD.pack(len(content), tag) + content
 
     def receive(self, data: bytes) -> tuple[list[Message], bytes]:
-        """Take what has come; return the messages that are complete, and bytes to send now. Raises StrangerError."""
+        """Take received data; return the messages that are complete, and bytes to send now. Raises StrangerError."""
         self._received += data
         answer = b""
+        # The greeting comes first; it makes the keys, and so the messages that wait for them can go.
         if self._keys is None:
             if len(self._received) < NONCE_BYTES:
                 return [], b""
@@ -92,12 +93,14 @@ class Link:
         assert self._keys is not None
         if len(self._received) < _HEAD.size:
             return None
+        # The length is checked before the content is awaited: a stranger could fill the memory.
         length, tag = _HEAD.unpack_from(self._received)
         if length > (MAX_BYTES if self.is_genuine else FIRST_MAX_BYTES):
             raise StrangerError(f"a message of {length} bytes")
         end = _HEAD.size + length
         if len(self._received) < end:
             return None
+        # The running number in the tag rejects frames that are repeated or out of order.
         content = bytes(self._received[_HEAD.size : end])
         if not hmac.compare_digest(tag, _tag(self._keys[1], self._received_count, content)):
             raise StrangerError("a message with a wrong signature")

@@ -1,28 +1,28 @@
 """The agent of one node: ``python -m toolkit.agent.node SECRET_FILE LOGS HOST PORT [NAME]``.
 
-It lives as long as the job. It starts the ranks of each attempt and the attempt's store when the supervisor says so, by
-forks of a zygote or as fresh programs, sends them signals, and says at once how each has ended. All ranks of the node
-report to it, also those that srun has started; see :mod:`toolkit.agent.progress`. It has one thread and needs no torch.
+It lives as long as the job. On the supervisor's order it starts the ranks of each attempt and the attempt's store, by
+forks of a zygote or as fresh programs. It sends them signals, and reports at once how each has ended. All ranks of the
+node report to it, also those that srun has started; see :mod:`toolkit.agent.progress`. It has one thread and needs no
+torch.
 
-When the supervisor has died it connects again, to the one that is started in its place, and tells it once more what it
-has told of the attempt: the ranks go on. It ends them where no supervisor comes. When it dies they die with it.
+When the supervisor has died, the agent connects to the one that is started in its place, and repeats what it has
+reported of the attempt: the ranks go on. It ends them where no supervisor comes. When the agent dies they die with it.
 
-What it is told (``do``) and what it tells (``is``):
+The messages that it receives (``do``) and sends (``is``):
 
 * ``warm``: have a zygote ready.
-* ``check``: run the checks of the node. Then ``checked``, with the line that they have printed.
-* ``connections``: say to which addresses connections are ``unanswered``.
+* ``check``: run the checks of the node. Then ``answer``, with the line that they have printed.
+* ``connections``: which addresses leave connections unanswered. Then ``answer``.
 * ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
   ``end_store``: kill it. What the store prints is ``said``.
-* ``watch``: the command that looks after the batch host when the supervisor is silent or gone, and the node's turn.
+* ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
 * ``leave``: end.
 
-It says that it is ``alive`` every second, with a digest of the ranks' progress. It says at once which ranks are
-``reporting`` for the first time, and passes every ``report`` of rank 0 on. It says once of each thing that makes its
-node ``sick``.
+It sends ``alive`` every second, with a digest of the ranks' progress. It sends at once which ranks are ``reporting``
+for the first time, and every ``report`` of rank 0. It reports each thing that makes its node ``sick`` once.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from toolkit.agent.tether import SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
-#: A supervisor that has not confirmed what it was sent for so long is gone; a network may be away for half a minute.
+#: A supervisor that has not confirmed sent data for this long is gone; a network may be away for half a minute.
 GONE_S = 120
-#: A supervisor that is started in the place of one that has died speaks within this time.
+#: A supervisor that is started in the place of a dead one sends something within this time.
 TAKE_OVER_S = 10.0
-#: An agent of this job that the supervisor has given up needs a moment to notice it, and leaves its name free then.
+#: An agent of this job that the supervisor has given up needs a moment to notice it; then its inbox name is free.
 INBOX_PATIENCE_S = 10.0
-#: Agents begin one after the other to look after the batch host: where the first one does, the others need not.
+#: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
-#: What looks after the node's health, see toolkit.agent.sickness. It comes late enough not to delay the first ranks.
+#: Checks the node's health, see toolkit.agent.sickness. It starts late enough not to delay the first ranks.
 HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
 HEALTH_AFTER_S = 10.0
-#: What finds the CPUs near the GPUs, see toolkit.agent.gpus.
+#: Finds the CPUs near the GPUs, see toolkit.agent.gpus.
 GPUS_COMMAND = (sys.executable, "-I", "-S", gpus.__file__)
 
 log = logs.get(__name__)
@@ -76,23 +76,24 @@ class Agent:
     def __init__(
         self, connect: Callable[[], socket.socket], secret: bytes, name: str, inbox: Inbox, imports: Path | None
     ) -> None:
-        """``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`."""
+        """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`."""
         self._connect, self._secret, self._name = connect, secret, name
-        self._told: list[Message] = []  #: of the last attempt, and of the node
-        self._told_by_main: dict[str, Message] = {}  #: the last that rank 0 said of the run, and of its result
-        self._give_up_at = math.inf  #: when the supervisor must have spoken
+        self._told: list[Message] = []  #: messages about the last attempt, and about the node
+        self._told_by_main: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
+        self._give_up_at = math.inf  #: the time by which the supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
-        self._heard = time.monotonic()  #: when the supervisor last said something, or was lost
+        self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
         self._is_alone = False  #: the supervisor is lost for good
         self._watch_order: Message | None = None
-        self._watcher: int | None = None  #: the pid of what looks after the batch host
+        self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
         self._processes = Processes(self._selector, self._tell, imports)
         self._is_over = False
 
     def serve(self) -> None:
-        """Until the supervisor says so, or is gone. Every rank has been ended then."""
+        """Serve until the supervisor sends ``leave``, or is gone. Then every rank has been ended."""
+        # Signals wake the selector through this socket pair, so that an ended rank is noticed at once.
         waker, woken = socket.socketpair()
         for end in (waker, woken):
             end.setblocking(False)
@@ -109,6 +110,7 @@ class Agent:
                 for key, _ in self._selector.select(HEARTBEAT_S):
                     key.data()
                 self._reap()
+                # The supervisor that was to take over has sent nothing.
                 if time.monotonic() >= self._give_up_at:
                     self._be_alone()
                 self._watch_the_batch_host()
@@ -124,7 +126,7 @@ class Agent:
             self._processes.end_all()
 
     def _open_connection(self, *, again: bool) -> None:
-        """Connect, and tell what a supervisor must know that was not there before. Raises OSError."""
+        """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
         self._connection, self._link = self._connect(), Link(self._secret, "agent")
         self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
         self._connection.sendall(self._link.greeting)
@@ -141,8 +143,8 @@ class Agent:
                 self._lose_supervisor()
 
     def _tell(self, message: Message) -> None:
-        """Say ``message``, and say it again to a supervisor that takes over."""
-        attempt = message.get("attempt")  # of earlier ones nobody wants to hear
+        """Send ``message``, and send it again to a supervisor that takes over."""
+        attempt = message.get("attempt")  # those of earlier attempts are of no more use
         self._told = [told for told in self._told if attempt is None or told.get("attempt", attempt) == attempt]
         self._told.append(message)
         self._say(message)
@@ -158,6 +160,7 @@ class Agent:
         if not data:
             self._lose_supervisor()
             return
+        # Only authenticated messages count as a sign of life.
         if self._link.is_genuine:
             self._heard, self._give_up_at = time.monotonic(), math.inf
         for order in orders:
@@ -192,7 +195,7 @@ class Agent:
     # ----------------------------------------------------------------------------------------------- the supervisor
 
     def _lose_supervisor(self) -> None:
-        """Connect again. Where its guard is gone, too, nobody listens any more."""
+        """Connect again. Where the guard is gone, too, the port is closed and no supervisor will come."""
         if self._is_alone:
             return
         self._selector.unregister(self._connection)
@@ -210,7 +213,7 @@ class Agent:
             self._be_alone()
 
     def _be_alone(self) -> None:
-        """End the ranks. Without an order to watch there is nothing else to do here."""
+        """End the ranks. The agent ends, too, unless it has an order to watch the batch host."""
         if not self._is_alone:
             log.warning("no supervisor is left: ending the ranks")
             self._is_alone, self._give_up_at = True, math.inf
@@ -223,7 +226,7 @@ class Agent:
             self._is_over = self._watch_order is None
 
     def _watch_the_batch_host(self) -> None:
-        """Have it looked after while the supervisor is silent or gone."""
+        """Watch the batch host while the supervisor is silent or gone. End the watch when it is back."""
         order = self._watch_order
         if order is None:
             return
@@ -242,7 +245,7 @@ class Agent:
         return True
 
     def _find_gpus(self) -> None:
-        """Have it told which CPUs are near the GPUs: before the first ranks, which wait for the import of torch."""
+        """Find the CPUs near the GPUs, in a helper, before the first ranks, which wait for the import of torch."""
 
         def take(text: bytes) -> None:
             self._processes.near_gpus = json.loads(text or b"[]")
@@ -256,7 +259,7 @@ class Agent:
         began, text = time.time(), bytearray()
 
         def hear(data: bytes) -> bool:
-            """Take its line, and not its end, for which a thread in the kernel may have to be waited."""
+            """Take the checks' line without awaiting their end, which may wait for a thread in the kernel."""
             text.extend(data)
             if data and not text.endswith(b"\n"):
                 return True
@@ -279,8 +282,10 @@ class Agent:
             if report is None:
                 log.warning("a report that is none was ignored: %.80r", text)
                 continue
+            # A rank's first report is told at once, not with the next digest.
             if self._progress.hear(report):
                 first.setdefault(report.attempt, []).append(report.rank)
+            # Rank 0's reports are passed on whole, and the last of each kind kept for a supervisor that takes over.
             if report.rank == 0:
                 message: Message = {"is": "report", "text": text.decode()}
                 self._told_by_main |= {
@@ -291,20 +296,20 @@ class Agent:
             self._tell({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
     def _digest_stacks(self, order: Message) -> None:
-        """Have the stacks of ranks read by a process of its own: a file server may not answer."""
+        """Read the stacks of ranks in a separate process: a file server may not answer."""
         given = [Standing(*standing) for standing in order["standings"]]
         standings = [self._progress.standing(order["attempt"], rank.rank) or rank for rank in given]
         asked = {**order, "standings": [astuple(rank) for rank in standings]}
 
         def take(text: bytes) -> None:
-            with contextlib.suppress(ValueError):  # it has failed: see our log
+            with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
                 self._answer(order, groups=json.loads(text))
 
         command = [sys.executable, "-P", "-m", "toolkit.agent.stack_digest"]
         self._helpers.ask(command, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:
-        """Also of processes that a rank has left behind: they become ours."""
+        """Reap ended processes, also those that a rank has left behind: the agent is their new parent."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -314,10 +319,10 @@ class Agent:
                 return
             self._helpers.pids.discard(pid)
             if pid in self._processes:
-                self._hear_ranks()  # what it has told is said before that it has ended
+                self._hear_ranks()  # so the last reports of the process are sent before its end
                 self._processes.note_end(pid, status, self._helpers.pids)
             elif pid == self._watcher:
-                self._watcher, self._heard = None, time.monotonic()  # one that failed is started again
+                self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
                 self._is_over = status == 0
 
 
@@ -329,9 +334,10 @@ def _connect(host: str, port: int) -> socket.socket:
 
 
 def _redirect_output(path: Path) -> None:
-    """Write the log, and what the zygote says, to ``path``; nowhere on a node where that cannot be written to.
+    """Redirect stdout and stderr, the zygote's too, to ``path``.
 
-    Not by srun's --output: Slurm starts nothing on such a node, and the reason would not be known.
+    Where it cannot be written they go nowhere. srun's --output is not used: with it Slurm starts nothing on such a
+    node, and the reason would not be known.
     """
     try:
         file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -344,9 +350,9 @@ def _redirect_output(path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Connect, and serve."""
+    """Connect to the supervisor, and serve it."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all; the supervisor decides what ends
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes; the supervisor decides what ends
     os.umask(0o077)
     secret_file, logs_dir, host, port = arguments[:4]
     name = arguments[4] if len(arguments) > 4 else os.environ.get("SLURMD_NODENAME", socket.gethostname())
@@ -356,8 +362,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"{secret_file}: {error.strerror}: have the file system of the run folder mounted anew on {name}")
     _redirect_output(Path(logs_dir) / f"agent-{name}.log")
     logs.setup(f"agent {name}")
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks come from two forks below the zygote
-    host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # where srun runs, so does the supervisor
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
+    host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
         inbox, imports = Inbox(address(token_of(secret)), INBOX_PATIENCE_S), Path(secret_file).parent / learnt.NAME
         Agent(partial(_connect, host, int(port)), secret, name, inbox, imports).serve()

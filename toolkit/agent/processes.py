@@ -19,7 +19,7 @@ from toolkit.agent.tether import SIGNALS, die_with
 from toolkit.agent.zygote import Order, opened
 from toolkit.agent.zygote_client import ZygoteClient
 
-#: Ranks have made their first step by then, or the zygote is asked to learn from them later, see toolkit.agent.learnt.
+#: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.agent.learnt.
 LEARN_AFTER_S = 20.0
 
 log = logs.get(__name__)
@@ -29,25 +29,26 @@ log = logs.get(__name__)
 class _Child:
     attempt: int
     rank: int | None  #: None: the attempt's store
-    ooms: int  #: kills for want of memory that the node's control group had counted when it started
+    ooms: int  #: out-of-memory kills that the node's control group had counted at its start
     stdin: int | None = None
     stdout: int | None = None
 
 
 class Processes:
-    """Starts them by forks of a zygote or as fresh programs, sends them signals, and tells how each has ended."""
+    """Starts processes, as forks of a zygote or fresh programs, signals them and reports their ends."""
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
-        """``imports``: the file of what a zygote is to learn, see :mod:`toolkit.agent.learnt`."""
+        """Take what is needed to start and report. ``imports``: the file of what a zygote learns, see
+        :mod:`toolkit.agent.learnt`."""
         self._selector, self._tell = selector, tell
-        self._imports = imports  #: None once that has spoiled a zygote
-        self._children: dict[int, _Child] = {}  #: by pid, of those that live
+        self._imports = imports  #: None once its modules have spoiled a zygote
+        self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
         self._zygote: ZygoteClient | None = None
         self._memory = state_memory.NodeFiles()
         self._ranks_since = self._learn_at = float("inf")
-        self.attempt: int | None = None  #: the last one of which something was started here
-        self.ranks = 0  #: of that attempt that were to start here
+        self.attempt: int | None = None  #: the last one that started something here
+        self.ranks = 0  #: the number of its ranks that were to start here
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
 
     def __contains__(self, pid: int) -> bool:
@@ -55,13 +56,13 @@ class Processes:
 
     @property
     def live(self) -> bool:
-        """True while there are any."""
+        """True while any process lives."""
         return bool(self._children)
 
     # ----------------------------------------------------------------------------------------------------- starting
 
     def warm(self) -> ZygoteClient:
-        """Return the zygote. One that died after it had been of use is replaced."""
+        """Return the zygote; start one if none runs. One that died after it had been ready is replaced."""
         if self._zygote is None or (self._zygote.has_ended and self._zygote.was_ready):
             self._zygote = ZygoteClient(self._imports)
             self._selector.register(self._zygote.socket, selectors.EVENT_READ, self._hear_zygote)
@@ -80,6 +81,7 @@ class Processes:
         assert zygote is not None
         if not zygote.hear():
             self._selector.unregister(zygote.socket)
+        # A module that a rank imported has spoiled the zygote: start another that learns nothing.
         if not zygote.can_fork and self._imports and zygote.has_learnt:
             log.warning("importing what the ranks import has failed: another zygote does without")
             if not zygote.has_ended:
@@ -93,7 +95,7 @@ class Processes:
             self._start(order)
 
     def start(self, order: Message) -> None:
-        """Start what is ordered, as soon as the zygote can fork it. Tells ``not_started`` of what cannot be."""
+        """Start the processes of an order, as soon as the zygote can fork them. Send ``not_started`` for a failure."""
         if order["module"] is not None and self.warm().is_importing:
             self._waiting.append(order)
         else:
@@ -104,10 +106,12 @@ class Processes:
         if order["attempt"] != self.attempt:
             self.attempt, self.ranks = order["attempt"], 0
         self.ranks += ranks
+        # The agent holds the memory files of the ranks' state, so that they outlive the ranks.
         memory = self._memory.hold(ranks) if ranks else ""
         if ranks:
             self._ranks_since = time.monotonic()
             self._learn_at = self._ranks_since + LEARN_AFTER_S
+        # Each process gets its own CPUs, variables, log and, for the store, pipes.
         sets = cpus.for_tasks(len(order["processes"]), order["cpus_per_task"], self.near_gpus)
         for process, own_cpus in zip(order["processes"], sets, strict=True):
             child = _Child(order["attempt"], process["rank"], _oom_kills())
@@ -136,6 +140,7 @@ class Processes:
                 self._tell({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
                 continue
             finally:
+                # The child has its ends of the pipes now; open here, they would hide its end.
                 for file in theirs:
                     os.close(file)
             self._children[pid] = child
@@ -143,6 +148,7 @@ class Processes:
                 self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
 
     def _start_one(self, order: Order) -> int:
+        # A fork of the zygote is faster; without a zygote start a fresh program.
         if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
             pid = self._zygote.fork(order)
             if pid is not None:
@@ -165,7 +171,7 @@ class Processes:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        process.returncode = 0  # we reap it ourselves
+        process.returncode = 0  # the agent reaps it itself
         return process.pid
 
     # ----------------------------------------------------------------------------------------------------- the store
@@ -184,18 +190,18 @@ class Processes:
         return read
 
     def write_to_store(self, attempt: int, text: str) -> None:
-        """Write ``text`` to the store's standard input; nothing is its end."""
+        """Write ``text`` to the store's standard input; close it if ``text`` is empty."""
         for child in self._stores(attempt).values():
             if child.stdin is None:
                 continue
-            with contextlib.suppress(OSError):  # its end is told a moment later
+            with contextlib.suppress(OSError):  # its end is reported a moment later
                 os.write(child.stdin, text.encode())
             if not text:
                 os.close(child.stdin)
                 child.stdin = None
 
     def end_store(self, attempt: int) -> None:
-        """Kill it, also one that has not started."""
+        """Kill the store, also one that has not started."""
         self._waiting = [o for o in self._waiting if o["attempt"] != attempt or o["processes"][0]["rank"] is not None]
         for pid in self._stores(attempt):
             _signal_session(pid, signal.SIGKILL)
@@ -206,9 +212,10 @@ class Processes:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def signal(self, attempt: int, number: signal.Signals) -> None:
-        """Send all ranks of an attempt a signal. One that has not started yet is ended by SIGKILL, too."""
+        """Send all ranks of an attempt a signal. SIGKILL also ends those that have not started yet."""
         if number is signal.SIGKILL:
             for order in [order for order in self._waiting if order["attempt"] == attempt]:
+                # An order that waits for the zygote has no processes: withdraw it, and report its ranks as killed.
                 if order["processes"][0]["rank"] is not None:
                     self._waiting.remove(order)
                     for rank in order["processes"]:
@@ -218,23 +225,25 @@ class Processes:
                 _signal_session(pid, number)
 
     def end_all(self) -> None:
-        """Kill them all, and the zygote."""
+        """Kill all processes, and the zygote."""
         for pid in self._children:
             _signal_session(pid, signal.SIGKILL)
         if self._zygote is not None:
             self._zygote.end()
 
     def note_end(self, pid: int, status: int, helpers: Collection[int]) -> None:
-        """Take the wait status of one, and tell of it. ``helpers`` are the agent's children that are no strays."""
+        """Take the wait status of a process, and report its end. ``helpers`` are no strays."""
         child = self._children.pop(pid)
         _signal_session(pid, signal.SIGKILL)  # data loader workers that a killed rank left behind
         if child.stdout is not None:
             self._drain(child)
         if child.stdin is not None:
             os.close(child.stdin)
+        # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
         code = os.waitstatus_to_exitcode(status)
         no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
         self._tell_ended(child.attempt, child.rank, code, no_memory=no_memory)
+        # Once no process of an attempt is left, all other children are strays.
         if not self._children:
             self._end_strays(helpers)
 
@@ -247,12 +256,12 @@ class Processes:
         with contextlib.suppress(BlockingIOError):
             while child.stdout is not None:
                 self._relay(child)()
-        if child.stdout is not None:  # a process that it has left holds the other end
+        if child.stdout is not None:  # a process that it has left behind holds the other end
             self._selector.unregister(child.stdout)
             os.close(child.stdout)
 
     def _end_strays(self, helpers: Collection[int]) -> None:
-        """Kill what ranks have left in sessions of its own: with its parents gone it is the agent's child now."""
+        """Kill what ranks have left in sessions of their own. After its parents' end it is the agent's child."""
         own = {self._zygote and self._zygote.pid, *helpers}
         with contextlib.suppress(OSError):
             for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
@@ -261,8 +270,11 @@ class Processes:
 
 
 def _make_pipes(child: _Child, files: list[str]) -> list[int]:
-    """Give ``child`` our ends of pipes for its standard input and output, and ``files`` the others as paths, by which
-    also a fork of the zygote can open them. Returns these, to be closed once it has."""
+    """Make pipes for a child's standard input and output.
+
+    ``child`` gets our ends, ``files`` the others. They are paths, which a fork of the zygote can open, too. Return
+    these ends, to be closed once the child has them.
+    """
     reading, child.stdin = os.pipe()
     child.stdout, writing = os.pipe()
     files[:2] = [f"/proc/{os.getpid()}/fd/{reading}", f"/proc/{os.getpid()}/fd/{writing}"]
@@ -270,7 +282,7 @@ def _make_pipes(child: _Child, files: list[str]) -> list[int]:
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
-    """Until a fork has its session it has no group of its own."""
+    """Signal the session, or only its leader. Until a fork has made its session it has no group of its own."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
@@ -281,7 +293,7 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
 
 
 def _oom_kills() -> int:
-    """How many processes of our control group the kernel has killed for want of memory; 0 where nothing tells."""
+    """Return the number of out-of-memory kills in this control group; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         group = next(
             line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"

@@ -1,8 +1,8 @@
-"""How far the ranks of a node are: what each of them reports, and what the agent tells upward of all together.
+"""The progress of a node's ranks: each rank's reports, and the agent's digest of all together.
 
-A rank reports each second, whether anything is new or not: that is its sign of life. The agent keeps the newest report
-of each rank and tells the supervisor one :class:`Digest` a second. Digests of nodes are merged like those of ranks, so
-what goes upward is as long for ten thousand ranks as for one.
+A rank reports every second, whether anything is new or not: that is its sign of life. The agent keeps the newest report
+of each rank and sends the supervisor one :class:`Digest` a second. Digests of nodes are merged like those of ranks, so
+the result is as long for ten thousand ranks as for one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A rank that has not reported for so long is stopped or dead, or a library keeps Python's lock.
+#: A rank that has not reported for this long is stopped or dead, or a library holds Python's lock.
 SILENT_S = 5.0
-#: Time is counted in looks. What lies between two of them counts as this much at most: where the whole job was stopped,
-#: by ``scontrol suspend``, that is no time in which a rank could have got on.
+#: Time is counted in looks. The time between two of them counts as at most this long: while the whole job is stopped,
+#: by ``scontrol suspend``, no rank could have made progress.
 LONGEST_LOOK_S = 2.0
-#: A longer report does not come through.
+#: A longer report is not delivered.
 MAX_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself. Rank 0 adds what a user sees of the run, and at the end the run's result."""
+    """A rank's report on itself. Rank 0 adds what a user sees of the run, and at the end the run's result."""
 
     attempt: int
     rank: int
@@ -39,7 +39,7 @@ class Report:
 
 
 def parse(data: bytes) -> Report | None:
-    """Return the report in ``data``; None for what no rank of ours can have written."""
+    """Return the report in ``data``; None for data that none of the toolkit's ranks can have written."""
     try:
         report = Report(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -53,29 +53,29 @@ def parse(data: bytes) -> Report | None:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands."""
+    """How far a rank is."""
 
     rank: int
     phase: str | None  #: None: it has not reported yet
     step: int | None  #: steps done; None: not even one in this attempt
     still_s: float  #: since its step, counter or phase changed last
-    is_silent: bool  #: nothing has been heard of it for ``SILENT_S``
+    is_silent: bool  #: it has sent nothing for ``SILENT_S``
 
 
 @dataclass(frozen=True)
 class Digest:
-    """How the ranks of one node, or of several, get on in an attempt."""
+    """The progress of the ranks of one node, or of several, in an attempt."""
 
     attempt: int
-    ranks: int  #: that have reported
-    silent: int  #: of those, that have not done so for ``SILENT_S``
-    moves: int  #: how often one of them got on; it only grows
+    ranks: int  #: those that have reported
+    silent: int  #: of those, the ones that have sent nothing for ``SILENT_S``
+    moves: int  #: how often one of them made progress; it only grows
     least: int | None  #: steps done by the rank that has done the fewest; None: one has done none
-    most: int | None  #: and by the one that has done the most
+    most: int | None  #: steps done by the rank that has done the most
 
 
 def merge(digests: Iterable[Digest]) -> Digest | None:
-    """Return the digest of all ranks of which ``digests`` are, in the newest attempt among them; None without one."""
+    """Return the digest of all ranks in ``digests``, in the newest attempt among them; None without any digest."""
     every = list(digests)
     attempt = max((digest.attempt for digest in every), default=0)
     now = [digest for digest in every if digest.attempt == attempt]
@@ -99,7 +99,7 @@ def _bounds(least: list[int | None], most: list[int | None]) -> tuple[int | None
 class _Rank:
     position: tuple[int | None, int] | None = None  #: step and counter
     phase: str | None = None
-    phases: set[str] = field(default_factory=set)  #: that it has been in at this position
+    phases: set[str] = field(default_factory=set)  #: the phases that it has been in at this position
     moved: float = 0.0
     heard: float = 0.0
 
@@ -108,7 +108,7 @@ class NodeProgress:
     """The newest report of each rank of one node.
 
     A rank *gets on* when its step or its counter changes, or when it enters a phase that it has not been in since they
-    last did: one that goes round in circles gets nowhere.
+    last changed: a rank that only cycles through phases makes no progress.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,12 +122,14 @@ class NodeProgress:
         self._pass_time()
         if report.attempt < self._attempt:
             return False
+        # A new attempt: forget the ranks of the last one.
         if report.attempt > self._attempt:
             self._attempt, self._moves, self._ranks = report.attempt, 0, {}
         is_first = report.rank not in self._ranks
         rank = self._ranks.setdefault(report.rank, _Rank())
         rank.heard = self._now
         phase, position = report.phase, (report.step, report.count)
+        # A phase counts as progress only once at each position.
         if (phase, position) != (rank.phase, rank.position):
             rank.moved = self._now
             if position != rank.position:
@@ -138,7 +140,7 @@ class NodeProgress:
         return is_first
 
     def digest(self) -> Digest | None:
-        """Return how all of them get on; None before the first report. To be asked each ``LONGEST_LOOK_S`` or so."""
+        """Return the progress of all ranks; None before the first report. Call it every ``LONGEST_LOOK_S`` or so."""
         self._pass_time()
         if not self._ranks:
             return None

@@ -1,8 +1,9 @@
-"""The way of a rank's reports to its node's agent: a Unix socket with an abstract name, and a message for each report.
+"""Carries a rank's reports to its node's agent, over a Unix socket with an abstract name.
 
-An abstract name needs no folder that both see, so a rank finds it from inside a container, too, and it is gone as soon
-as the agent is. Every user of the node may connect to it: the agent closes the connections of all but its own user, of
-whom the kernel tells (SO_PEERCRED, unix(7)). The name says nothing that is secret.
+Each report is one message. An abstract name needs no folder that both sides see, so a rank finds it from inside a
+container, too. It is gone as soon as the agent is. Every user of the node may connect to it. The agent closes the
+connections of all users but its own; the kernel names the user (SO_PEERCRED, unix(7)). The name contains nothing
+secret.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from collections.abc import Mapping
 
 from toolkit.agent.progress import MAX_BYTES
 
-#: In a rank's environment: what the names of its job's sockets are made from.
+#: The variable of a rank from which the names of its job's sockets are made.
 VARIABLE = "TOOLKIT_REPORTS"
-#: From one call of :meth:`Inbox.take` no more is read, whoever sends without end.
+#: One call of :meth:`Inbox.take` reads no more than this, even if a sender never stops.
 MOST_ROUNDS = 1000
 _RETRY_S = 0.1
 _UCRED = struct.Struct("3i")
 
 
 def token_of(secret: bytes) -> str:
-    """Return the job's :data:`VARIABLE`. Nothing about the secret can be learnt from it."""
+    """Return the job's :data:`VARIABLE`. The secret cannot be derived from it."""
     return hmac.digest(secret, b"reports", "sha256").hex()[:32]
 
 
@@ -38,12 +39,13 @@ def address(token: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 class Inbox:
-    """The agent's end. A selector may wait for it to be readable, and then :meth:`take` what has come."""
+    """The agent's end. A selector may wait until it is readable, and then :meth:`take` the messages."""
 
     def __init__(self, name: str, patience_s: float = 0.0) -> None:
-        """Raises OSError where ``name`` is taken for longer than ``patience_s``."""
+        """Bind the socket. Raises OSError where ``name`` is taken for longer than ``patience_s``."""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         deadline = time.monotonic() + patience_s
+        # An earlier agent of this job may hold the name for a moment.
         while True:
             try:
                 self._listening.bind(name)
@@ -61,7 +63,7 @@ class Inbox:
         return self._selector.fileno()
 
     def take(self) -> list[bytes]:
-        """Return the messages that have come, those of each rank in their order."""
+        """Return the messages that have arrived, those of each rank in their order."""
         messages: list[bytes] = []
         for _ in range(MOST_ROUNDS):
             ready = self._selector.select(0)
@@ -76,7 +78,7 @@ class Inbox:
         return messages
 
     def close(self) -> None:
-        """Let the ranks know that nobody hears them any more."""
+        """Close all connections, so that the ranks notice that the agent is gone."""
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -85,8 +87,9 @@ class Inbox:
     def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # it has gone already, or there are too many open files
+        except OSError:  # it has disconnected already, or there are too many open files
             return
+        # Only this user's processes may report.
         _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if user != os.geteuid():
             connection.close()
@@ -109,7 +112,7 @@ class Inbox:
 
 
 class AgentGoneError(Exception):
-    """The agent that took our reports has ended."""
+    """The agent that took the reports has ended."""
 
 
 class Outbox:
@@ -120,10 +123,10 @@ class Outbox:
         self._socket: socket.socket | None = None
 
     def send(self, message: bytes, patience_s: float = 0.0) -> bool:
-        """Send a message of at most ``MAX_BYTES``; False where the agent does not take it within ``patience_s``.
+        """Send a message of at most ``MAX_BYTES``; return False where the agent does not take it within ``patience_s``.
 
-        Without patience this never waits. The agent of an srun step may come after its ranks. Raises AgentGoneError
-        where there was one.
+        Without patience this never waits. The agent of an srun step may start after its ranks. Raises AgentGoneError
+        where there was an agent.
         """
         deadline = time.monotonic() + patience_s
         while not self._connect():
@@ -131,6 +134,7 @@ class Outbox:
                 return False
             time.sleep(_RETRY_S)
         assert self._socket is not None
+        # With patience the send may block until the agent reads; without it never does.
         if patience_s:
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
         try:
@@ -150,7 +154,7 @@ class Outbox:
             connection.setblocking(False)
             try:
                 connection.connect(self._name)
-            except OSError:  # nobody listens yet, or its queue is full
+            except OSError:  # no agent listens yet, or its queue is full
                 connection.close()
                 return False
             self._socket = connection

@@ -1,8 +1,8 @@
-"""Looks after one node's health: ``python -I -S sickness.py``, a child of the node's agent, with no imports of ours.
+"""Checks one node's health: ``python -I -S sickness.py``, a child of the node's agent.
 
-It prints a line for each thing that it finds, once. It is a process of its own because a disk or a driver that is not
-well lets a reader wait for ever, and the agent must not wait. What it finds either stays (memory that has failed) or
-has lasted for minutes, because every node is hot now and then.
+It imports nothing of ours. It prints a line for each problem that it finds, once. It is a separate process because a
+faulty disk or driver lets a reader wait for ever, and the agent must not wait. A problem either stays (memory that has
+failed) or has lasted for minutes, because every node is hot now and then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 LOOK_EVERY_S = 30.0
 #: nvidia-smi, which takes the driver's locks, is started at every second look.
 LOOKS_PER_GPU_LOOK = 2
-#: Heat and slow GPUs must be seen for five minutes, and a full disk for one, without a break: so many times.
+#: Heat and slow GPUs must be seen for five minutes, a full disk for one, without a break: this many looks.
 HOT_LOOKS, SLOW_GPU_LOOKS, FULL_LOOKS = 10, 5, 2
 #: A disk with less room than this is full.
 LEAST_FREE_BYTES = 16 << 20
@@ -27,7 +27,7 @@ GPU_FIELDS = "index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reason
 
 
 class Sickness:
-    """What is wrong with this node, seen by one look after the other.
+    """What is wrong with this node, found look by look.
 
     ``root`` is the folder in which ``sys`` and ``tmp`` lie, ``ask_gpus`` returns nvidia-smi's lines of ``GPU_FIELDS``.
     """
@@ -35,9 +35,9 @@ class Sickness:
     def __init__(self, root: Path = Path("/"), ask_gpus: Callable[[], list[str]] | None = None) -> None:
         self._root, self._ask_gpus = root, ask_gpus or ask_smi
         self._looks = 0
-        self._first: dict[str, int] = {}  #: what each counter of errors showed when it was first seen
+        self._first: dict[str, int] = {}  #: the first value of each counter of errors
         self._throttled = 0
-        self._seen: Counter[str] = Counter()  #: by finding, in how many looks without a break
+        self._seen: Counter[str] = Counter()  #: by finding, the looks without a break that have seen it
         self._told: set[str] = set()
 
     def look(self) -> list[str]:
@@ -51,13 +51,14 @@ class Sickness:
         return new
 
     def _memory(self) -> Iterator[str]:
-        """Errors that were corrected are no harm. From Linux, Documentation/driver-api/edac.rst."""
+        """Yield uncorrected memory errors; corrected ones are harmless. From Linux,
+        Documentation/driver-api/edac.rst."""
         for file in sorted(self._root.glob("sys/devices/system/edac/mc/mc*/ue_count")):
             if self._has_risen(str(file), _number(file)):
                 yield f"uncorrected memory errors ({file.parent.name} of EDAC)"
 
     def _heat(self) -> Iterator[str]:
-        """Intel's counters of the times that a core or a package became too hot (Linux, therm_throt.c)."""
+        """Yield heat, by Intel's counters. They count each time a core or package is too hot (Linux, therm_throt.c)."""
         files = self._root.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count")
         before, self._throttled = self._throttled, sum(_number(file) or 0 for file in files)
         is_hot = self._looks > 0 and self._throttled > before
@@ -89,7 +90,7 @@ class Sickness:
 
 
 def ask_smi() -> list[str]:
-    """Raises OSError or subprocess.SubprocessError where there is none, or where it fails."""
+    """Return nvidia-smi's lines. Raises OSError or subprocess.SubprocessError if it is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -102,7 +103,7 @@ def _number(file: Path) -> int | None:
 
 
 def main() -> None:
-    """Look until the agent dies, which takes this process along."""
+    """Look until the agent dies, and this process with it."""
     sickness = Sickness()
     while True:
         for finding in sickness.look():

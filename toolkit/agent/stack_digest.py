@@ -1,8 +1,8 @@
 """``python -m toolkit.agent.stack_digest``: what the ranks of one node wait for in a hang, by their stacks.
 
-The agent starts it: a file server that does not answer stops this process, and no other. It reads ``{"folder",
-"standings"}``, the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which
-the same is known are one :class:`Group`, so what goes upward is short also for many ranks.
+The agent starts it: a file server that does not answer blocks only this process. It reads ``{"folder", "standings"}``,
+the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which the same is
+known form one :class:`Group`, so the message to the supervisor is short also for many ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from toolkit import activity, stacks
 from toolkit.agent.progress import Standing
 from toolkit.stacks import Stack, main_stack
 
-#: So long the ranks have to write their stacks; those that can do it within milliseconds.
+#: The ranks have this long to write their stacks; those that can do it within milliseconds.
 ANSWER_S = 3.0
 LOOK_EVERY_S = 0.1
-#: A file that is empty so long after the ranks were asked has not been answered. Before, nobody knows.
+#: A file that is still empty this long after the request counts as unanswered. Before that, the answer is unknown.
 UNANSWERED_S = 1.0
 
 
@@ -34,13 +34,13 @@ def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | No
     None: there is no file, so the rank has not started. Empty: it does not answer. A rank that is left out is unknown:
     there was no time to read its file, or it was read so early that an answer may have come later.
 
-    Takes ``ANSWER_S`` at most, or as long as it takes until all have answered but those that have been silent before.
+    Takes at most ``ANSWER_S``. Ends as soon as all have answered except those that have been silent before.
     """
     found: dict[int, Stack | None] = {}
     reader = threading.Thread(target=_read, args=[folder, standings, found], daemon=True)  # a read may hang for ever
     reader.start()
     reader.join(ANSWER_S)
-    return dict(found)  # a copy: a thread that hung may come back
+    return dict(found)  # a copy: a thread that hung may continue
 
 
 def _read(folder: Path, standings: Sequence[Standing], found: dict[int, Stack | None]) -> None:
@@ -57,17 +57,19 @@ def _read(folder: Path, standings: Sequence[Standing], found: dict[int, Stack | 
             except OSError:
                 continue
             stack = None if text is None else main_stack(text)
+            # An empty file counts only for a silent rank, or when there was time enough to answer.
             if stack != [] or standing.is_silent or looked >= sure_at:
                 found[standing.rank] = stack
             if text is not None and text.endswith(stacks.ANSWERED):
                 left.remove(standing)
+        # The ranks that are left do not answer anyway.
         if all(standing.is_silent for standing in left):
             return
         time.sleep(LOOK_EVERY_S)
 
 
 def stack_text(path: Path) -> str | None:
-    """What is in a rank's file; None where there is none."""
+    """Return what is in a rank's file; None where there is none."""
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
@@ -76,7 +78,7 @@ def stack_text(path: Path) -> str | None:
 
 # ------------------------------------------------------------------------------------------------- what each one does
 
-#: Where ranks of ours wait for others outside of torch.distributed: the end of the file's name, and the function.
+#: Where the toolkit's ranks wait for others outside of torch.distributed: the end of the file's name, and the function.
 _WAITS = {
     ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
     ("dist/stop.py", "_slow"): "waiting for the others to agree on a step",
@@ -89,7 +91,7 @@ _WAITS = {
 
 
 def awaits(stack: Stack) -> str | None:
-    """For what in common with other ranks this one waits, such as ``in all_reduce``; None if it does something itself.
+    """Return what the rank waits for with others, such as ``in all_reduce``; None if it does something itself.
 
     DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
     """
@@ -111,11 +113,11 @@ class Seen:
 
     standing: Standing
     stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
-    is_read: bool = True  #: False: nobody knows what its stack is
+    is_read: bool = True  #: False: its stack is unknown
 
     @property
     def doing(self) -> str:
-        """What it does, for a reader; equal for ranks that do the same."""
+        """Return what the rank does, for a reader; equal for ranks that do the same."""
         if self.stack and (waits := awaits(self.stack)):
             return waits
         if not self.is_read:
@@ -128,8 +130,11 @@ class Seen:
 
     @property
     def order(self) -> tuple[bool, int, int, bool]:
-        """Smaller is further behind: who has not joined, who has done the fewest steps, who is in no collective, who
-        does not answer. Without a stack nobody knows what a rank does in a step; most likely it waits as well."""
+        """Return a key by which ranks that are further behind are smaller.
+
+        In order: has not joined, has done fewer steps, is in no collective, does not answer. What a rank does in a step
+        is unknown without a stack; most likely it waits as well.
+        """
         answers = bool(self.stack) or not self.standing.is_silent
         guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
         waits = 2 if not self.is_read or awaits(self.stack or ()) else int(guessed)
@@ -137,7 +142,7 @@ class Seen:
 
     @property
     def reported(self) -> tuple[bool, int]:
-        """The part of :attr:`order` that follows from reports, so that a rank need not answer for it."""
+        """Return the part of :attr:`order` that follows from reports, so that a rank need not answer for it."""
         return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
 
 
@@ -168,7 +173,7 @@ def group(ranks: Iterable[Seen]) -> list[Group]:
 
 
 def merge(groups: Iterable[Group]) -> list[Group]:
-    """Return as few groups as say the same, ordered by the first rank of each."""
+    """Return the groups with equal ones merged, ordered by the first rank of each."""
     alike: dict[Any, list[Group]] = {}
     for each in groups:
         alike.setdefault((each.place, each.doing, each.is_read, each.has_answered), []).append(each)
@@ -181,7 +186,7 @@ def merge(groups: Iterable[Group]) -> list[Group]:
 
 
 def from_json(groups: Iterable[Sequence[Any]]) -> list[Group]:
-    """Return what :func:`digest` has said."""
+    """Return the groups that :func:`digest` has written."""
     return [
         Group((place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s)
         for place, doing, is_read, has_answered, ranks, still_s in groups

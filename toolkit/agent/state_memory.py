@@ -1,7 +1,7 @@
 """The anonymous files in memory in which the ranks of a node keep their state, see toolkit.checkpoint.memory.
 
-The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends, however it ends. Two belong
-to the node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.
+The agent holds them, so they outlive the ranks; the kernel frees them when the agent ends in any way. Two belong to the
+node, and ``FILES_A_RANK`` to each rank on it, by its local rank. They cost nothing until a rank writes there.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ log = logs.get(__name__)
 
 
 class NodeFiles:
-    """The agent's side."""
+    """The memory files of one node, held by its agent."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def hold(self, ranks: int) -> str:
-        """Hold the files of that many ranks, and return the value of ``VARIABLE``; empty where they are too many."""
+        """Hold the files of that many ranks; return the value of ``VARIABLE``, empty for too many."""
         wanted = FILES_A_NODE + FILES_A_RANK * ranks
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _KEPT_FREE
         if wanted > limit:
             log.warning("no state is kept in memory: %d ranks need %d open files of %d", ranks, wanted, limit)
             wanted = 0
+        # Close those that are too many, then make those that are missing.
         for file in self._files[wanted:]:
             os.close(file)
         del self._files[wanted:]

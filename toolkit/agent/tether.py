@@ -1,8 +1,8 @@
-"""``python tether.py PARENT SIGNAL DEAF COMMAND ...``: become COMMAND, and get SIGNAL when PARENT, our starter, dies.
+"""``python tether.py PARENT SIGNAL DEAF COMMAND ...``: become COMMAND, and get SIGNAL when the parent PARENT dies.
 
-What a process has started through this does not outlive it, not even when it gets SIGKILL and can clean nothing up. A
-file of its own with no imports of ours: it runs under ``python -I -S`` in some 15 ms.
-(``preexec_fn`` would do the same between fork and exec, where a thread that holds a lock means a deadlock.)
+A process that is started through this does not outlive its parent, even if the parent gets SIGKILL and cannot clean up.
+It is a file of its own that imports nothing of ours: it runs under ``python -I -S`` in some 15 ms. (``preexec_fn``
+would do the same between fork and exec, where a thread that holds a lock means a deadlock.)
 """
 
 import ctypes
@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 
-#: What a site, Slurm or a terminal sends to every process of a job.
+#: Signals that a site, Slurm or a terminal sends to every process of a job.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by children
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """From now on this process gets ``number`` when ``parent``, which started it, dies."""
+    """Have this process get ``number`` when ``parent``, which started it, dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before the line above: no signal will come
         sys.exit(1)

@@ -1,9 +1,9 @@
 """``python -m toolkit.agent.zygote FD LEARNT ROOM``: import what ranks import, once, and fork each rank from there.
 
-A rank that is forked makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as
-a fresh interpreter, so this process keeps clean: one Python thread, no CUDA context, no OpenMP pool, no open files but
-its end of the agent's socket pair. Where it is not clean (a site's .pth file may start a thread) it says why, and the
-ranks are started otherwise.
+A forked rank makes its first step 0.07 s after the order, a fresh interpreter 2.9 s. A fork must be as good as a fresh
+interpreter. So this process has one Python thread, no CUDA context, no OpenMP pool, and no open files but its end of
+the agent's socket pair. Where this does not hold (a site's .pth file may start a thread) it reports why, and the ranks
+are started as fresh programs.
 
 The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
 object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
@@ -36,8 +36,8 @@ from typing import Any, NoReturn, TypedDict
 from toolkit.agent import learnt
 from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS, die_with
 
-#: What a rank of ours imports before its first step. A user's own modules are never imported before the fork: they are
-#: each rank's to run.
+#: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
+#: fork: each rank runs them itself.
 MODULES = (
     "torch",
     "torch.distributed",
@@ -57,18 +57,18 @@ EXIT_UNWRITTEN = 120
 
 
 class Order(TypedDict):
-    """A process to be made: what it runs (a module and its arguments), where, and what ``ps`` shows of it."""
+    """A process to be started: the module and its arguments, where, and what ``ps`` shows of it."""
 
     module: list[str]
     command: list[str]
     environ: dict[str, str]
     files: list[str]  #: for standard input, output and error
     cpus: list[int] | None
-    agent: int  #: whose child it becomes, and with whom it dies
+    agent: int  #: the parent that it gets, and with which it dies
 
 
 def main() -> None:
-    """Serve the agent; in each rank, be one."""
+    """Serve the agent. In each fork, become the rank that was ordered."""
     die_with(os.getppid(), signal.SIGKILL)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
@@ -77,9 +77,10 @@ def main() -> None:
     os.environ.pop(ROOM_VARIABLE, None)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else is_available() makes a context that no fork survives
     began = time.monotonic()
+    # Import once what every rank needs.
     for name in MODULES:
         learnt.import_quietly(name)
-    varying: set[str] = set()  # the variables of which ranks have values of their own
+    varying: set[str] = set()  # the variables in which ranks differ
     with agent.makefile("rw") as lines:
         _learn(lines, varying, began)
         for line in lines:
@@ -93,6 +94,7 @@ def main() -> None:
             }
             try:
                 with opened(order["files"]) as files:
+                    # In the fork, leave the loop with the rank's files in place; in the zygote, report the pid.
                     pid = _fork()
                     if pid == 0:
                         for target, file in enumerate(files):
@@ -104,24 +106,24 @@ def main() -> None:
                 break
             _say(lines, {"pid": pid})
         else:
-            os._exit(0)  # the agent has ended; torch's way out would take half a second
+            os._exit(0)  # the agent has ended; torch's exit would take half a second
     agent.close()
     assert order is not None
     _become(order)
 
 
 def _learn(lines: Any, varying: Collection[str], began: float) -> None:
-    """Import what there is to learn, and say that forks can be made from here on."""
+    """Import what there is to learn, and report that forks can be made from now on."""
     path = sys.argv[2]
     modules = learnt.learn(Path(path), varying) if path else []
     gc.collect()
-    gc.freeze()  # a collection in a rank would touch, and so copy, every page of what all share
+    gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     learnt.inherited = frozenset(sys.modules)
     _say(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
 
 
 def _unclean() -> str | None:
-    """Say why a fork of this process would not be as good as a fresh interpreter; None where it would."""
+    """Return why a fork would not be as good as a fresh interpreter; None where it would."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"an import has started threads: {', '.join(others)}"
@@ -136,9 +138,10 @@ def _say(lines: Any, message: dict[str, Any]) -> None:
 
 
 def _fork() -> int:
-    """Fork twice: the rank becomes the agent's child, and dies with it. Returns its pid, 0 in it. Raises OSError."""
+    """Fork twice: the rank becomes the agent's child, and dies with it. Return its pid, 0 in it. Raises OSError."""
     reading, writing = os.pipe()
     middle = os.fork()
+    # The process in between ends at once, so that the agent, its subreaper, becomes the rank's parent.
     if middle == 0:
         try:
             pid = os.fork()
@@ -152,6 +155,7 @@ def _fork() -> int:
         os.write(writing, str(pid).encode())
         os._exit(0)
     os.close(writing)
+    # It has written the rank's pid, or the error.
     with os.fdopen(reading) as told:
         text = told.read()
     os.waitpid(middle, 0)
@@ -161,7 +165,7 @@ def _fork() -> int:
 
 
 def _become(order: Order) -> None:
-    """Make this process what a fresh interpreter would be, and run the module that the order names."""
+    """Make this process like a fresh interpreter, and run the module that the order names."""
     _die_with(order["agent"])
     os.setsid()
     if order["cpus"] is not None:
@@ -171,6 +175,7 @@ def _become(order: Order) -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as multiprocessing does in its forks
+    # Else all ranks of a node would draw the same random numbers.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -178,7 +183,7 @@ def _become(order: Order) -> None:
         sys.modules["torch"].default_generator.seed()
     sys.argv = [module, *arguments]
     sys.orig_argv = list(order["command"])
-    for number in SIGNALS:  # last: the module installs its own as the first thing that it does
+    for number in SIGNALS:  # last: the module installs its own first of all
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     new_main()
     try:
@@ -187,7 +192,7 @@ def _become(order: Order) -> None:
     except SystemExit as ended:
         code = _code_of(ended)
     except BaseException:
-        gc.unfreeze()  # what is frozen is not freed at the interpreter's end, and libraries print that it leaks
+        gc.unfreeze()  # frozen objects are not freed at the interpreter's end, and libraries print that they leak
         raise
     _end(code)
 
@@ -203,18 +208,21 @@ def _code_of(ended: SystemExit) -> int:
 def _end(code: int) -> NoReturn:
     """End as the interpreter does (Py_FinalizeEx), but do not free what all ranks share.
 
-    To free it is to copy it first, which takes each rank 1.2 s of CPU time. What the program has made is freed, so that
+    Freeing it would copy it first, which takes each rank 1.2 s of CPU time. What the program has made is freed, so that
     files which it has left open are written.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    # Free what the program has made, and only that.
     inherited = learnt.inherited or ()
     for name in [name for name in sys.modules if name == "__main__" or name not in inherited]:
         del sys.modules[name]
     gc.collect()
+    # Open files that are still referenced are flushed here.
     for stream in [thing for thing in gc.get_objects() if isinstance(thing, io.IOBase)]:
         with contextlib.suppress(Exception):  # it is closed, or of a library with a flush() of its own
             stream.flush()
+    # An output that cannot be written changes the exit code, as in the interpreter.
     for output in (sys.stdout, sys.stderr):
         try:
             if output is not None and not output.closed:
@@ -234,7 +242,7 @@ def new_main() -> ModuleType:
 
 @contextmanager
 def opened(paths: Sequence[str]) -> Iterator[list[int]]:
-    """Open these as standard input, output and error; closed again at the end."""
+    """Open the paths as standard input, output and error; close them at the end."""
     files: list[int] = []
     try:
         for path in paths:
@@ -247,7 +255,7 @@ def opened(paths: Sequence[str]) -> Iterator[list[int]]:
 
 
 def _die_with(agent: int) -> None:
-    """Get SIGKILL when the agent, whose child we become as soon as the process between has ended, dies."""
+    """Get SIGKILL when the agent dies. It becomes the parent as soon as the process between has ended."""
     while os.getppid() != agent:
         try:
             os.kill(agent, 0)
@@ -255,6 +263,7 @@ def _die_with(agent: int) -> None:
             os._exit(1)
         time.sleep(0.0005)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    # The agent may have died before the call took effect.
     if os.getppid() != agent:
         os._exit(1)
 
@@ -262,17 +271,19 @@ def _die_with(agent: int) -> None:
 def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Have ``ps``, ``pgrep -f`` and ``/proc/PID/environ`` show this command, and also these variables.
 
-    The kernel shows the memory that a program has got its arguments and variables in. Nobody else reads the place of
-    the last argument and of ``ROOM_VARIABLE``, which are there for this. From proc_pid_cmdline(5): where the last byte
-    of the arguments is not null, all up to the first null byte is the title.
+    The kernel shows the memory in which a program has received its arguments and variables. The last argument and
+    ``ROOM_VARIABLE`` exist only to make room there; nothing else reads them. From proc_pid_cmdline(5): where the last
+    byte of the arguments is not null, all up to the first null byte is the title.
     """
+    # The kernel tells at which addresses it reads arguments and variables.
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments, arguments_end, variables, variables_end = map(int, numbers[45:49])
-    if not arguments:  # a kernel that does not tell
+    if not arguments:  # this kernel does not tell
         return
     size = arguments_end - arguments
     title = " ".join(command).encode(errors="surrogateescape")[: size - 2]
     ctypes.memmove(arguments, title.ljust(size - 1, b"\0") + b" ", size)
+    # The variables are written into the room, in front of those that an earlier call has put there.
     prefix = f"{ROOM_VARIABLE}=".encode()
     block = ctypes.string_at(variables, variables_end - variables)
     start = block.find(prefix) + len(prefix)

@@ -22,12 +22,13 @@ log = logs.get(__name__)
 class ZygoteClient:
     """Starts a zygote, and has it fork ranks.
 
-    ``can_fork``: it is clean. ``is_importing``: what it is asked waits. ``was_ready``: it has been of use.
+    ``can_fork``: it is clean. ``is_importing``: requests have to wait. ``was_ready``: it has been of use.
     ``has_learnt``: it may have imported what earlier ranks did.
     """
 
     def __init__(self, imports: Path | None) -> None:
         self.socket, other = socket.socketpair()
+        # Both placeholders make room for what ``ps`` and /proc show of a rank, see zygote.show().
         room = {ROOM_VARIABLE: "-" * ROOM_BYTES}
         with other:
             arguments = [str(other.fileno()), str(imports or ""), "-" * TITLE_BYTES]
@@ -43,7 +44,7 @@ class ZygoteClient:
         self.has_learnt = imports is not None  #: it may have imported what the ranks did
 
     def hear(self) -> bool:
-        """Take its word that it has imported; False when it has ended."""
+        """Take the message that the zygote has imported; return False when it has ended."""
         line, self.is_importing = self._lines.readline(), False
         if not line:
             self.can_fork, self.has_ended = False, True
@@ -62,14 +63,14 @@ class ZygoteClient:
         return True
 
     def learn(self) -> None:
-        """Have it import what ranks have imported since they were forked."""
-        with contextlib.suppress(OSError):  # its end is heard
+        """Have the zygote import what ranks have imported since they were forked."""
+        with contextlib.suppress(OSError):  # its end is noticed by hear()
             self._lines.write("{}\n")
             self._lines.flush()
             self.is_importing = True
 
     def fork(self, order: Order) -> int | None:
-        """Return the pid of a new rank, our child; None where the zygote has died. Raises OSError for bad files."""
+        """Return the pid of a new rank, our child; None if the zygote has died. Raises OSError for bad files."""
         line = ""
         with contextlib.suppress(OSError):
             self._lines.write(json.dumps(order) + "\n")
@@ -84,6 +85,6 @@ class ZygoteClient:
         return int(answer["pid"])
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the zygote."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Starting the store and the ranks of every attempt through the agents of the job's nodes."""
+"""Starts the store and the ranks of every attempt through the agents of the job's nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.launch.steps import Events, LaunchFailed, RankEnded, Step, StepEnde
 from toolkit.launch.store import StoreHostEnded, port_in
 from toolkit.rundir import RunDir
 
-#: How our own modules are started.
+#: The command that starts a module of the toolkit.
 MODULE = (sys.executable, "-P", "-m")
 #: The agents of a supervisor that has died connect to the next one within this time.
 COME_BACK_S = 5.0
@@ -52,7 +52,7 @@ class AgentLauncher(AgentUser):
         self._agents, self._is_bound = agents, is_bound
         self._step: _AgentStep | None = None
         self._store: _AgentStore | None = None
-        self._store_order: Message | None = None  #: that has not been sent
+        self._store_order: Message | None = None  #: not sent yet
         self._is_warm = False
 
     # ------------------------------------------------------------------------------------------ for the supervisor
@@ -69,6 +69,7 @@ class AgentLauncher(AgentUser):
     def _open(
         self, command: Sequence[str], environ: Mapping[str, str], events: Events, awaited: Awaited | None = None
     ) -> None:
+        # Agents of ranks that are forked keep a zygote ready, which has imported torch.
         self._is_warm = self._is_forked(command)
         self._agents.open(environ, events, self, awaited)
 
@@ -76,6 +77,7 @@ class AgentLauncher(AgentUser):
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> tuple[Step, Store] | None:
         """See :class:`~toolkit.launch.steps.Launcher`."""
+        # All ranks of the attempt must be there, and the agents of spare nodes are welcome.
         spares = dict.fromkeys(self._allocation.hosts, 0)
         awaited = Awaited(attempt, {**spares, **dict(zip(allocation.hosts, allocation.tasks, strict=True))})
         self._open(command, environ, events, awaited)
@@ -85,8 +87,10 @@ class AgentLauncher(AgentUser):
         self._step, self._store = step, store
         links.start()
         if awaited.wait(COME_BACK_S):
+            # All ranks are there and go on. Start agents where one is missing.
             links.call(lambda: self._agents.ensure(allocation.hosts))
             return step, store
+        # Some ranks are missing: end the others, too.
         log.warning("not all ranks of attempt %d are there: starting anew", attempt)
         self._step = self._store = None
         self._agents.dismiss_all()
@@ -118,6 +122,7 @@ class AgentLauncher(AgentUser):
         assert isinstance(store, _AgentStore)
         links = self._agents.links
         step = _AgentStep(attempt, allocation, events, links)
+        # The order of each node holds all its ranks, so one message starts them.
         cpus = allocation.cpus_per_task if self._is_bound() else None
         environ = {**environ, reports.VARIABLE: self._agents.reports_token}
         slurms = _slurm_environment(allocation)
@@ -131,7 +136,7 @@ class AgentLauncher(AgentUser):
                 for place in places
             ]
             order = self._order(attempt, command, environ, processes, cpus)
-            order["environ"] |= slurms  # all of it: srun has told the agent of the agents' own step
+            order["environ"] |= slurms  # all of it, because the agent's own variables describe the agents' step
             step.orders[host] = order
         links.call(lambda: self._begin(step, store))
         return step
@@ -144,6 +149,7 @@ class AgentLauncher(AgentUser):
         processes: Sequence[Message],
         cpus: int | None = None,
     ) -> Message:
+        # Only the differences from the agents' environment are sent.
         changed = {name: value for name, value in environ.items() if self._agents.environ.get(name) != value}
         return {
             "do": "start",
@@ -181,7 +187,7 @@ class AgentLauncher(AgentUser):
         self._send_orders(self._agents.links.hosts)
 
     def _send_orders(self, hosts: Collection[str]) -> None:
-        """Send what waits for the agents of ``hosts``, which are there."""
+        """Send the waiting orders to the agents of ``hosts``, which are connected."""
         here, links = self._allocation.hosts[0], self._agents.links
         if self._store is not None and self._store_order is not None and here in hosts:
             if not self._store.is_closing:
@@ -195,13 +201,14 @@ class AgentLauncher(AgentUser):
 
     def agent_connected(self, host: str) -> None:
         """See :class:`~toolkit.launch.agents.AgentUser`."""
-        if self._is_warm:  # also a spare
+        if self._is_warm:  # also on a spare
             self._agents.links.send(host, {"do": "warm"})
         self._send_orders([host])
 
     def agent_said(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.agents.AgentUser`."""
         store, step = self._store, self._step
+        # Messages of an earlier attempt's store are ignored; the step checks its own.
         if message["is"] == "said":
             if store is not None and message["attempt"] == store.attempt:
                 store.take(message["text"])
@@ -228,7 +235,7 @@ class AgentLauncher(AgentUser):
 
 
 class _AgentStore:
-    """The store of one attempt, on our own node."""
+    """The store of one attempt, on the supervisor's node."""
 
     def __init__(self, attempt: int, host: str, events: Events, links: AgentLinks) -> None:
         self.attempt = attempt
@@ -256,14 +263,14 @@ class _AgentStore:
     # of the thread
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Call it as soon as the port is known."""
+        """Call ``call`` as soon as the port is known."""
         if self.port is not None:
             call()
         else:
             self._on_ready.append(call)
 
     def take(self, text: str) -> None:
-        """Take what the store has printed."""
+        """Take a piece of the store's output, and find the port in it."""
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             port = port_in(line)
@@ -273,7 +280,7 @@ class _AgentStore:
                     call()
 
     def end(self, code: int) -> None:
-        """It has ended, or never will begin."""
+        """Note that the store has ended, or will never begin."""
         if not self._is_over:
             self._is_over = True
             if not self.is_closing:
@@ -281,7 +288,7 @@ class _AgentStore:
 
 
 class _AgentStep:
-    """The ranks of one attempt. All but ``kill`` and ``abandon`` is called in the links' thread."""
+    """The ranks of one attempt. All methods except ``kill`` and ``abandon`` are called in the links' thread."""
 
     def __init__(self, attempt: int, allocation: Allocation, events: Events, links: AgentLinks) -> None:
         self._attempt, self._events, self._links = attempt, events, links
@@ -289,7 +296,7 @@ class _AgentStep:
         self._left = set(range(allocation.world_size))
         self._exit_code = 0
         self.hosts = allocation.hosts
-        self.orders: dict[str, Message] = {}  #: that have not been sent
+        self.orders: dict[str, Message] = {}  #: not sent yet
         self.may_begin = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -298,7 +305,7 @@ class _AgentStep:
 
     def _kill(self, number: signal.Signals) -> None:
         if number is signal.SIGKILL:
-            for host in list(self.orders):  # whose agents have not come yet
+            for host in list(self.orders):  # hosts whose agents have not connected yet
                 del self.orders[host]
                 self._end(self._ranks_on(host), -number)
         for host in self.hosts:
@@ -318,7 +325,7 @@ class _AgentStep:
         return [rank for rank in self._ranks.get(host, ()) if rank in self._left]
 
     def take(self, host: str, message: Message) -> None:
-        """Take what the agent of ``host`` says of this attempt's ranks."""
+        """Take a message of the agent of ``host`` about this attempt's ranks."""
         rank = message["rank"]
         if message["attempt"] != self._attempt or rank not in self._ranks_on(host):
             return
@@ -332,7 +339,7 @@ class _AgentStep:
             self._end([rank], code)
 
     def lose(self, host: str, why: str) -> None:
-        """Its agent has ended, and its ranks with it."""
+        """Note that the agent of ``host`` has ended, and its ranks with it."""
         ranks = self._ranks_on(host)
         if ranks:
             how = f"killed by SIGKILL ({why})"
@@ -340,7 +347,7 @@ class _AgentStep:
             self._end(ranks, -signal.SIGKILL)
 
     def never_began(self, host: str, why: str) -> None:
-        """No agent stands there."""
+        """Note that no agent could be started on ``host``."""
         if self.orders.pop(host, None) is not None:
             ranks = self._ranks_on(host)
             self._events.put(LaunchFailed(tuple(ranks), host, why))
@@ -349,6 +356,7 @@ class _AgentStep:
     def _end(self, ranks: Sequence[int], code: int) -> None:
         if not self._left:
             return
+        # The step's exit code is the first failure's; the step ends with its last rank.
         self._exit_code = self._exit_code or code
         self._left -= set(ranks)
         if not self._left:
@@ -364,7 +372,7 @@ def _ended(rank: int, host: str, code: int, when: float, *, out_of_memory: bool)
 
 
 def _places(allocation: Allocation) -> dict[str, list[Placement]]:
-    """Return the places of each node's ranks, by its name."""
+    """Return the places of each node's ranks, by the node's name."""
     world_size = allocation.world_size
     return {
         host: [
@@ -385,9 +393,10 @@ def _places(allocation: Allocation) -> dict[str, list[Placement]]:
 
 
 def _slurm_environment(allocation: Allocation) -> dict[str, str]:
-    """Return what srun would tell every task of this attempt, for scripts that read it; nothing without Slurm.
+    """Return the variables that srun would set alike for every task of this attempt.
 
-    From srun(1), output variables. Its size grows with the number of nodes: make it once, and not for each rank.
+    Scripts may read them. From srun(1), output variables. Empty without Slurm. Its size grows with the number of nodes:
+    make it once, not for each rank.
     """
     if allocation.job_id is None:
         return {}
@@ -402,7 +411,7 @@ def _slurm_environment(allocation: Allocation) -> dict[str, str]:
 
 
 def _slurm_rank_environment(place: Placement) -> dict[str, str]:
-    """Return what srun would tell one task alone."""
+    """Return the variables that srun would set for one task alone."""
     first = place.rank - place.local_rank
     return {
         "SLURM_PROCID": str(place.rank),

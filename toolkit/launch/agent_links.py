@@ -1,4 +1,4 @@
-"""The supervisor's ends of the connections to the agents, served by one thread of its own."""
+"""The supervisor's ends of the connections to the agents, served by a thread of their own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolkit import logs
 from toolkit.agent.link import Link, Message, StrangerError
 from toolkit.cluster.network import plain_address
 
-#: A connection that has not shown by then that it knows the secret is closed.
+#: A connection that has not proved within this time that it knows the secret is closed.
 STRANGER_S = 10.0
-#: Connections that have not shown it yet, beside one of each agent that may come; more are closed at once.
+#: Unproved connections beside one of each agent that may connect; more are closed at once.
 MAX_STRANGERS = 256
 LOOK_EVERY_S = 1.0
 
@@ -26,25 +26,25 @@ log = logs.get(__name__)
 
 
 class Listener(Protocol):
-    """Whom the thread tells what happens."""
+    """Takes the events of the links' thread."""
 
     def admits(self, host: str, message: Message) -> bool:
-        """Whether the agent of ``host``, which says so of itself, is wanted; else it is told to leave."""
+        """True if the agent of ``host`` is wanted; else it is told to leave. It describes itself in ``message``."""
 
     def agent_came(self, host: str) -> None:
-        """The agent of ``host`` can be told something from now on."""
+        """Note that messages can be sent to the agent of ``host`` from now on."""
 
     def agent_said(self, host: str, message: Message) -> None:
-        """Take one of its messages."""
+        """Take a message of the agent."""
 
     def agent_left(self, host: str, why: str) -> None:
-        """It has ended, or cannot be reached any more."""
+        """Note that the agent has ended, or cannot be reached any more."""
 
     def broke(self, error: Exception) -> None:
-        """Take our own mistake: nobody is served any more."""
+        """Take an error of the thread itself: no agent is served any more."""
 
     def time_passed(self) -> None:
-        """Called every ``LOOK_EVERY_S`` or more often."""
+        """Note that time has passed. Called every ``LOOK_EVERY_S`` or more often."""
 
 
 @dataclass
@@ -53,20 +53,20 @@ class _Peer:
 
     connection: socket.socket
     link: Link
-    heard: float  #: when it last said something, or connected
-    host: str | None = None  #: once it has said so, and has shown that it knows the secret
+    heard: float  #: when it last sent something, or connected
+    host: str | None = None  #: once it has named it, and has proved that it knows the secret
     unsent: bytearray = field(default_factory=bytearray)
 
 
 class AgentLinks:
-    """One connection to the agent of each host. All but ``call`` belongs to the thread."""
+    """One connection to the agent of each host. All methods except ``call`` belong to the thread."""
 
     def __init__(self, listening: socket.socket, secret: bytes, listener: Listener, hosts: int) -> None:
-        """``hosts``: how many agents may come, all of them at once."""
+        """Take the listening socket. ``hosts``: how many agents may connect, all of them at once."""
         self._max_strangers = MAX_STRANGERS + hosts
         self._listening, self._secret, self._listener = listening, secret, listener
         self._peers: dict[str, _Peer] = {}
-        self.addresses: dict[str, str] = {}  #: the host that each address is of, from which an agent has connected
+        self.addresses: dict[str, str] = {}  #: the host by address, for those from which an agent has connected
         self._strangers: set[socket.socket] = set()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waker, self._woken = socket.socketpair()
@@ -78,26 +78,26 @@ class AgentLinks:
         self._is_closed = False
 
     def start(self) -> None:
-        """Begin to serve those who connect."""
+        """Begin to serve connections."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def call(self, what: Callable[[], None]) -> None:
-        """Have the thread do ``what``: nothing else here is touched by two threads."""
+        """Have the thread do ``what``: no other method here may be called by two threads."""
         self._calls.put(what)
-        with contextlib.suppress(OSError):  # it is full, so the thread wakes anyway; or closed
+        with contextlib.suppress(OSError):  # it is full, so the thread wakes anyway; or it is closed
             self._waker.send(b"x")
 
     def close(self) -> None:
-        """End the thread and its connections. Of the thread."""
+        """End the thread and its connections. To be called in the thread."""
         self._is_closed = True
 
     @property
     def hosts(self) -> set[str]:
-        """Those whose agents are there."""
+        """The hosts whose agents are connected."""
         return set(self._peers)
 
     def send(self, host: str, message: Message) -> None:
-        """Send ``message`` to the agent of ``host``, if it is there."""
+        """Send ``message`` to the agent of ``host``, if it is connected."""
         peer = self._peers.get(host)
         if peer is not None:
             with contextlib.suppress(OSError):  # its end is read a moment later
@@ -109,7 +109,7 @@ class AgentLinks:
             self._drop(self._peers[host], why)
 
     def dismiss(self) -> None:
-        """Tell all agents to leave, and hear nothing more of them."""
+        """Tell all agents to leave, and ignore all further messages of theirs."""
         for peer in self._peers.values():
             self._say_leave(peer)
             peer.host = None
@@ -117,7 +117,7 @@ class AgentLinks:
         self._peers.clear()
 
     def silent(self, bound_s: float) -> list[str]:
-        """Return the hosts whose agents have said nothing for ``bound_s``."""
+        """Return the hosts whose agents have sent nothing for ``bound_s``."""
         now = time.monotonic()
         return [host for host, peer in self._peers.items() if now - peer.heard > bound_s]
 
@@ -164,6 +164,7 @@ class AgentLinks:
 
     def _serve_peer(self, peer: _Peer, ready: int) -> None:
         try:
+            # First what could not be sent before, then what has come in.
             if ready & selectors.EVENT_WRITE:
                 self._send(peer, b"")
             if ready & selectors.EVENT_READ:
@@ -188,12 +189,14 @@ class AgentLinks:
         if peer.unsent:
             with contextlib.suppress(BlockingIOError):
                 del peer.unsent[: peer.connection.send(peer.unsent)]
+        # What the socket did not take is sent when it is writable again.
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.connection, wanted, peer)
 
     def _take(self, peer: _Peer, message: Message) -> None:
         if peer.host is not None:
             self._listener.agent_said(peer.host, message)
+        # The first message names the host. Until then the peer has only proved that it knows the secret.
         elif message["is"] == "here":
             if not self._listener.admits(str(message["host"]), message):
                 self._say_leave(peer)
@@ -201,12 +204,12 @@ class AgentLinks:
             self._strangers.discard(peer.connection)
             peer.host = str(message["host"])
             self._peers[peer.host] = peer
-            with contextlib.suppress(OSError):  # it has gone again
+            with contextlib.suppress(OSError):  # it has disconnected again
                 self.addresses[plain_address(peer.connection.getpeername()[0])] = peer.host
             self._listener.agent_came(peer.host)
 
     def _say_leave(self, peer: _Peer) -> None:
-        with contextlib.suppress(OSError):  # it has gone already
+        with contextlib.suppress(OSError):  # it has disconnected already
             self._send(peer, peer.link.send({"do": "leave"}))
 
     def _drop(self, peer: _Peer, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Questions to agents and their answers. All of it belongs to the links' thread."""
+"""Requests to agents and their answers. All of it belongs to the links' thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.launch.steps import Events
 
 @dataclass(frozen=True)
 class NodeAnswered:
-    """What the agent of ``host`` has answered: asked after ``asked``, heard of at ``received``, by our clock."""
+    """The answer of the agent of ``host``: asked after ``asked``, received at ``received``, by this process's clock."""
 
     host: str
     message: Message
@@ -22,7 +22,7 @@ class NodeAnswered:
 
 @dataclass(frozen=True)
 class NodeSilent:
-    """``host`` will not answer. ``is_certain``: because no agent can be started there, and not because one was lost."""
+    """``host`` will not answer. ``is_certain``: no agent can be started there; else one was lost."""
 
     host: str
     why: str
@@ -31,30 +31,31 @@ class NodeSilent:
 
 @dataclass
 class Request:
-    """What some agents are asked; who hears of it gets a NodeAnswered or a NodeSilent of each, or nothing."""
+    """An order to some agents. ``heard`` gets a NodeAnswered or a NodeSilent of each, or nothing."""
 
     heard: Events
-    orders: dict[str, Message]  #: that have not been sent
-    asked: dict[str, float] = field(default_factory=dict)  #: when, of those that have not answered
+    orders: dict[str, Message]  #: not sent yet
+    asked: dict[str, float] = field(default_factory=dict)  #: the time, for those that have not answered
 
     def end(self, silent: NodeSilent) -> None:
-        """Tell that its host will not answer, if it was to."""
+        """Report that the host will not answer, if an answer was awaited."""
         was_sent = self.asked.pop(silent.host, None) is not None
         if self.orders.pop(silent.host, None) is not None or was_sent:
             self.heard.put(silent)
 
 
 class Requests:
-    """Those that have not been answered by all."""
+    """The requests that some agents have not answered."""
 
     def __init__(self, send: Callable[[str, Message], None]) -> None:
-        """``send`` sends an agent that is there an order."""
+        """Take ``send``, which sends an order to an agent that is connected."""
         self._send = send
         self._requests: dict[int, Request] = {}
         self.missing: dict[str, NodeSilent] = {}  #: why a host has no agent
 
     def begin(self, number: int, request: Request, there: Collection[str], starting: Collection[str]) -> None:
-        """Ask the agents that are ``there``. Those that are ``starting`` are asked when they come."""
+        """Ask the agents that are ``there``. Those that are ``starting`` are asked when they connect."""
+        # Forget requests that all agents have answered.
         unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
         self._requests = {**unanswered, number: request}
         for host in list(request.orders):
@@ -64,16 +65,16 @@ class Requests:
                 request.end(self.missing.get(host, NodeSilent(host, "it has no agent", is_certain=False)))
 
     def withdraw(self, number: int) -> None:
-        """Tell nothing more of a request."""
+        """Report nothing more of a request."""
         self._requests.pop(number, None)
 
     def note_here(self, host: str) -> None:
-        """Ask the agent of ``host``, which has come, what it is to be asked."""
+        """Send the agent of ``host``, which has connected, the requests that wait for it."""
         for request in self._requests.values():
             self._ask(host, request)
 
     def note_missing(self, silent: NodeSilent) -> None:
-        """Take that its host will not answer."""
+        """Note that a host will not answer."""
         self.missing[silent.host] = silent
         for request in self._requests.values():
             request.end(silent)

@@ -1,4 +1,4 @@
-"""How the agents of a job are started: on this machine, or by srun steps."""
+"""Start the agents of a job: on this machine, or by srun steps."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class LocalAgent:
             )
         self._processes.append(process)
 
+        # Its end is reported at once, before or after it has connected.
         def wait() -> None:
             code = process.wait()
             on_failure(hosts, f"its agent ended with exit code {code}: see {log_path}")
@@ -57,11 +58,11 @@ class LocalAgent:
 
 
 class SrunAgents:
-    """Agents as one step of our job, which has all that the job has on its nodes.
+    """Agents as one step of the job, with all resources that the job has on its nodes.
 
-    An srun is killed, without a word to its step, as soon as all its agents have connected. When a batch host comes
-    back just as Slurm has given it up, its slurmd ends what it has of the job. An srun there would take the step with
-    it, and nobody would be left to requeue the job (seen on 24.11: it stayed RUNNING for ever).
+    An srun is killed, without notice to its step, as soon as all its agents have connected. When a batch host comes
+    back just as Slurm has given it up, its slurmd ends the job's processes there. An srun among them would take the
+    step with it, and no process would be left to requeue the job (seen on 24.11: it stayed RUNNING for ever).
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -94,7 +95,7 @@ class SrunAgents:
     def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
         match event:
             case LaunchFailed(_, None, why):
-                on_failure(hosts, why, is_certain=False)  # of which node's fault it is nothing is known
+                on_failure(hosts, why, is_certain=False)  # the failing node is unknown
             case LaunchFailed(_, str(host), why):
                 on_failure([host], why)
             case RankEnded():
@@ -110,11 +111,12 @@ class SrunAgents:
         for srun, missing in self._sruns:
             if host in missing:
                 missing.remove(host)
+                # The srun has done its work, see the class.
                 if not missing:
                     srun.silence()
 
     def close(self) -> None:
-        """See :class:`AgentStarter`. The agents themselves have left, and srun must not end a step by its number."""
+        """End the sruns, see :class:`AgentStarter`. The agents have left; srun must end no step by number."""
         for srun, _ in self._sruns:
             srun.silence()
 

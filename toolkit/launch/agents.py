@@ -1,7 +1,7 @@
-"""The agents of a job's nodes, one on each: started once, by srun or on this machine, and there to the end.
+"""The agents of a job's nodes, one on each. They are started once, by srun or on this machine, for the whole job.
 
-Agents and supervisor send each other a heartbeat every second. By it the supervisor sees which nodes are silent, and
-how the ranks of the others get on; the agents see that the batch host is silent.
+Agents and supervisor send each other a heartbeat every second. From it the supervisor knows which nodes are silent, and
+how the ranks of the others progress; the agents notice that the batch host is silent.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events, FirstReports, MainReport, Progress
 from toolkit.rundir import RunDir
 
-#: An agent must stand after so long, or its node counts as one where nothing can be started.
+#: An agent must connect within this time, or its node counts as one where nothing can be started.
 STANDS_WITHIN_S = 120.0
-#: Agents that are told to leave are gone after this long.
+#: Agents that are told to leave are gone after this time.
 LEAVE_S = 2.0
 
 log = logs.get(__name__)
@@ -42,19 +42,20 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the agents connect, and the secret by which they do.
+    """Where the agents connect, and the secret that they prove.
 
-    The guard holds it as well: nobody else gets the port after a supervisor has died, and the agents find the next one.
+    The guard holds it as well. So no other process gets the port after a supervisor has died, and the agents find the
+    next supervisor.
     """
 
     listening: socket.socket
-    address: str  #: that they connect to; empty: where they are started from
+    address: str  #: the address to connect to; empty: the one from which they are started
     secret: bytes
     secret_file: Path
 
     @property
     def port(self) -> int:
-        """The port at which they connect."""
+        """Return the port at which they connect."""
         return int(self.listening.getsockname()[1])
 
     @staticmethod
@@ -67,56 +68,57 @@ class Endpoint:
 
 
 class OnFailure(Protocol):
-    """What is called when agents cannot be started, or have ended; in any thread."""
+    """A function to call when agents cannot be started, or have ended; in any thread."""
 
     def __call__(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
-        """``is_certain``: also of those that are connected."""
+        """Take the failure. ``is_certain``: it holds also for hosts whose agents are connected."""
 
 
 class AgentStarter(Protocol):
     """Starts agents that connect to ``at``."""
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
-        """Start one on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
+        """Start an agent on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
 
     def note_connected(self, host: str) -> None:
-        """Take that the agent of ``host`` has connected: from now on its connection tells how it does."""
+        """Note that the agent of ``host`` has connected: from now on its connection tells whether it lives."""
 
     def close(self) -> None:
-        """End what is left of them."""
+        """End the agents that are left."""
 
 
 class AgentUser:
-    """Starts ranks on the agents' nodes. All of this is called by the links' thread, and does nothing by itself."""
+    """Starts ranks on the agents' nodes. The links' thread calls all methods; here they do nothing."""
 
     def agent_connected(self, host: str) -> None:
-        """Orders can be sent to ``host`` from now on."""
+        """Note that orders can be sent to ``host`` from now on."""
 
     def agent_said(self, host: str, message: Message) -> None:
-        """Take what it says of a process."""
+        """Take a message about a process."""
 
     def agent_ended(self, host: str, why: str) -> None:
-        """What it has started has ended with it."""
+        """Note that the agent of ``host`` has ended, and with it all that it had started."""
 
     def agent_missing(self, host: str, why: str) -> None:
-        """None could be started there."""
+        """Note that no agent could be started on ``host``."""
 
 
 class Awaited:
-    """The ranks of an attempt whose supervisor has died. The agents that have started them connect to us."""
+    """The ranks of an attempt whose supervisor has died, until the agents that started them have connected."""
 
     def __init__(self, attempt: int, ranks: Mapping[str, int]) -> None:
-        """``ranks``: how many each host has; none on a spare, whose agent comes as well."""
+        """Take the number of ``ranks`` by host; 0 for a spare, whose agent connects as well."""
         self._ranks, self._attempt = ranks, attempt
         self._missing = {*ranks}
         self._has_come = threading.Event()
         self._fits = True
 
     def take(self, host: str, message: Message) -> bool:
-        """Take what the agent of ``host`` says of itself. False where that is not what was awaited."""
+        """Take what the agent of ``host`` reports of itself. Return False where that is not what was awaited."""
         ranks = self._ranks[host]
         if host not in self._missing:
             return False
+        # A spare must have no living processes, every other node all its ranks of this attempt.
         if ranks == 0:
             fits = not message["lives"]
         else:
@@ -128,7 +130,7 @@ class Awaited:
         return fits
 
     def wait(self, patience_s: float) -> bool:
-        """True if all ranks are there, as soon as that is known."""
+        """Return whether all ranks are there, as soon as that is known."""
         self._has_come.wait(patience_s)
         return self._fits and not any(self._ranks[host] for host in self._missing)
 
@@ -136,9 +138,9 @@ class Awaited:
 class Agents:
     """One agent on each node of the job.
 
-    ``silent_hosts`` are those of which nothing has been heard for ``SILENT_S``, ``heard_hosts`` the others.
-    ``sick_hosts`` says what is wrong with a node, see :mod:`toolkit.agent.sickness`. With ``watch_batch_host`` the
-    agents requeue the job when its batch host is gone, see :mod:`toolkit.launch.batch_host_watch`.
+    ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. ``sick_hosts`` tells
+    what is wrong with a node, see :mod:`toolkit.agent.sickness`. With ``watch_batch_host`` the agents requeue the job
+    when its batch host is gone, see :mod:`toolkit.launch.batch_host_watch`.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Agents:
         self._links: AgentLinks | None = None
         self._requests = Requests(lambda host, order: self.links.send(host, order))
         self._numbers = itertools.count()
-        self._starting: dict[str, float] = {}  #: since when
+        self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
         self._next_heartbeat = 0.0
         self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
@@ -168,9 +170,10 @@ class Agents:
         self.environ: Mapping[str, str] = {}  #: the agents' own
 
     def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
-        """Listen for them, with ``environ`` for those that are started; ``user`` says which are to be.
+        """Listen for agents; those that are started get ``environ``, and ``user`` says which are to be started.
 
-        What the ranks report goes into ``events``, and so do our own mistakes. ``awaited``: the ranks that are there.
+        The ranks' reports and the errors of the links' thread go into ``events``. ``awaited``: the ranks that already
+        run.
         """
         at = self._endpoint or Endpoint.open(self._run, self._allocation.hosts, environ)
         self._at, self._awaited = at, awaited
@@ -180,9 +183,10 @@ class Agents:
         self._links = AgentLinks(at.listening.dup(), at.secret, self, len(self._allocation.hosts))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
-        """Send each host its order, as soon as its agent is there, and return a number to withdraw it by.
+        """Send each host its order, as soon as its agent is there; return the request's number.
 
-        NodeAnswered or NodeSilent of each goes into ``heard``, and nothing of a host that hangs.
+        The number serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into ``heard``, and nothing
+        for a host that hangs.
         """
         number = next(self._numbers)
         request = Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
@@ -190,19 +194,20 @@ class Agents:
         return number
 
     def withdraw(self, number: int) -> None:
-        """Hear nothing more of a request."""
+        """Stop listening for the answers to a request."""
         self.links.call(lambda: self._requests.withdraw(number))
 
     def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
         """Send each host its order, and return the answers by host.
 
-        Those that are silent or away are not waited for, the others, also those that start at this moment, for
-        ``patience_s`` at most.
+        Silent and absent hosts are not waited for. The others, also those that start at this moment, are waited for at
+        most ``patience_s``.
         """
         heard: Events = SimpleQueue()
         awaited = orders.keys() - self.silent_hosts
         number = self.request({host: orders[host] for host in awaited}, heard)
         deadline, answers = time.monotonic() + patience_s, dict[str, Message]()
+        # At the deadline stop with the answers that have arrived.
         with contextlib.suppress(Empty):
             for _ in awaited:
                 event = heard.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -212,7 +217,7 @@ class Agents:
         return answers
 
     def ask_for_unanswered(self) -> None:
-        """Have all agents say which addresses do not answer their node's connections: NodeAnswered in our queue."""
+        """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
         order: Message = {"do": "connections"}
         self.request(dict.fromkeys(self.heard_hosts, order), self._events)
 
@@ -221,8 +226,9 @@ class Agents:
         return self.links.addresses.get(plain_address(address))
 
     def close(self) -> None:
-        """Have them leave, and end what is left of them."""
+        """Have the agents leave, and end those that are left."""
         if self._links is not None:
+            # Ask the agents to leave, then end those that are left, then close the connections.
             self._links.call(self._leave)
             self._all_left.wait(LEAVE_S)
             self._starter.close()
@@ -233,7 +239,7 @@ class Agents:
                 self._at.listening.close()
 
     def dismiss_all(self) -> None:
-        """Have all leave that are there, with what they have started. Others can be started at once."""
+        """Have all connected agents leave, with what they have started. Others can be started at once."""
 
         def dismiss() -> None:
             self._awaited = None
@@ -248,22 +254,22 @@ class Agents:
 
     @property
     def is_open(self) -> bool:
-        """True once they can connect."""
+        """True once agents can connect."""
         return self._links is not None
 
     @property
     def links(self) -> AgentLinks:
-        """The connections, once they are open."""
+        """Return the connections, once they are open."""
         assert self._links is not None
         return self._links
 
     # --------------------------------------------------------------------------------------------------- the thread
 
     def ensure(self, hosts: Collection[str]) -> None:
-        """Start agents where none is and none is on its way; at first also on the job's other nodes."""
+        """Start agents where none runs and none is being started. At first do so on the job's other nodes, too."""
         is_first = not self._start_of
         self._start_on(hosts)
-        if is_first:  # the spares, apart: one of them may be why a step is refused
+        if is_first:  # the spares in a step of their own: one of them may be why a step is refused
             self._start_on(self._allocation.hosts)
 
     def _start_on(self, hosts: Collection[str]) -> None:
@@ -273,6 +279,7 @@ class Agents:
             self._starting |= dict.fromkeys(missing, time.monotonic())
             for host in missing:
                 self._requests.missing.pop(host, None)
+            # The number tells a late failure of an earlier start from one of this start.
             number = max(self._start_of.values(), default=0) + 1
             self._start_of |= dict.fromkeys(missing, number)
             on_failure = partial(self._note_failure, number)
@@ -289,7 +296,7 @@ class Agents:
             self._all_left.set()
 
     def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
-        """See :class:`OnFailure`. Of an agent that has been started again since, nothing is to be heard any more."""
+        """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
         self.links.call(
             lambda: self._give_up([h for h in hosts if self._start_of[h] == number], why, is_certain=is_certain)
         )
@@ -298,6 +305,7 @@ class Agents:
         for host in hosts:
             if is_certain:
                 self.links.drop(host, why)
+            # Only a start that was awaited is reported as failed.
             if self._starting.pop(host, None) is None:
                 continue
             log.warning("no agent on %s: %s", host, why)
@@ -305,7 +313,7 @@ class Agents:
             self._user.agent_missing(host, why)
 
     def _order_watch(self, host: str) -> Message:
-        """Have ``host`` look after the batch host; spares before the others, for they have nothing else to do."""
+        """Return the order for ``host`` to watch the batch host. Spares come first: they are idle."""
         job = self._allocation
         address = self._at.address or job.hosts[0]
         command = batch_host_watch.command(self._run, job, address, self._at.port, os.getpid())
@@ -314,7 +322,8 @@ class Agents:
     # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
-        """See :class:`~toolkit.launch.agent_links.Listener`. Ranks that nobody goes on with end with their agent."""
+        """Admit an agent, see :class:`~toolkit.launch.agent_links.Listener`. Ranks not taken over end with
+        their agent."""
         return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
 
     def agent_came(self, host: str) -> None:
@@ -329,6 +338,7 @@ class Agents:
     def agent_said(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""
         match message["is"]:
+            # For the supervisor: progress and reports.
             case "alive":
                 if message["progress"] is not None:
                     self._events.put(Progress(host, Digest(**message["progress"])))
@@ -338,16 +348,19 @@ class Agents:
                 report = progress.parse(message["text"].encode())
                 if report is not None:
                     self._events.put(MainReport(report))
+            # For the sender of the request; and the node's health.
             case "answer":
                 self._requests.take_answer(host, message)
             case "sick":
                 known, what = self.sick_hosts.get(host), str(message["what"])
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
+            # Messages about processes are the launcher's.
             case _:
                 self._user.agent_said(host, message)
 
     def agent_left(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.agent_links.Listener`."""
+        # While closing, agents are meant to leave.
         if self._is_closed.is_set():
             if not self.links.hosts:
                 self._all_left.set()
@@ -370,6 +383,7 @@ class Agents:
             self.links.send(host, {"do": "alive"})
         self.silent_hosts = frozenset(self.links.silent(SILENT_S))
         self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
+        # Agents that did not connect in time count as missing.
         late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
         if late:
             why = f"no agent has come from it within {STANDS_WITHIN_S:.0f} s"

@@ -1,4 +1,4 @@
-"""What we may use: the nodes of a Slurm allocation and the tasks that it planned on each, or this machine."""
+"""The nodes of a Slurm allocation with the tasks planned on each, or this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from toolkit.errors import RequestError
 class Allocation:
     """Nodes, tasks on each node, and the job they belong to.
 
-    ``job_id`` is None without Slurm. Of an array element it is ``A_T``: to requeue or cancel by the bare id would mean
-    the whole array.
+    ``job_id`` is None without Slurm. For an array element it is ``A_T``: a requeue or cancel by the bare id would
+    affect the whole array.
     """
 
     hosts: tuple[str, ...]
@@ -31,27 +31,27 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return sum(self.tasks)
 
     @property
     def rank_hosts(self) -> list[str]:
-        """The node of each rank: ranks fill one node after the other."""
+        """Return the node of each rank: ranks fill one node after the other."""
         return [host for host, count in zip(self.hosts, self.tasks, strict=True) for _ in range(count)]
 
     @property
     def ranks_of(self) -> dict[str, range]:
-        """The ranks of each node, by its name."""
+        """Return the ranks of each node, by its name."""
         ends = itertools.accumulate(self.tasks)
         return {h: range(end - n, end) for h, n, end in zip(self.hosts, self.tasks, ends, strict=True)}
 
     def on(self, hosts: Sequence[str]) -> Allocation:
-        """The part of it that these of its nodes make."""
+        """Return the part of the allocation on these of its nodes."""
         tasks = dict(zip(self.hosts, self.tasks, strict=True))
         return replace(self, hosts=tuple(hosts), tasks=tuple(tasks[host] for host in hosts))
 
     def without(self, spare: int) -> Allocation:
-        """What is left when ``spare`` nodes are kept for others' place. Raises RequestError where that is nothing."""
+        """Return what is left without ``spare`` nodes as replacements. Raises RequestError where that is nothing."""
         if spare >= len(self.hosts):
             raise RequestError(
                 f"cluster.spare_nodes: {spare} of the job's {len(self.hosts)} nodes leave none to run on; "
@@ -66,14 +66,14 @@ class Allocation:
 
     @property
     def job_key(self) -> str | None:
-        """One word for (cluster, job id, array task): job ids alone start again with a fresh cluster."""
+        """Return one word for (cluster, job id, array task). Job ids alone start again with a new cluster."""
         if self.job_id is None:
             return None
         return f"{self.cluster}-{self.job_id}"
 
     @staticmethod
     def local(config: ClusterConfig) -> Allocation:
-        """This machine, with the tasks that the config asks for. Raises RequestError for more than one node."""
+        """Return this machine, with the tasks that the config asks for. Raises RequestError for more than one node."""
         if config.nodes != 1:
             raise RequestError(
                 f"cluster.nodes: {config.nodes} nodes need Slurm, and this is to run on this machine alone; "
@@ -83,7 +83,7 @@ class Allocation:
 
     @staticmethod
     def slurm(environ: Mapping[str, str]) -> Allocation:
-        """The allocation that this batch script or ``salloc`` shell stands in, from its variables.
+        """Return the allocation of this batch script or ``salloc`` shell, from its variables.
 
         Raises RequestError where there is none.
         """
@@ -108,7 +108,7 @@ class Allocation:
 
 def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
     if not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys():
-        return (1,) * nodes  # nobody said how many; on an exclusive node Slurm then names its CPUs as tasks
+        return (1,) * nodes  # the number was not given; on an exclusive node Slurm then names its CPUs as tasks
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks = tuple(hostlist.expand_counts(text))
     if len(tasks) != nodes:
@@ -120,7 +120,7 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
 
 
 def _cpus_per_task(environ: Mapping[str, str], tasks: tuple[int, ...]) -> int:
-    """As asked for; else an even share of the CPUs on the node where they are scarcest."""
+    """Return the number asked for, else an even share on the node with the scarcest CPUs."""
     asked = whole_number(environ, "SLURM_CPUS_PER_TASK", 0)
     if asked:
         return asked

@@ -1,6 +1,6 @@
-"""One attempt from the start of its ranks to the end of the last one.
+"""One attempt, from the start of its ranks to the end of the last one.
 
-Signal handlers, launchers and agents only put events into the queue; everything is done by the one loop here.
+Signal handlers, launchers and agents only put events into the queue; the one loop here does all the work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from toolkit.launch.store import StoreHostEnded
 LAST_WORDS_S = 0.5
 STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
-#: Ranks that got SIGKILL are gone after this long.
+#: Ranks that got SIGKILL are gone after this time.
 DYING_S = 1.0
 
 log = logs.get(__name__)
@@ -63,6 +63,7 @@ class AttemptLoop:
         finally:
             self._hangs.close()
             self._store.close()
+        # Late events may still tell why the ranks ended.
         while not self._context.events.empty():
             self._handle(self._context.events.get())
 
@@ -75,11 +76,13 @@ class AttemptLoop:
                 self._step.kill()
                 if attempt.leave_at is not None:
                     attempt.leave_at = min(attempt.leave_at, now + DYING_S)
+            # Ranks on dead nodes will never report their end.
             if attempt.killed and attempt.all_reachable_have_ended:
                 self._step.abandon()
             if now >= next_status:
                 self._look_around()
                 next_status = now + STATUS_EVERY_S
+            # Wait for the next event, but no longer than until the next status or kill.
             wake = min(next_status, attempt.kill_at or next_status)
             try:
                 event = self._context.events.get(timeout=max(0.0, wake - time.monotonic()))
@@ -88,7 +91,7 @@ class AttemptLoop:
             self._handle(event)
 
     def _look_around(self) -> None:
-        """Do what no event tells."""
+        """Do the periodic work that no event triggers."""
         self._leave_if_overtaken()
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
@@ -98,7 +101,7 @@ class AttemptLoop:
         self.stops.leave_the_rest_to_slurm()
 
     def _leave_if_overtaken(self) -> None:
-        """Leave where our node was cut off and Slurm has started the job again elsewhere: nothing here is ours now."""
+        """Leave if another job has the run. This node was cut off, and Slurm has restarted the job elsewhere."""
         if not self._context.claim.holds():
             self._step.abandon()
             raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
@@ -106,15 +109,17 @@ class AttemptLoop:
     def _handle(self, event: Any) -> None:
         attempt = self._attempt
         match event:
+            # What the ranks report.
             case MainReport(report):
                 self._take_report(report)
             case FirstReports(number, host, ranks) if number == attempt.number:
                 attempt.heard |= dict.fromkeys(ranks, host)
             case Progress(host, digest) if digest.attempt == attempt.number:
                 self._hangs.hear(host, digest)
+            # Ends and failures: after the first one the other ranks are killed soon.
             case RankEnded():
                 self._take_rank_ended(event)
-            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked in the attempt before
+            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
                 attempt.lost_nodes.add(host)
                 self._kill_soon()
@@ -126,16 +131,18 @@ class AttemptLoop:
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
                 self._kill_soon()
+            # What agents answer, and signals to this process.
             case NodeAnswered(host, {"addresses": addresses}):
                 for address in addresses:
                     note_cut_link(self._context, attempt, host, address)
             case Signalled(number):
                 self.stops.take_signal(number)
+            # An error in another thread ends the supervisor.
             case Exception():
                 raise event
 
     def _take_report(self, report: Report) -> None:
-        """Take what rank 0 says. The agent has passed it on as it came: what does not fit is not taken."""
+        """Take a report of rank 0. The agent has passed it on unchecked: ignore what does not fit."""
         attempt = self._attempt
         if report.attempt != attempt.number:
             return
@@ -152,9 +159,11 @@ class AttemptLoop:
         attempt.note_gone(ended.ranks)
         if ended.with_agent:
             attempt.silent_nodes.add(ended.host)
+        # A rank that stopped as agreed is no failure.
         if ended.exit_code == EXIT_STOPPED:
             attempt.stopped |= set(ended.ranks)
             return
+        # A strategy may do without some of its ranks, but not if a wrong request ended them.
         is_dispensable = not attempt.killed and not ended.with_agent and attempt.can_do_without(ended.ranks)
         if ended.exit_code != EXIT_REQUEST and is_dispensable:
             log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
@@ -162,7 +171,7 @@ class AttemptLoop:
             return
         if not attempt.killed:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
-        # the node may lack the interpreter, a library or a mount
+        # a rank without any report: the node may lack the interpreter, a library or a mount
         are_mute = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
         failure_of = partial(
             RankFailure,
@@ -181,15 +190,16 @@ class AttemptLoop:
         attempt.note_gone(failed.ranks)
         how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
         if attempt.killed and not any(failure.how == how for failure in attempt.failures):
-            return  # the kill came between
+            return  # the kill came before the launch
         log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
         host = failed.host or self._context.allocation.hosts[0]
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
+        # Without ranks the whole step failed: note one failure without a rank.
         attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
         self._kill_soon()
 
     def _kill_soon(self) -> None:
-        """End every rank after one has ended: the others wait in a collective for a peer that will not come."""
+        """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
         attempt, agents = self._attempt, self._context.agents
         if not attempt.killed:
             if attempt.kill_at is None and agents is not None:

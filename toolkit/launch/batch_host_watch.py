@@ -1,13 +1,14 @@
-"""Looking after the batch host from another node of the job, and requeueing the job when it is gone.
+"""Watches the batch host from another node, and requeues the job when that host is gone.
 
 Only for jobs with ``--no-kill``: without it Slurm itself requeues a job that loses a node; with it, a job whose batch
-host dies stays RUNNING for ever with nobody in it. An agent that has lost the supervisor, or hears nothing from it,
-starts this process. It goes by three things: the supervisor's status file, which changes twice a second; whether the
-supervisor accepts a connection (slurmd would, too, on a batch host that has rebooted, and it took Slurm two minutes to
-miss the job there); and the job's node list, which a dead node leaves when Slurm has noticed.
+host dies stays RUNNING for ever without a supervisor. An agent that has lost the supervisor, or receives nothing from
+it, starts this process. It uses three signs. The first is the supervisor's status file, which changes twice a second.
+The second is whether the supervisor accepts a connection; slurmd would, too, on a batch host that has rebooted, and
+there it took Slurm two minutes to miss the job. The third is the job's node list, which a dead node leaves when Slurm
+has noticed.
 
-A SIGTERM is no order to go: Slurm sends one at the beginning of a preemption's grace. What is over ends this process by
-its own state, and Slurm by SIGKILL after KillWait.
+SIGTERM does not end this process: Slurm sends one at the beginning of a preemption's grace time. When the job is over,
+this process ends by the job's state, or by Slurm's SIGKILL after KillWait.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from toolkit.launch.intent import Intent
 from toolkit.rundir import RunDir
 
 LOOK_EVERY_S = 2.0
-#: A supervisor that has said nothing for so long is asked after.
+#: A supervisor that has written nothing for this long is checked by a connection.
 SILENT_S = 6.0
-#: So many looks in a row at a batch host that does not answer mean that it is gone.
+#: After this many unanswered checks in a row the batch host counts as gone.
 LOOKS = 2
 ASK_SLURM_EVERY_S = 30.0
-#: Once we were told to end, looks come this often and each asks Slurm: KillWait may be 5 s.
+#: After a SIGTERM, looks come this often and each asks Slurm: KillWait may be 5 s.
 LAST_LOOKS_EVERY_S = 1.0
 #: The run has ended: nothing is left to watch.
 OVER = ("completed", "stopped", "failed", "cancelled")
@@ -48,7 +49,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Watched:
-    """The job start whose batch host is looked after."""
+    """The job start whose batch host is watched."""
 
     run: RunDir
     job_id: str
@@ -61,7 +62,7 @@ class Watched:
 
 
 class Watch:
-    """One look after the other; the clock and the network come from outside."""
+    """Watches one batch host, look by look; the clock and the network are arguments."""
 
     def __init__(
         self,
@@ -82,20 +83,21 @@ class Watch:
 
     @property
     def pause_s(self) -> float:
-        """Until the next look."""
+        """Return the time until the next look."""
         return LAST_LOOKS_EVERY_S if self._is_told_to_end else LOOK_EVERY_S
 
     def hurry(self) -> None:
-        """We have been told to end: look for what may be the reason."""
+        """Look more often after a SIGTERM, for what may be its reason."""
         self._is_told_to_end = True
 
     def look(self) -> str | None:
-        """Why the job must be requeued, if it must. Raises Over when there is nothing to watch any more."""
+        """Return why the job must be requeued, or None. Raises Over when there is nothing to watch any more."""
         status = self._watched.run.status()
         if status.get("state") in OVER:
             raise Over(status["state"])
         if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
             raise Over("another supervisor has taken over: it has agents that watch")
+        # A status that changes is proof enough that the supervisor lives.
         if status.get("updated") != self._updated:
             self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
         return self._silence() or self._slurms_word()
@@ -104,6 +106,7 @@ class Watch:
         if self._clock() - self._changed < SILENT_S:
             return None
         host = self._watched.batch_host
+        # The file system may hide the status of a supervisor that lives: ask the supervisor itself.
         does_answer = self._answers(self._watched.address, self._watched.port)
         self._unanswered = 0 if does_answer else self._unanswered + 1
         if self._unanswered < LOOKS:
@@ -120,6 +123,7 @@ class Watch:
         except SlurmError as error:
             log.warning("Slurm does not say how the job stands: %s", error)
             return None
+        # The order matters: a batch host that has left the list explains a job that is over.
         if row is None or row.restarts > self._watched.restart_count:
             raise Over("the job is over")
         if has_lost(row, self._watched.batch_host):
@@ -130,14 +134,14 @@ class Watch:
 
 
 def has_lost(row: JobRow, batch_host: str) -> bool:
-    """Whether Slurm has given the batch host up. The job then runs on; if that host comes back at once, and says that
-    the batch script was killed, 22.05 takes the job for a failed launch and ends it."""
+    """True if Slurm has given the batch host up. The job then runs on. If that host comes back at once, and reports
+    that the batch script was killed, 22.05 takes the job for a failed launch and ends it."""
     is_here = not row.node_list or batch_host in hostlist.expand(row.node_list)
     return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
 
 
 class Over(Exception):
-    """There is nothing to watch any more."""
+    """Raised when there is nothing to watch any more."""
 
 
 def watch_batch_host(watched: Watched, slurm: SlurmCommands) -> None:
@@ -152,6 +156,7 @@ def watch_batch_host(watched: Watched, slurm: SlurmCommands) -> None:
             return
         if why is not None:
             log.error("%s: requeueing job %s", why, watched.job_id)
+            # Before the requeue, which ends this process, too.
             nodes.remember(watched.run, watched.batch_host, why)
             requeue(watched, slurm)
             return
@@ -165,14 +170,16 @@ _TOLD = {signal.SIGTERM}
 def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     """Put the job back into the queue, without its batch host.
 
-    That may just have been cut off. If it comes back and is chosen again while it still has the job of before, it
-    refuses ("Duplicate jobid"), and Slurm drains the node and holds the job until somebody releases it.
+    The host may only have been cut off. If it comes back and is chosen again while it still has the earlier job, it
+    refuses ("Duplicate jobid"). Slurm then drains the node and holds the job until an administrator releases it.
     """
     look = partial(_how_it_stands, watched, slurm)
     row = patience.ask(lambda: slurm.show_job(watched.job_id), "Slurm does not say how the job stands")
+    # A job that may not be requeued is ended, and its follow-up job takes over.
     if row is not None and not row.can_requeue:
         _hand_over(look, watched, slurm)
         return
+    # This process has the variables of the agents' step; the choice of nodes needs the job's.
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)
@@ -181,12 +188,13 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     seen = take_back(look, slurm, watched.job_id)
     if seen is not ending.Slurm.REQUEUED:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
+    # Only now: Slurm refuses an exclusion while the job runs.
     elif excluded:
         patience.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
 
 
 def _hand_over(look: Callable[[], ending.Slurm], watched: Watched, slurm: SlurmCommands) -> None:
-    """End a job that Slurm will not requeue: it would run on with nobody in it, and its follow-up job wait for it.
+    """End a job that Slurm will not requeue. It would run on without a supervisor, and its follow-up job wait for it.
 
     The status tells the follow-up job that it is needed, for Slurm calls the end a cancellation.
     """
@@ -200,7 +208,8 @@ def _hand_over(look: Callable[[], ending.Slurm], watched: Watched, slurm: SlurmC
 
 
 def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:
-    """Slurm's end of a job whose batch host came back too late looks like a cancellation, and is none."""
+    """Return how the job stands. If its batch host came back too late its end looks like a cancellation,
+    but is none."""
     if intent.asked(watched.run) is Intent.CANCEL:
         return ending.Slurm.CANCELLED
     row = slurm.show_job(watched.job_id)
@@ -210,14 +219,15 @@ def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:
 
 
 def command(run: RunDir, job: Allocation, address: str, port: int, supervisor: int) -> list[str]:
-    """Return what an agent starts; ``supervisor`` is the pid of the one that listens at ``address`` and ``port``."""
+    """Return the command that an agent starts. The process ``supervisor``, a pid, listens at ``address``
+    and ``port``."""
     numbers = [job.job_id, job.restart_count, job.hosts[0], address, port, supervisor, len(job.hosts)]
     return [sys.executable, "-P", "-m", "toolkit.launch.batch_host_watch", str(run.path), *map(str, numbers)]
 
 
 def main() -> None:
-    """``python -m toolkit.launch.batch_host_watch RUN_DIR JOB_ID RESTARTS BATCH_HOST ADDRESS PORT SUPERVISOR NODES``"""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # agents ignore it, and what is ignored is not waited for
+    """Run the watch. Arguments: RUN_DIR JOB_ID RESTARTS BATCH_HOST ADDRESS PORT SUPERVISOR NODES."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # agents ignore it, and an ignored signal cannot be waited for
     run_dir, job_id, restarts, batch_host, address, *numbers = sys.argv[1:]
     logs.setup("batch host watch")
     run = RunDir(Path(run_dir))

@@ -24,7 +24,7 @@ from toolkit.rundir import RunDir
 
 @dataclass
 class Context:
-    """One run that is supervised, and the job that it has now."""
+    """The supervised run, and its present job."""
 
     run: RunDir
     config: JobConfig
@@ -35,7 +35,7 @@ class Context:
     nodes: Nodes
     journal: Journal
     events: Events
-    claim: Claim = field(init=False)  #: once the run is ours
+    claim: Claim = field(init=False)  #: once the run is this job's
 
     @property
     def is_foreign(self) -> bool:
@@ -43,7 +43,7 @@ class Context:
         return self.config.job == FOREIGN_JOB
 
     def asked(self) -> Intent | None:
-        """Return what a person has asked of the run."""
+        """Return what a user has asked of the run."""
         return intent.asked(self.run)
 
     def rank_command(self) -> list[str]:
@@ -53,10 +53,10 @@ class Context:
         return self.container.command(module) if self.container else [sys.executable, "-P", "-m", *module]
 
     def rank_environ(self, attempt: int) -> dict[str, str]:
-        """Return what every rank of ``attempt`` gets. Its own numbers are set where it starts."""
+        """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
         environ = dict(os.environ)
-        environ.pop(ownership.TOKEN_VARIABLE, None)  # it is not theirs: a rank may submit runs
-        environ.pop("MASTER_ADDR", None)  # somebody's profile does not know where our store is
+        environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
+        environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
         environ.update(
             {
                 rundir.RUN_DIR_VARIABLE: str(self.run.path),
@@ -71,5 +71,5 @@ class Context:
         )
         environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
         environ.update(hang.debug_environment(self.run.attempt_logs(attempt), environ))
-        # what is forked for a foreign script must have been started with the script's own import path
+        # a process that is forked for a foreign script must have been started with the script's own import path
         return without_snapshot(environ, self.run.code) if self.is_foreign else environ

@@ -1,4 +1,4 @@
-"""The sbatch door: what ``sbatch/*.sh`` and follow-up jobs exec inside the allocation."""
+"""The entry point inside an allocation: what ``sbatch/*.sh`` and follow-up jobs exec there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logs.get(__name__)
 
 
 def supervise(config_path: str, overrides: Sequence[str]) -> None:
-    """Find or make the run of this job, then become its supervisor from the run's own copy of the sources."""
+    """Find or make the job's run, then become its supervisor from the run's copy of the sources."""
     enter(lambda allocation: _make_run(config_path, overrides, allocation))
 
 
@@ -29,6 +29,7 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
     from toolkit.launch.entry import supervise as supervise_run
 
     run_dir = os.environ.pop(RUN_VARIABLE, None)
+    # The first pass finds the run, and starts the second from the run's copy of the sources.
     if run_dir is None:
         logs.setup("supervisor")
         allocation = Allocation.slurm(os.environ)
@@ -48,7 +49,7 @@ def _become_supervisor(run: RunDir) -> None:
 
 
 def _is_wanted(run: RunDir) -> bool:
-    """True, but for a follow-up job that is not needed. It ends the run if what ended the job before could not."""
+    """True except for a follow-up job that is not needed. That one ends the run if its predecessor could not."""
     told = os.environ.pop(PREDECESSORS_VARIABLE, None)
     if told is None:
         return True
@@ -57,6 +58,7 @@ def _is_wanted(run: RunDir) -> bool:
     fates = follow_up.fates(run, predecessors, slurm)
     wanted = follow_up.takes_over(run, fates)
     log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
+    # A predecessor that still runs writes the result itself.
     if not wanted and ending.Slurm.RUNNING not in fates:
         token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
         follow_up.close(run, predecessors[0], token, slurm, job_id)
@@ -64,7 +66,7 @@ def _is_wanted(run: RunDir) -> bool:
 
 
 def _open_run_of(allocation: Allocation) -> RunDir | None:
-    """The run that this job served before it was restarted by Slurm."""
+    """Return the run that this job served before it was restarted by Slurm."""
     if allocation.restart_count == 0 or allocation.job_key is None:
         return None
     run = rundir.run_of_job(allocation.job_key)

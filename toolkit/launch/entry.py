@@ -1,4 +1,4 @@
-"""How a supervisor begins: in a batch job under a guard, or on this machine; and what is done when it fails itself."""
+"""Starts a supervisor: in a batch job under a guard, or on this machine. Handles its own failures, too."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from toolkit.launch.steps import Launcher
 from toolkit.launch.supervisor import Supervisor
 from toolkit.rundir import RunDir
 
-#: Of one job, for a disk that stays full: each waits for PATIENCE_S, and then in the queue.
+#: The most restarts of one job because of a full disk: each waits for PATIENCE_S, and then in the queue.
 MAX_RESTARTS_ON_A_FULL_DISK = 100
 
 log = logs.get(__name__)
 
 
 def supervise(run_dir: str, where: str) -> None:
-    """Supervise the run in ``run_dir`` to its end; what both doors come down to. Exits with the job's code.
+    """Supervise the run in ``run_dir`` to its end; exit with the job's code. Both entry points end here.
 
-    ``where`` is ``slurm`` (inside an allocation, whose size wins over the config's and is recorded in
-    ``config.yaml``) or ``local``.
+    ``where`` is ``slurm`` (inside an allocation, whose size wins over the config's and is recorded in ``config.yaml``)
+    or ``local``.
     """
     run = RunDir(Path(run_dir))
     os.umask(0o077)
@@ -51,6 +51,7 @@ def supervise(run_dir: str, where: str) -> None:
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
+    # A run that is over must not be requeued because of the exit code.
     if code != EXIT_DONE:
         if where == "slurm" and run.result() is not None:
             forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
@@ -58,7 +59,7 @@ def supervise(run_dir: str, where: str) -> None:
 
 
 def _guard(run: RunDir, where: str) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # held until there is a child to hand them to
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # held until there is a child to pass them to
     try:
         return guarded(partial(_supervise, run, where, _endpoint(run)), partial(_step, run))
     finally:
@@ -66,7 +67,10 @@ def _guard(run: RunDir, where: str) -> int:
 
 
 def _endpoint(run: RunDir) -> Endpoint | None:
-    """Return what outlives a supervisor; None where each opens its own, which says what is wrong."""
+    """Return the endpoint that outlives a supervisor; None if it cannot be opened.
+
+    Then each supervisor opens its own, which reports the error.
+    """
     try:
         return Endpoint.open(run, Allocation.slurm(os.environ).hosts, os.environ)
     except (OSError, ToolkitError) as error:
@@ -75,7 +79,7 @@ def _endpoint(run: RunDir) -> Endpoint | None:
 
 
 def _step(run: RunDir) -> int:
-    """For the guard, whom a disk that hiccups must not end."""
+    """Return the step reached, or 0 if it cannot be read. A disk's short failure must not end the guard."""
     try:
         return run.step()
     except OSError:
@@ -83,7 +87,7 @@ def _step(run: RunDir) -> int:
 
 
 def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: str | None) -> int:
-    # Held until there are handlers: a `toolkit cancel` of this moment would end us, and the run would have no result.
+    # Held until there are handlers: a `toolkit cancel` at this moment would kill this process, and leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         patience.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
@@ -93,6 +97,7 @@ def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: s
         return EXIT_DONE
     except OSError as error:
         log.error("%s: %s", run.path, error, exc_info=True)
+        # A full disk passes: go back into the queue.
         if where == "slurm" and _is_given_back(run, error):
             return EXIT_STOPPED
         _write_own_failure(run, error)
@@ -103,12 +108,13 @@ def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: s
 
 
 def _is_given_back(run: RunDir, error: OSError) -> bool:
-    """Put our job back into the queue when the disk is full: the run has not failed, and goes on when there is room.
+    """Put this job back into the queue when the disk is full. The run has not failed, and goes on when there is room.
 
-    Nothing can be written that would say so. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
+    No file can record that. A follow-up job sees it by the exit code, EXIT_STOPPED, and takes over.
     """
     if error.errno not in patience.FULL:
         return False
+    # With a follow-up job the exit code is enough; else requeue this one.
     owner = ownership.read(run)
     if owner is not None and owner.follow_ups:
         return True
@@ -133,10 +139,11 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     allocation = Allocation.slurm(os.environ)
     slurm = Slurm()
     container = _container(run, config, allocation)
-    # where nodes may die without Slurm requeueing the job, somebody else must look after the batch host
+    # where nodes may die without Slurm requeueing the job, another node must watch the batch host
     may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
     watch_batch_host = may_lose_nodes and len(allocation.hosts) > 1
     agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
+    # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):
         launcher = SrunLauncher(run, slurm, agents, container, pmi.plugin(config, slurm))
     else:
@@ -145,12 +152,12 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
 
 
 def _is_bound(slurm: SlurmCommands) -> bool:
-    """Whether the site binds each task of an srun step to CPUs."""
+    """True if the site binds each task of an srun step to CPUs."""
     return "affinity" in settings_of(slurm).task_plugins
 
 
 def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Container | None:
-    """Inside are found: all runs, the folder we were started in, the data, and what the config names."""
+    """Return the container, if any. It shows all runs, the start folder, the data, and what the config names."""
     if config.cluster.container is None:
         return None
     data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
@@ -162,7 +169,7 @@ def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Contai
 
 
 def _write_own_failure(run: RunDir, error: Exception) -> None:
-    """Whoever waits for the run must learn that nobody looks after it any more."""
+    """Write the result of a run whose supervisor failed. Callers that wait for it must learn that it is over."""
     log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
     why = f"the supervisor failed: {type(error).__name__}: {error}"
     try:

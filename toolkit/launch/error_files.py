@@ -1,4 +1,4 @@
-"""What failing ranks say about their own end: ours, and those of torch.distributed.elastic's ``record``."""
+"""What failing ranks wrote about their end: our files, and those of torch.distributed.elastic's ``record``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ERROR_FILE = Record(
 )
 _NAME = re.compile(r"error-(\d{1,9})\.json")
 
-#: Texts of CUDA, NCCL and their drivers that speak of this node's devices. A failed assertion in a kernel, a wrong
-#: argument and memory that ran out are the program's, and ncclRemoteError speaks of some other node.
+#: Error texts of CUDA, NCCL and their drivers about this node's devices. A failed assertion in a kernel, a wrong
+#: argument and lack of memory are the program's fault, and ncclRemoteError is about some other node.
 _DEVICE_ERROR = re.compile(
     r"(?:CUDA|HIP) error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
     r"|no kernel image|out of memory|operation not)"
@@ -43,8 +43,8 @@ _DEVICE_ERROR = re.compile(
     r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
 )
 #: Texts of a connection that could not be made, with the other end's address: NCCL's ``1.2.3.4<5678>``, the store's
-#: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. Not of one that broke: the other end may have ended for its own
-#: reasons.
+#: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. A broken connection is not among them: the other end may have ended
+#: for its own reasons.
 _UNREACHED = re.compile(
     r"connect to (?P<nccl>[\da-fA-F.:]+)(?:%\w+)?<\d+> (?:returned|failed)"
     r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
@@ -53,14 +53,14 @@ _UNREACHED = re.compile(
 
 
 def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
-    """Return what the ranks of an attempt said about their own ends; ``damage`` as in :meth:`RunDir.status`."""
+    """Return what the ranks of an attempt wrote about their own ends; ``damage`` as in :meth:`RunDir.status`."""
     return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
 
 
 def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
-    """Return what a rank said about its own end: ours, or in torch's format.
+    """Return what a rank wrote about its own end, in the toolkit's format or in torch's.
 
-    A damaged file is a failure without words: torch writes in place, and a kill or a full disk may come in between.
+    A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
     """
     said = _in_our_words(records.read_or(path, _ERROR_FILE, {}, damage))
     how = f"{said['type']}: {said.get('message', '')}" if "type" in said else str(said.get("message", "no message"))

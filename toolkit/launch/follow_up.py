@@ -1,14 +1,14 @@
-"""The follow-up jobs of a run whose job Slurm will not bring back by itself.
+"""The follow-up jobs of a run whose job Slurm will not requeue.
 
-The job may not be requeued (``--no-requeue``, ``JobRequeue=0``), or where it runs a preemption cancels it, perhaps
-before its supervisor could do anything (``PreemptMode=CANCEL``, ``GraceTime=0``).
+Either the job may not be requeued (``--no-requeue``, ``JobRequeue=0``), or a preemption cancels it where it runs,
+perhaps before its supervisor could act (``PreemptMode=CANCEL``, ``GraceTime=0``).
 
-Two of them wait while a job runs, each for the end of all jobs before it. One alone would not do: it may be preempted
+Two follow-up jobs wait while a job runs, each for the end of all jobs before it. One is not enough: it may be preempted
 as well, before it could submit the next one. The first is submitted together with the run's job, the others when a job
 starts: a compute node that is about to be taken away may have no time left for an ``sbatch``.
 
-A follow-up job that starts looks at what became of the jobs before it. It takes the run over if they were preempted,
-timed out or lost a node, and ends at once if the run is over. So it never revives what somebody has cancelled.
+A follow-up job first checks what became of the jobs before it. It takes the run over if they were preempted, timed out
+or lost a node, and ends at once if the run is over. So it never revives a cancelled run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from toolkit.rundir import RunDir
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
 #: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.
 PREDECESSORS_VARIABLE = "TOOLKIT_PREDECESSORS"
-#: How many wait while a job runs.
+#: The number of follow-up jobs that wait while a job runs.
 COUNT = 2
 
-#: sbatch's options, from what describes our own job in its environment.
+#: sbatch's options, by the variables that describe the present job in its environment.
 _OPTIONS: Mapping[str, str] = {
     "job-name": "SLURM_JOB_NAME",
     "partition": "SLURM_JOB_PARTITION",
@@ -48,7 +48,7 @@ _OPTIONS: Mapping[str, str] = {
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
     "clusters": "SLURM_CLUSTERS",
 }
-#: Flags about the place in the queue of one job only, or set for every follow-up job anyway.
+#: Flags that concern one job's place in the queue, or are set for every follow-up job anyway.
 _NOT_INHERITED = ("hold", "begin", "dependency", "no-requeue", "requeue")
 
 log = logs.get(__name__)
@@ -58,7 +58,7 @@ log = logs.get(__name__)
 
 
 def are_needed(row: JobRow, settings: Settings, slurm: SlurmCommands) -> bool:
-    """True if Slurm may end the job for good, and not bring it back. Raises SlurmError."""
+    """True if Slurm may end the job for good, without a requeue. Raises SlurmError."""
     return not row.can_requeue or slurm.preemption_cancels(row, settings)
 
 
@@ -68,7 +68,7 @@ def submit(
     """Submit a job with this script that starts when all jobs of ``after`` have ended. Return its id.
 
     Return None, with a warning, where sbatch refuses: the site does not let compute nodes submit, the user has too many
-    jobs, or the disk is full. The run goes on with what it has.
+    jobs, or the disk is full. The run then goes on with the follow-up jobs that it has.
     """
     path = run.submitit / "follow-up.sh"
     output = f"--output={run.logs}/follow-up-%j.out"
@@ -84,7 +84,8 @@ def submit(
 
 
 def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: SlurmCommands, token: str) -> str | None:
-    """Submit, from inside our own job, one like it that follows it and the jobs that wait for it."""
+    """Submit a job like the present one, from inside it. It follows this job and those that wait for it."""
+    # Set the variables that the submission set for the first job.
     variables = {
         **snapshot.environment(run.code, os.environ),
         "TOOLKIT_RUNS": str(run.path.parent.parent),
@@ -97,17 +98,17 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
 
 
 def environment(run: RunDir, predecessors: Sequence[str]) -> dict[str, str]:
-    """Return what tells a job that it follows these, and which run it may take over."""
+    """Return the variables that tell a job which jobs it follows, and which run it may take over."""
     return {RUN_VARIABLE: str(run.path), PREDECESSORS_VARIABLE: ":".join(predecessors)}
 
 
 def command(run: RunDir) -> str:
-    """Return the last line of the batch script. No bash may stay: the first SIGTERM would end it, and all with it."""
+    """Return the last line of the batch script. It uses exec: the first SIGTERM would end a bash, and all with it."""
     return f"exec {shlex.quote(sys.executable)} -m toolkit supervise {shlex.quote(str(run.config))}"
 
 
 def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iterator[str]:
-    """sbatch's options for another job like our own."""
+    """Yield sbatch's options for another job like the present one."""
     for option, name in _OPTIONS.items():
         if environ.get(name):
             yield f"--{option}={environ[name]}"
@@ -118,7 +119,7 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
 
 
 def _extra_options(run: RunDir) -> Iterator[str]:
-    """What neither a job's environment nor Slurm tells: mail, comments. An sbatch script's lines are not seen."""
+    """Yield options that neither environment nor Slurm tells: mail, comments. An sbatch script's lines are unknown."""
     cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
     for key, value in cluster.extra.items():
         flag = str(key).replace("_", "-")
@@ -135,9 +136,9 @@ def is_for_one_job(key: str) -> bool:
 
 
 def still_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
-    """Return the jobs up to the first that is over, which somebody has cancelled, and cancel those behind it.
+    """Return the jobs up to the first that is over, and cancel those behind it. A user has cancelled that job.
 
-    A controller that does not answer says nothing about them: then it is all of them.
+    A controller that does not answer says nothing about them: then return all of them.
     """
     try:
         statuses = slurm.show_jobs(jobs) if jobs else {}
@@ -152,7 +153,7 @@ def still_waiting(jobs: Sequence[str], slurm: SlurmCommands) -> list[str]:
 
 
 def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
-    """Cancel the follow-up jobs of a run that has ended, the last one first: it waits for the others' ends."""
+    """Cancel the follow-up jobs of an ended run, the last one first. It waits for the others' ends."""
     for job in reversed(jobs):
         try:
             slurm.cancel(job)
@@ -164,18 +165,19 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 
 
 def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[ending.Slurm]:
-    """Return what became of the job that served the run last, and then of those that were to follow it.
+    """Return what became of the job that served last, and of those to follow it.
 
-    Between the two may be jobs that were preempted before they could look at those before them.
+    Between the two may be jobs that were preempted before they could check those before them.
     """
     served = ownership.jobs_of(run)[:1]
     return [fate_of(job, slurm) for job in dict.fromkeys([*served, *predecessors])]
 
 
 def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
-    """What became of the job. The controller forgets within minutes and queues are long: then accounting is asked.
+    """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
-    Waits for a controller that does not answer: the follow-up job is the run's only way on, and has its nodes already.
+    Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
+    go on, and has its nodes already.
     """
 
     def look() -> JobRow | None:
@@ -186,7 +188,7 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
     row = patience.ask(look, f"Slurm does not say what became of job {predecessor}")
     if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
         return ending.Slurm.REQUEUED
-    if row is not None and row.reason == "JobLaunchFailure":  # its node did not see the run folder, say
+    if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
         return ending.Slurm.NODE_FAILED
     if row is not None and _was_killed(row):
         return ending.Slurm.NODE_FAILED
@@ -194,22 +196,24 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
 
 
 def _was_killed(row: JobRow) -> bool:
-    """True if a signal ended the batch script, or want of memory did, and nobody has cancelled the job.
+    """True if a signal or lack of memory ended the batch script, and the job was not cancelled.
 
-    Slurm calls it FAILED, with the exit code 0. A supervisor that fails by itself has another one, and writes a result.
+    Slurm reports it as FAILED, with the exit code 0. A supervisor that fails by itself has another exit code, and
+    writes a result.
     """
     return row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)
 
 
 def takes_over(run: RunDir, fates: Sequence[ending.Slurm]) -> bool:
-    """Whether the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
+    """True if the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
 
-    A predecessor that nobody knows any more is over all the same, or we would not have started; who cancelled it would
-    have left it the time to write a result.
+    A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
+    would have left it the time to write a result.
     """
     if run.result() is not None or intent.asked(run):
         return False
     served, *others = fates
+    # Its supervisor has left it to be continued, or Slurm took its last job away.
     is_left = run.status().get("state") == "requeued" or served in _TAKEN_AWAY
     return is_left and all(fate in _TAKEN_AWAY for fate in others)
 
@@ -224,10 +228,10 @@ _TAKEN_AWAY = (
 
 
 def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands, job_id: str | None) -> None:
-    """Write the result of a run that goes no further, where what ended the predecessor left it no time to do so.
+    """Write the result of a run that goes no further, if its last job could not.
 
-    Cancel the follow-up jobs behind our own job ``job_id``, too. Leave alone a run that somebody has resumed meanwhile:
-    it has another ``token``.
+    Also cancel the follow-up jobs behind this job, ``job_id``. Leave alone a run that a user has resumed meanwhile: it
+    has another ``token``.
     """
     owner = ownership.read(run)
     if owner is None or owner.token != token:

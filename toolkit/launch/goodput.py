@@ -1,7 +1,7 @@
 """Where a run's time went: seconds by name, from its submission on and over all its attempts.
 
-The supervisor's clock says when things happened, rank 0's how long each thing took; the two are never compared, for
-they may differ by minutes. Whatever nobody has measured is ``idle``, so the parts always sum to the wall time.
+The supervisor's clock tells when things happened, rank 0's how long each took. The two are never compared, for they may
+differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the wall time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from toolkit.rundir import RunDir
 
-#: What rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
+#: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
 MEASURED = ("training", "data_wait", "checkpoint", "evaluation")
-#: ``replay`` is the time of steps that an earlier attempt had made already. ``idle`` is what is left: a step that was
-#: never ended, the end of an attempt, nobody there.
+#: ``replay`` is the time of steps that an earlier attempt had already made. ``idle`` is the rest: a step that was never
+#: finished, the end of an attempt, time without a process.
 PARTS = ("queue", "start_up", *MEASURED, "replay", "idle")
 _WORDS = {
     "queue": "in the queue",
@@ -36,17 +36,19 @@ Ledger: TypeAlias = dict[str, float]
 class Start:
     """What led to an attempt. Times in seconds since the epoch."""
 
-    since: float  #: the end of the attempt before, or the run's submission
-    submitted: float | None  #: when the job was, or was requeued; None for a restart within the job
+    since: float  #: the end of the last attempt, or the run's submission
+    submitted: float | None  #: when the job was submitted or requeued; None for a restart within the job
     queue_s: float
     ready: float  #: the start of the job, or the decision to start again
-    best_step: int  #: the furthest that any attempt before has come
+    best_step: int  #: the furthest step of any earlier attempt
 
 
 def of_attempt(start: Start, first_step: float | None, progress: Mapping[str, Any], until: float) -> Ledger:
-    """From ``start.since`` to ``until``; ``first_step`` is when that began, None before, ``progress`` rank 0's report.
+    """Return where the time from ``start.since`` to ``until`` went.
 
-    Of a step's time, its data included, that share is replay which the steps made again are of all that were made.
+    ``first_step`` is when the first step began, None before it; ``progress`` is rank 0's report. Steps that an earlier
+    attempt had already made count as replay: their share of all steps made is taken from the steps' time, data
+    included.
     """
     ledger = dict.fromkeys(PARTS, 0.0) | (progress.get("spent") or {})
     ledger["queue"] = start.queue_s
@@ -63,10 +65,10 @@ def _share_made_again(first: int, last: int, best: int) -> float:
 
 
 def gained_s(progress: Mapping[str, Any], saved: int, saved_before: int) -> float:
-    """Return the seconds of an attempt's loop that went into steps it saved and no attempt before had saved.
+    """Return the loop seconds of the steps that this attempt was the first to save.
 
     ``progress`` is rank 0's last report, which may be older than the checkpoint of step ``saved``, the newest after the
-    attempt. ``saved_before`` is the newest that there ever was before it. Evaluations and saves count by their steps.
+    attempt. ``saved_before`` is the newest ever before it. Evaluations and saves count by their steps.
     """
     first, last = progress.get("step_start"), max(progress.get("step") or 0, saved)
     if first is None or last <= first:
@@ -77,14 +79,16 @@ def gained_s(progress: Mapping[str, Any], saved: int, saved_before: int) -> floa
 
 
 def of_run(attempts: Sequence[Mapping[str, Any]], submitted: float, now: float) -> Ledger:
-    """The whole run's from ``submitted`` to ``now``, by the lines of attempts.jsonl. Of one without a ledger, as an
-    older version wrote them, nothing is known."""
+    """Return the whole run's ledger from ``submitted`` to ``now``, by the lines of attempts.jsonl.
+
+    Nothing is known of a line without a ledger, as an older version wrote them.
+    """
     told = [line.get("goodput") or {} for line in attempts]
     return _fitted({part: sum(ledger.get(part, 0.0) for ledger in told) for part in PARTS}, now - submitted)
 
 
 def _fitted(ledger: Ledger, wall_s: float) -> Ledger:
-    """With what is left as idle. Clocks that were set meanwhile may leave less than nothing: then all parts shrink."""
+    """Return the ledger with the rest as idle. If clocks were set and the rest is negative, shrink all parts."""
     known = {part: max(0.0, ledger[part]) for part in PARTS if part != "idle"}
     total_s, wall_s = sum(known.values()), max(0.0, wall_s)
     scale = wall_s / total_s if total_s > wall_s else 1.0
@@ -92,34 +96,36 @@ def _fitted(ledger: Ledger, wall_s: float) -> Ledger:
 
 
 def ratio(ledger: Mapping[str, float]) -> float:
-    """The share of the time that was spent on steps that count; 0 of no time."""
+    """Return the share of the time that was spent on steps that count; 0 of no time."""
     wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
     return ledger.get("training", 0.0) / wall_s if wall_s else 0.0
 
 
 def as_json(ledger: Ledger) -> dict[str, float]:
-    """For a file: rounded, with the ratio."""
+    """Return the ledger for a file: rounded, with the ratio."""
     return {part: round(ledger[part], 3) for part in PARTS} | {"ratio": round(ratio(ledger), 4)}
 
 
 def submission(line: Mapping[str, Any]) -> float:
-    """When the run was submitted, by its first attempt's line, or status; its start where that is not known."""
+    """Return when the run was submitted, by its first attempt's line, or status. If unknown return its start."""
     return moment(line.get("submitted") or line["started"])
 
 
 def moment(value: float | str) -> float:
-    """Seconds since the epoch: status.json has them as they are, attempts.jsonl as ISO 8601."""
+    """Return seconds since the epoch: status.json holds them as numbers, attempts.jsonl as ISO 8601."""
     return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else value
 
 
 def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] | None:
-    """By the run's own files, up to its end or its last sign of life; None if nothing was measured.
+    """Return the ledger by the run's own files; None if nothing was measured.
 
-    ``damage`` as in :meth:`RunDir.status`."""
+    It goes up to the run's end or its last sign of life. ``damage`` as in :meth:`RunDir.status`.
+    """
     told = (run.result(damage) or {}).get("goodput")
     if told is not None:
         return dict(told)
     lines, status = run.attempts(damage), run.status(damage)
+    # The attempt that runs now has no line yet: take it from the status.
     is_new = all(line["attempt"] != status.get("attempt") for line in lines)
     if is_new and status.get("goodput") and {"started", "updated"} <= status.keys():
         lines.append({**status, "ended": status["updated"]})
@@ -129,7 +135,10 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] |
 
 
 def sentence(ledger: Mapping[str, float] | None) -> str:
-    """``87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again``; empty for a run that reports nothing."""
+    """Return the ledger as a sentence, empty for a run that reports nothing.
+
+    Such as ``87 % of 1 h 12 min was training; 6 % start-up, 4 % steps made again``.
+    """
     if not ledger or not any(ledger.get(part) for part in MEASURED):
         return ""
     wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
@@ -140,7 +149,7 @@ def sentence(ledger: Mapping[str, float] | None) -> str:
 
 
 def _span(seconds: float) -> str:
-    """The two largest units that it has."""
+    """Return the two largest units of the time."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

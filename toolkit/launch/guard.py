@@ -1,7 +1,7 @@
-"""The guard: the batch script's own process, which starts the supervisor again when something kills it.
+"""The guard: the batch script's own process, which starts the supervisor again when a signal kills it.
 
-For Slurm the job is over when the process that it started ends, whatever still runs. So that process does nothing but
-wait: a supervisor that gets SIGKILL (by the kernel for want of memory, by somebody's mistake) is replaced within the
+Slurm takes the job as over when the process that it started ends, even if others still run. So that process only waits.
+A supervisor that gets SIGKILL (by the kernel for lack of memory, by someone's mistake) is replaced within the
 allocation. The next one takes the running ranks over, or starts an attempt from the last checkpoint.
 """
 
@@ -16,18 +16,18 @@ from toolkit import logs
 from toolkit.agent import tether
 from toolkit.errors import ToolkitError
 
-#: Whatever kills a supervisor so often in a row, with no new step in between, will kill the next one, too.
+#: What kills a supervisor this often in a row, with no new step in between, will kill the next one, too.
 MAX_DEATHS = 3
 
 log = logs.get(__name__)
 
 
 def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = lambda: 0) -> int:
-    """``supervise(None)`` in a child process; its exit code.
+    """Run ``supervise(None)`` in a child process; return its exit code.
 
-    When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are handed on; when
-    it is killed after one, the job is over and the code is 128 + the signal. Raises ToolkitError after three deaths in
-    a row between which ``step``, the highest one that the run has been at, did not grow.
+    When a signal kills the child, ``supervise`` runs again with a line that says so. Stop signals are passed on. If the
+    child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises ToolkitError
+    after three deaths in a row between which ``step``, the highest one that the run has reached, did not grow.
     """
     last_words: str | None = None
     deaths, best = 0, step()
@@ -39,6 +39,7 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
         if was_told_to_end:
             return 128 - code
         last_words = f"the supervisor on {os.uname().nodename} was killed by {name}"
+        # A new step since the last death starts the count anew.
         reached = step()
         deaths, best = (1, reached) if reached > best else (deaths + 1, best)
         log.error("%s, %d times in a row without a new step", last_words, deaths)
@@ -46,10 +47,10 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
 
 
 def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -> tuple[int, bool]:
-    """Return the exit code, negative after a signal, and whether SIGTERM was handed on."""
+    """Return the exit code, negative after a signal, and whether SIGTERM was passed on."""
     told: list[int] = []
     guard = os.getpid()
-    # Blocked while there is no child to hand them to: one that comes now is delivered a moment later.
+    # Blocked while there is no child to pass signals to: one that comes now is delivered a moment later.
     signal.pthread_sigmask(signal.SIG_BLOCK, tether.SIGNALS)
     child = os.fork()
     if child == 0:
@@ -57,11 +58,12 @@ def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -
 
     def hand_on(number: int, frame: object) -> None:
         told.append(number)
-        os.kill(child, number)  # not reaped before the handlers are gone, so never somebody else's pid
+        os.kill(child, number)  # not reaped before the handlers are gone, so the pid is not reused
 
     for number in tether.SIGNALS:
         signal.signal(number, hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, tether.SIGNALS)
+    # Wait without reaping: the pid stays the child's while signals are passed on.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in tether.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -69,7 +71,7 @@ def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -
 
 
 def _be_child(supervise: Callable[[str | None], int], last_words: str | None, guard: int) -> None:
-    """Never returns: what stands above us on the stack is the guard's to finish."""
+    """Run ``supervise``, and never return: the frames above on the stack are the guard's."""
     code = 1
     try:
         tether.die_with(guard, signal.SIGKILL)

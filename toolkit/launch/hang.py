@@ -1,8 +1,8 @@
-"""What to make of a hang: ask the ranks for their stacks, name the one that the others wait for, and say what it does.
+"""Investigates a hang: which rank do the others wait for, and what does it do, by the ranks' stacks.
 
-Nothing is asked of the ranks but what :mod:`toolkit.stacks` has prepared in each, so it works as well on one that never
-came as far as the process group, and on all but those that are stopped or whose node is gone. The stacks are read on
-the ranks' own nodes, see :mod:`toolkit.agent.stack_digest`.
+Of the ranks it needs only what :mod:`toolkit.stacks` has prepared in each. So it works also on a rank that never
+reached the process group, and on all except those that are stopped or whose node is gone. The stacks are read on the
+ranks' own nodes, see :mod:`toolkit.agent.stack_digest`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from toolkit.stacks import Stack, main_stack
 
 #: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.
 LATE_S = 5.0
-#: Of a stack this many innermost frames are quoted: `toolkit why` has room for those of the rank and of one worker.
+#: The innermost frames that are quoted of a stack: `toolkit why` has room for those of the rank and of one worker.
 FRAMES = 5
 
 log = logs.get(__name__)
 
 
 def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which torch and NCCL leave their own dumps and logs in an attempt's log folder, by rank; none that
-    the user has set. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by default on torch 2.11."""
+    """Return variables by which torch and NCCL write dumps and logs into an attempt's log folder.
+
+    Each rank has its own files. Variables that the user has set are left out. ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is off by
+    default on torch 2.11.
+    """
     ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the next one's older name
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in environ:  # the older name of the next one
         ours["TORCH_FR_DUMP_TEMP_FILE"] = str(stacks.flight_path(folder, ""))
     if "NCCL_DEBUG" in environ:
         ours["NCCL_DEBUG_FILE"] = str(folder / "nccl-%h-%p.log")
@@ -47,10 +50,10 @@ def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
 def look(
     agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], known: Mapping[str, Digest]
 ) -> list[Group]:
-    """Return what the ranks do, by the stacks that they have been asked for.
+    """Return what the ranks do, by their stacks, which they are asked for.
 
-    ``standings`` are the ranks by host, as far as they are known here; of one that reports, its agent knows better.
-    ``known`` is what each node has told last. Takes ``ANSWER_S`` and ``LATE_S`` at most.
+    ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
+    ``known`` is each node's last digest. Takes at most ``ANSWER_S`` and ``LATE_S``.
     """
     folder = str(run.attempt_logs(attempt))
     orders = {
@@ -58,6 +61,7 @@ def look(
         for host, ranks in standings.items()
     }
     answers = agents.ask(orders, stack_digest.ANSWER_S + LATE_S)
+    # A node that has not answered is described by its last digest.
     groups: list[Group] = []
     for host, ranks in standings.items():
         if host in answers:
@@ -68,7 +72,7 @@ def look(
 
 
 def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool) -> Iterator[Seen]:
-    """Ranks of a node that has not answered: they are stopped or away with it, or nobody knows."""
+    """Yield the ranks of a node that has not answered. They count as stopped if it is silent, else as unknown."""
     for rank in ranks:
         phase, step = (rank.phase, rank.step) if known is None else (activity.IN_STEP, known.least)
         standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
@@ -76,17 +80,19 @@ def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool
 
 
 def investigate(groups: Sequence[Group], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
-    """Find out which rank is behind, ``hosts`` by rank, and note it for `toolkit why`."""
+    """Find out which rank is behind, with ``hosts`` by rank, and note it for `toolkit why`."""
     folder = run.attempt_logs(attempt)
     culprits, how = blame(groups)
     answered = _count(group for group in groups if group.has_answered)
     log.info("%d of %d ranks answered: %s", answered, len(hosts), folder / "stack-*.txt")
+    # The culprit is unknown: the failure names no rank.
     if not culprits:
         log.error("the run hangs: %s", how)
         return RankFailure(None, "", how, time.time())
     first = culprits[0]
     failure = RankFailure(first, hosts[first], how, time.time(), traceback=_quote(folder, first))
-    with contextlib.suppress(OSError):  # a full disk; the log has the same words
+    # `toolkit why` reads the failure from the rank's error file.
+    with contextlib.suppress(OSError):  # a full disk; the log has the same text
         said = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
         fsio.write_json(run.error_file(attempt, first), {**said, "traceback": failure.traceback})
     log.error("the run hangs: rank %d on %s: %s", first, failure.host, how)
@@ -94,7 +100,7 @@ def investigate(groups: Sequence[Group], hosts: Sequence[str], run: RunDir, atte
 
 
 def remove_unused(folder: Path) -> None:
-    """Of an attempt that has ended: the files that wait for stacks in vain."""
+    """Remove the stack files of an ended attempt that were never written to."""
     for path in folder.glob("stack-*.txt"):
         with contextlib.suppress(OSError):
             if path.stat().st_size == 0:
@@ -102,13 +108,14 @@ def remove_unused(folder: Path) -> None:
 
 
 def _quote(folder: Path, rank: int) -> str:
-    """The innermost frames of the rank, and of its other processes, in Python's own format; empty without an answer."""
+    """Return the innermost frames of the rank's processes, in Python's own format; empty without an answer."""
     stack: Stack = []
     with contextlib.suppress(OSError):
         stack = main_stack(stack_digest.stack_text(stacks.stack_path(folder, rank)) or "")
     if not stack:
         return ""
     text = f"the stack of rank {rank}; all of them are in {folder / 'stack-*.txt'}\n{_format(stack)}"
+    # The files of its other processes: stack-RANK-KIND-NUMBER.txt.
     for path in sorted(folder.glob(f"stack-{rank}-*.txt")):
         with contextlib.suppress(OSError):
             kind, number = path.stem.split("-")[2:]
@@ -125,19 +132,22 @@ def _format(stack: Stack) -> str:
 
 
 def blame(groups: Sequence[Group]) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and one line on what they and the others do: ``Group.place`` tells who.
+    """Return the ranks that the others wait for, and one line on what they and the others do.
 
-    Where all wait in collectives those are named who are in another one than most. No rank is named where the one that
-    is waited for may be among those whose stacks nobody has read. ``groups`` are merged, see :mod:`stack_digest`.
+    ``Group.place`` tells which they are. Where all wait in collectives, those in another one than most are named. No
+    rank is named where the one that is waited for may be among those whose stacks could not be read. ``groups`` are
+    merged, see :mod:`stack_digest`.
     """
     furthest = min(group.place for group in groups)
     behind = [group for group in groups if group.place[:2] == furthest[:2]]
+    # All wait, as far as is known, and some stacks are unread: the culprit may be one of those.
     if _count(behind) > 1 and furthest[2] > 0 and not all(group.is_read for group in behind):
         read = [group for group in groups if group.is_read]
         unread = f"{_count(groups) - _count(read)} of {_count(groups)}"
         line = f"nobody knows who is behind: there was no time to read the stacks of {unread} ranks"
         return [], f"{line}; {_counts(read, 'rank')}" if read else line
     last = [group for group in groups if group.place == furthest]
+    # Of those furthest behind the rarest activity is blamed.
     doing = min(last, key=lambda group: _count(other for other in last if other.doing == group.doing)).doing
     blamed = [group for group in last if group.doing == doing]
     culprits = sorted(rank for group in blamed for rank in group.ranks)
@@ -160,7 +170,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _counts(groups: Iterable[Group], noun: str = "other") -> str:
-    """``30 others in all_reduce, 1 in a step``."""
+    """Return text such as ``30 others in all_reduce, 1 in a step``."""
     does: Counter[str] = Counter()
     for group in groups:
         does[group.doing] += len(group.ranks)

@@ -1,4 +1,4 @@
-"""Watching one attempt for hangs, and what is done about one: the ranks write their stacks and are killed."""
+"""Watches one attempt for hangs. In a hang the ranks write their stacks and are killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logs.get(__name__)
 
 
 class HangWatch:
-    """Watches by what the ranks report, or from outside where they report nothing."""
+    """Watches by the ranks' reports, or from outside where they report nothing."""
 
     def __init__(self, context: Context, attempt: Attempt, step: Step) -> None:
         self._context, self._attempt, self._step = context, attempt, step
@@ -31,11 +31,11 @@ class HangWatch:
 
     @property
     def hears_ranks(self) -> bool:
-        """True where ranks are to report: ours, and a script that has called ``toolkit.start()``."""
+        """True where ranks are to report: the toolkit's own, and a script that has called ``toolkit.start()``."""
         return self._reports is not None
 
     def hear(self, host: str, digest: Digest) -> None:
-        """Take how the ranks on ``host`` get on."""
+        """Take the progress of the ranks on ``host``."""
         if self._reports is None:
             self._reports = Watchdog(self._context.config.dist.timeout_s)
         self._reports.hear(host, digest)
@@ -43,7 +43,7 @@ class HangWatch:
     def look(self) -> None:
         """Kill the ranks if they hang, and find out which of them is to blame.
 
-        A stop that hangs is the ranks' to end (FORCE_AFTER_S), and what is being killed needs no other reason.
+        A stop that hangs is the ranks' to end (FORCE_AFTER_S), and ranks that are being killed need no other reason.
         """
         attempt, agents = self._attempt, self._context.agents
         if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
@@ -55,6 +55,7 @@ class HangWatch:
         log.error(
             "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks", watch.still_s, timeout_s
         )
+        # Ask before the kill, which destroys the evidence.
         assert agents is not None
         agents.ask_for_unanswered()
         known: Mapping[str, Digest] = {} if isinstance(watch, SilenceWatch) else watch.nodes
@@ -70,6 +71,7 @@ class HangWatch:
             standings = watch.standings()
             watch.ask_for_stacks()
         else:
+            # Ranks that report write their stacks on a signal.
             log.info("all ranks together: %s", progress.merge(watch.nodes.values()))
             standings = [Standing(rank, None, None, watch.still_s, False) for rank in range(attempt.plan.world_size)]
             self._step.kill(stacks.ASK)
@@ -80,7 +82,7 @@ class HangWatch:
         return by_host
 
     def _watch_from_outside(self) -> SilenceWatch | None:
-        """Return the watch of a script that has not reported anything; None until it has had time to."""
+        """Return the watch of a script without reports; None until it has had time to report."""
         attempt, context = self._attempt, self._context
         bound_s = STUCK_SHARE * context.config.dist.timeout_s
         late = time.time() - attempt.started > silence.START_AFTER_SHARE * bound_s

@@ -1,4 +1,4 @@
-"""What a user has asked of a run, as a file: it outlives processes, and a requeued job finds it."""
+"""A user's request for a run, as a file. It outlives processes, and a requeued job finds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.rundir import RunDir
 
 
 class Intent(StrEnum):
-    """Either way the run is not brought back by itself."""
+    """What a user may request. After either the run is not brought back by itself."""
 
     STOP = "stop"  #: commit, then end
     CANCEL = "cancel"  #: end
@@ -21,17 +21,19 @@ _INTENT = records.Record({"intent": records.one_of(*Intent)})
 
 
 def ask(run: RunDir, intent: Intent) -> None:
-    """Note what is wanted; who has cancelled a run does not want it stopped only. The supervisor must be told, too: it
-    does not look by itself."""
+    """Record the request; a stop does not replace a cancel.
+
+    The supervisor must be signalled, too: it does not look for requests by itself.
+    """
     if intent is Intent.STOP and asked(run) is Intent.CANCEL:
         return
     fsio.write_json(run.path / "intent.json", {"intent": intent, "time": time.time()})
 
 
 def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
-    """Return what is wanted, if anything.
+    """Return what was requested, if anything.
 
-    A damaged file says that somebody has asked for an end, and not which: a stop loses nothing.
+    A damaged file tells that an end was requested, but not which: it is taken for a stop, which loses nothing.
     """
     try:
         note = records.read(run.path / "intent.json", _INTENT)
@@ -42,5 +44,5 @@ def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
 
 
 def clear(run: RunDir) -> None:
-    """A resumed run is wanted again."""
+    """Remove the request: a resumed run is wanted again."""
     (run.path / "intent.json").unlink(missing_ok=True)

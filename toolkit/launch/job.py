@@ -15,7 +15,7 @@ from toolkit import config as configs
 from toolkit.config import JobConfig
 from toolkit.errors import ConfigError
 
-#: What an import raises where the code is wrong, and would raise again. What a disk or a GPU raises is left as it is.
+#: Errors of an import whose code is wrong, and would fail again. A disk's or a GPU's errors are passed on.
 _FAULTS = (
     *(ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError),
     AssertionError,
@@ -30,11 +30,13 @@ def load(job: str, folder: Path) -> ModuleType:
     """
     source = configs.job_source(job, folder)
     name, root = _name_and_root(job, source, folder)
+    # The last one comes first on the path.
     for first in (folder / "src", folder, root, *([source.parent] if job.endswith(".py") else [])):
         if first.is_dir():
             sys.path[:] = [str(first), *(other for other in sys.path if other != str(first))]
     importlib.invalidate_caches()
     try:
+        # A file outside of packages is imported by its path.
         if job.endswith(".py") and root == source.parent:
             return _of_file(name, source)
         _forget_other_copy(name.partition(".")[0], root)
@@ -61,7 +63,7 @@ def _name_and_root(job: str, source: Path, folder: Path) -> tuple[str, Path]:
 
 
 def _forget_other_copy(package: str, root: Path) -> None:
-    """Forget the modules of ``package`` that are not from ``root``: they are of another run's copy of the sources."""
+    """Forget the modules of ``package`` that are not from ``root``. They are from another run's copy of the sources."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] == package and not (file and Path(file).is_relative_to(root)):
@@ -69,7 +71,7 @@ def _forget_other_copy(package: str, root: Path) -> None:
 
 
 def _of_file(name: str, source: Path) -> ModuleType:
-    """Import a file under its own name, by which spawned data workers find its classes, or one that is free."""
+    """Import a file under its own name, or under a free one. Spawned data workers find its classes by that name."""
     if name in sys.modules or name in sys.stdlib_module_names or "." in name:
         name = f"job_{name}".replace(".", "_")
     spec = spec_from_file_location(name, source)
@@ -88,6 +90,7 @@ def _place_of(error: BaseException, source: Path, folders: tuple[Path, ...]) -> 
     """Return file and line of the fault: the innermost that is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
+    # Innermost frame first; installed libraries are not the user's.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for folder in folders:
             path = Path(frame.filename)
@@ -99,7 +102,7 @@ def _place_of(error: BaseException, source: Path, folders: tuple[Path, ...]) -> 
 def job_class(module: ModuleType) -> Any:
     """Return the one class of a job's module that derives from ``toolkit.Job``, if any.
 
-    Those that it derives from itself are left aside. Raises ConfigError for several.
+    Its own base classes are ignored. Raises ConfigError for several.
     """
     base: Any = toolkit.Job  # looked up here: it imports torch
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]

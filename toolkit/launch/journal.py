@@ -27,7 +27,7 @@ log = logs.get(__name__)
 
 
 class Journal:
-    """One run's, kept by the one job that supervises it."""
+    """The records of one run, written by the one job that supervises it."""
 
     def __init__(self, run: RunDir, allocation: Allocation, nodes: Nodes) -> None:
         self._run = run
@@ -35,19 +35,19 @@ class Journal:
         self._nodes = nodes
         self._unwritten: OSError | None = None
         self._began = time.time()
-        self._is_first = True  # attempt of this job, or after its supervisor was killed
+        self._is_first = True  # attempt of this job, or since its supervisor was killed
         status = run.status()
         waits = status.get("state") in ("queued", "requeued")
         self._submitted: float = status.get("updated", self._began) if waits else self._began
         self._number = 0  #: of the last attempt
 
     def read(self) -> None:
-        """Read what the supervisors before us have written. Later the shared folder may be out of reach for a while."""
+        """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
         self._number = self._run.next_attempt(self._lines) - 1
 
     @cached_property
     def _lines(self) -> list[dict[str, Any]]:
-        """The closed attempts. Nobody else adds one once the run is ours, so they are read once."""
+        """The closed attempts. They are read once: no other process adds one while this job has the run."""
         return self._run.attempts()
 
     def next_number(self) -> int:
@@ -56,22 +56,24 @@ class Journal:
         return self._number
 
     def begin(self, row: JobRow | None) -> Start:
-        """What led to the attempt that begins now; to be asked once for each. ``row`` is our job as Slurm sees it."""
+        """Return what led to the attempt that begins now; call it once for each. ``row`` is this job in Slurm."""
         now, earlier = time.time(), self._lines
         best = max((line["step_end"] or 0 for line in earlier), default=0)
         ended = moment(earlier[-1]["ended"]) if earlier else None
+        # A restart within the job has waited in no queue.
         if not self._is_first:
             return Start(ended or now, None, 0.0, now, best)
         self._is_first = False
         submitted, started = self._submitted, self._began
+        # Slurm's times are those of the job; this process has started later.
         if row is not None and row.submit_time is not None and row.start_time is not None:
             submitted, started = row.submit_time, row.start_time
         since = submitted if ended is None else ended
-        ready = started if started >= since else self._began  # the job has had a supervisor before us
+        ready = started if started >= since else self._began  # the job has had a supervisor before this one
         return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
 
     def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
-        """Where the time went up to ``until``; of an attempt that was left over, what its supervisor wrote last."""
+        """Return where the time went up to ``until``. For a left-over attempt its status tells."""
         start = attempt.start
         if start is None:
             return {key: attempt.left_over[key] for key in ("submitted", "goodput") if key in attempt.left_over}
@@ -79,7 +81,7 @@ class Journal:
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
 
     def history(self) -> list[Past]:
-        """The attempts since the run was last started by a person: whoever resumes it has mended something."""
+        """Return the attempts since a user last started the run: one who resumes it has fixed something."""
         history: list[Past] = []
         for line in self._lines:
             gained_s = line.get("gained_s", 0.0)
@@ -94,19 +96,21 @@ class Journal:
                 lost_s=max(0.0, moment(line["ended"]) - moment(line["started"]) - gained_s),
             )
             history.append(past)
+            # A verdict that ended the run closes the account: a user has started what comes after.
             if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
                 history.clear()
         return history
 
     def note_gain(self, attempt: Attempt) -> None:
-        """Note what an attempt that has ended leaves to the next one: the newest checkpoint, and what it was worth."""
+        """Note what an ended attempt leaves to the next one: the newest checkpoint, and its worth."""
         try:
             attempt.step_saved = newest_step(self._run.checkpoints)
         except CheckpointError as error:
             log.warning("what attempt %d gained is not known: %s", attempt.number, error)
         saved_before = max((line.get("step_saved") or 0 for line in self._lines), default=0)
         gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
-        # The ranks' clock says what was gained, ours how long the attempt was, and ours may have been set meanwhile.
+        # The ranks' clock measured the gain, this node's the attempt's length, and this one may have been set
+        # meanwhile.
         attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
@@ -115,6 +119,7 @@ class Journal:
         submitted = account.get("submitted")
         line = {
             "attempt": attempt.number,
+            # A left-over attempt keeps the job id of the job that made it.
             "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
             "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
             "nodes": list(attempt.plan.hosts),
@@ -130,6 +135,7 @@ class Journal:
             "gained_s": round(attempt.gained_s, 3),
             "lost_nodes": sorted(attempt.lost_nodes),
             "suspect": verdict.suspect,
+            # Fields that few attempts have are left out of the others' lines.
             **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
             **({"left_nodes": sorted(attempt.left_nodes)} if attempt.left_nodes else {}),
             "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
@@ -147,6 +153,7 @@ class Journal:
         started = datetime.fromisoformat(lines[0]["started"]).timestamp()
         reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
         reached["metrics"] = attempt.progress.get("metrics") or {}
+        # Rank 0's own result wins over its last progress.
         result = {**reached, **(attempt.result or {})}
         more: dict[str, Any] = {"wall_s": round(now - started, 3)}
         if any(line.get("goodput") for line in lines):
@@ -158,7 +165,8 @@ class Journal:
         self._number, self._is_first = attempt.number, False
 
     def announce(self) -> None:
-        """Note in the status that this supervisor has the run now: what an earlier one has left on other nodes ends."""
+        """Note in the status that this supervisor has the run now. What an earlier one left on other nodes
+        then ends."""
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
             if status:
@@ -187,14 +195,15 @@ class Journal:
             **self._account(attempt, attempt.ended or time.time()),
             **more,
         }
+        # A disk that fails for a moment must not end the run. It is logged once, not at each status.
         try:
             self._run.write_status(status)
-        except OSError as error:  # the next one is a second away
+        except OSError as error:  # the next one is half a second away
             if self._unwritten is None:
                 log.error("%s: the status cannot be written: %s", self._run.path, error)
             self._unwritten = self._unwritten or error
             return
-        if self._unwritten is not None:  # said again: a log on the same disk could not take the line above
+        if self._unwritten is not None:  # logged again: a log on the same disk could not take the line above
             log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
             self._unwritten = None
 

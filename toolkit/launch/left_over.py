@@ -1,4 +1,4 @@
-"""The attempt that a supervisor has left behind that died, or whose node did."""
+"""The attempt that was left behind when its supervisor died, or its node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logs.get(__name__)
 
 
 def find_running(run: RunDir, job: Allocation) -> Attempt | None:
-    """Return the attempt whose ranks may be there still: a supervisor of this start of our job has died."""
+    """Return the attempt whose ranks may still run: a supervisor of this start of the job has died."""
     status = run.left_over()
     if status is None or status.get("state") not in ("starting", "running", "stopping"):
         return None
     attempt = Attempt.of_status(status, job)
     is_of_this_start = (status.get("job_id"), status.get("restart_count")) == (job.job_id, job.restart_count)
-    can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # why it left which nodes nobody knows
+    can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
     if not is_of_this_start or not can_go_on or not {*attempt.plan.hosts} <= {*job.hosts}:
         return None
     attempt.start = Start(**status["start"]) if status.get("start") else None
@@ -33,10 +33,10 @@ def find_running(run: RunDir, job: Allocation) -> Attempt | None:
 
 
 def close(context: Context, last_words: str | None) -> None:
-    """Write the line of an attempt whose supervisor could not say goodbye; a preempted one would have had TERM.
+    """Write the line of an attempt whose supervisor died without writing it. A preempted one would have had TERM.
 
-    ``last_words`` says what became of it, if it was one of this start of our job. Raises ToolkitError when the run has
-    been requeued too often without a new checkpoint.
+    ``last_words`` says how that supervisor died, if it was one of this start of the job. Raises ToolkitError when the
+    run has been requeued too often without a new checkpoint.
     """
     run, job, nodes = context.run, context.job, context.nodes
     status = run.left_over()
@@ -44,8 +44,9 @@ def close(context: Context, last_words: str | None) -> None:
         return
     left = Attempt.of_status(status, context.allocation)
     gone = job.unreachable(left.plan.hosts) if job.slurm else set()
-    left.lost_nodes = lost = gone | nodes.given_up(left.started)  # which may be back
+    left.lost_nodes = lost = gone | nodes.given_up(left.started)  # they may be back
     decision = Decision.REQUEUE
+    # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
     if last_words is not None:
         cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
     elif lost:
@@ -57,6 +58,7 @@ def close(context: Context, last_words: str | None) -> None:
     log.warning("attempt %d: %s", left.number, why)
     for host in gone:
         nodes.condemn(host, why)
+    # The attempt ended, as far as is known, when its supervisor wrote last.
     left.left_over, left.ended = status, status.get("updated", time.time())
     context.journal.note_gain(left)
     patience.persist(lambda: context.journal.add(left, Ending(cause, decision, why)), run.path)

@@ -1,4 +1,4 @@
-"""Looking out, in the background, for nodes that are dead or that an administrator has drained."""
+"""Looks, in the background, for nodes that are dead or that an administrator has drained."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from toolkit.launch.steps import Events, NodeFailed
 
 #: Each question is a line in the log of a node's slurmd.
 ASK_DEAD_EVERY_S = 3.0
-#: The controller answers with every node of the cluster, so one question is asked for the whole job, and not often.
+#: The controller answers with every node of the cluster, so one question is asked for the whole job, and rarely.
 ASK_DRAINED_EVERY_S = 60.0
 
 log = logs.get(__name__)
 
 
 class Lookout:
-    """Calls ``ask`` with hosts in a thread: once in ``every_s`` at most, and not while an earlier call lasts."""
+    """Calls ``ask`` with hosts in a thread. At most once in ``every_s``, and not while an earlier call lasts."""
 
     def __init__(
         self, ask: Callable[[list[str]], Mapping[str, str]], every_s: float, clock: Callable[[], float], first: float
     ) -> None:
         self._ask, self._every_s, self._clock, self._next = ask, every_s, clock, first
         self._thread: threading.Thread | None = None
-        self.found: Mapping[str, str] = {}  #: by the last answer, what is wrong with which host
+        self.found: Mapping[str, str] = {}  #: the problems by host, as of the last answer
 
     def look(self, hosts: Collection[str]) -> None:
         """Have ``hosts`` asked about, if there are any and it is time."""
@@ -50,11 +50,12 @@ def for_dead_nodes(
     unreachable: Callable[[Sequence[str]], set[str]],
     clock: Callable[[], float] = time.monotonic,
 ) -> Lookout:
-    """Return what puts dead nodes into the queue as NodeFailed; Slurm itself needs SlurmdTimeout, 300 s by default.
+    """Return the lookout that puts dead nodes into the queue as NodeFailed.
 
-    Only nodes that are silent are to be asked, and only where another node could take over: a network that is away for
-    half a minute does not end a run that would be requeued for it. ``is_connected`` says whether Slurm's controller
-    answers: if not, it may be us who are cut off. ``unreachable`` gives those that do not answer; it may take seconds.
+    Slurm itself needs SlurmdTimeout for it, 300 s by default. Ask only about silent nodes, and only where another node
+    could take over: a network that is away for half a minute must not end a run that would be requeued for it.
+    ``is_connected`` tells whether Slurm's controller answers: if not, this node may be the one that is cut off.
+    ``unreachable`` returns the nodes that do not answer; it may take seconds.
     """
 
     def ask(hosts: list[str]) -> Mapping[str, str]:
@@ -70,6 +71,6 @@ def for_dead_nodes(
 def for_drained_nodes(
     drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
 ) -> Lookout:
-    """Return what finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
+    """Return the lookout that finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
     first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
     return Lookout(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)

@@ -1,4 +1,4 @@
-"""What is done about nodes that die, or that are drained or sick, while ranks work on them."""
+"""Reacts to nodes that die, or that are drained or sick, while ranks work on them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from toolkit.launch.ending import Stop
 from toolkit.launch.lookout import Lookout, for_dead_nodes, for_drained_nodes
 from toolkit.launch.stop_path import StopPath
 
-#: A run whose steps take longer stays on a node that is drained or sick: its ranks could give the stop up.
+#: A run whose steps take longer stays on a drained or sick node: its ranks could give the stop up.
 LONGEST_STEP_TO_MOVE_S = 30.0
-#: So does one that has less than this until it stops for the time limit: the next start comes soon anyway.
+#: A run with less time than this until it stops for the time limit stays, too: the next start comes soon anyway.
 LEAST_TIME_TO_MOVE_S = 300.0
 
 log = logs.get(__name__)
 
 
 class NodeCare:
-    """Looks after the nodes of a job, in all its attempts."""
+    """Watches the nodes of a job, in all its attempts."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -36,14 +36,15 @@ class NodeCare:
                 self._drained = for_drained_nodes(slurm.drained)
 
     def look_for_dead(self, attempt: Attempt) -> None:
-        """Look where another node could take over; else Slurm requeues the job, and a lost network comes back."""
+        """Look for dead nodes where another node could take over. Else Slurm requeues the job, and a
+        network recovers."""
         context = self._context
         if self._dead is None or context.agents is None or attempt.killed or not context.nodes.can_lose_one:
             return
         self._dead.look(context.agents.silent_hosts & {*attempt.plan.hosts[1:]} - attempt.lost_nodes)
 
     def look_for_ailing(self, attempt: Attempt, stops: StopPath) -> None:
-        """Ask the ranks to stop where good spares can replace nodes that are drained or sick. No step is lost by it."""
+        """Ask the ranks to stop where good spares can replace drained or sick nodes. No step is lost by it."""
         agents, nodes = self._context.agents, self._context.nodes
         if agents is None:
             return
@@ -52,6 +53,7 @@ class NodeCare:
             self._drained.look(self._context.allocation.hosts)
             drained = self._drained.found
         nodes.note(sick=agents.sick_hosts, drained=drained)
+        # Move only if good spares are there and the stop costs no step.
         leaving = nodes.to_leave(attempt.plan.hosts, agents.heard_hosts)
         if not leaving or not self._may_move(attempt):
             return
@@ -62,7 +64,7 @@ class NodeCare:
         stops.ask(Stop.MOVE)
 
     def _may_move(self, attempt: Attempt) -> bool:
-        """Return whether a stop now would save every step, and the job goes on long enough to be worth it."""
+        """Return whether a stop now would save every step and is worth it. It is not if the job ends soon."""
         is_ending = attempt.stop is not None or attempt.kill_at is not None or attempt.exit_code is not None
         step_s = attempt.mean_step_s
         if is_ending or self._context.is_foreign or step_s is None or step_s > LONGEST_STEP_TO_MOVE_S:
@@ -70,7 +72,7 @@ class NodeCare:
         return not self._context.job.is_nearly_over(attempt.save_s, LEAST_TIME_TO_MOVE_S)
 
     def give_back(self, attempt: Attempt) -> None:
-        """Give the drained nodes that were left back to Slurm: whoever drained them waits until no job is there."""
+        """Give the drained nodes that were left back to Slurm. Their administrator waits until no job is there."""
         job, agents = self._context.job, self._context.agents
         drained = {host for host, bad in attempt.left_nodes.items() if bad.is_drained}
         row = job.show() if drained else None

@@ -1,18 +1,18 @@
-"""Watches the ranks of a script that reports nothing, on one node and from outside: by /proc and nvidia-smi.
+"""Watches the ranks of a script that reports nothing, from outside, by /proc and nvidia-smi.
 
-Runs once on each node, beside the ranks, with nothing but Python's own library. A rank is all processes that began with
-its mark in their environment, and all that these have started. It is silent while, from one look to the next,
+Runs once on each node, beside the ranks, and needs only Python's own library. A rank is all processes that began with
+its mark in their environment, and all that these have started. A rank is silent while, from one look to the next,
 
 * its processes are the same,
 * they used less than ``IDLE_SHARE`` of one core: libraries have threads that wake up now and then,
 * they read and wrote nothing (files, pipes, output, most sockets) and fetched no page from a disk,
 * and no GPU of this node was in use.
 
-Of torchrun, which does a little of this all the time, only counts what it starts.
+torchrun itself does a little of this all the time, so only what it starts counts.
 
-What changes is said on stdout, in lines of JSON: ``{"rank": 3, "is": "silent", "still_s": 301.5}`` once a rank has been
-so for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where what its processes do cannot be seen from
-here. A line on stdin asks for stacks; the end of stdin is ours.
+Changes are printed on stdout, in lines of JSON: ``{"rank": 3, "is": "silent", "still_s": 301.5}`` once a rank has been
+silent for the whole bound, then ``moving`` again, ``ended``, or ``hidden`` where the activity of its processes cannot
+be seen from here. A line on stdin asks for stacks; the end of stdin ends the watch.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from toolkit.cluster.checks import devices
 from toolkit.launch import outside_stacks
 from toolkit.rundir import RunDir
 
-#: Holds attempt, rank and run folder of a rank, and is inherited by all that it starts.
+#: Holds attempt, rank and run folder of a rank; all processes that the rank starts inherit it.
 MARK_VARIABLE = "TOOLKIT_EXEC_RANK"
-#: Of one core. A rank that waits in a barrier of gloo takes 0.002; its data workers, a twentieth of that.
+#: A share of one core. A rank that waits in a barrier of gloo uses 0.002; its data workers, a twentieth of that.
 IDLE_SHARE = 0.01
 #: The kernel counts in hundredths of a second.
 CPU_GRAIN_S = 0.02
-#: What is said of a rank.
+#: The states of a rank that are reported.
 MOVING, SILENT, ENDED, HIDDEN = "moving", "silent", "ended", "hidden"
-#: Looks in the time after which a rank counts as silent, and the bounds of the time between two.
+#: Looks in the time after which a rank counts as silent, and the bounds of the time between two looks.
 LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
 #: A process that is younger than this may still become another program, with another environment.
 YOUNG_S = 60.0
-#: A driver that is not well lets nvidia-smi wait for ever.
+#: A faulty driver lets nvidia-smi wait for ever.
 GPU_PATIENCE_S = 15.0
 
 
@@ -69,27 +69,27 @@ class Usage:
     """What one process has used since it began."""
 
     cpu_s: float
-    #: Bytes read and written, and pages fetched from a disk; None where what is done cannot be seen.
+    #: Bytes read and written, and pages fetched from a disk; None where the activity cannot be seen.
     transfers: tuple[int, ...] | None
 
 
-#: Of a process whose own doing is no sign of life.
+#: The usage of a process whose own activity is no sign of life.
 NOTHING = Usage(0.0, ())
 #: Modules and programs that start a script and look after it.
 _AGENT_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 _AGENT_PROGRAMS = {"torchrun", "accelerate", "accelerate-launch"}
 
 
-#: Programs whose work is done by processes that are none of theirs: on another node, or of a daemon.
+#: Programs whose work is done by processes outside the rank: on another node, or of a daemon.
 _REMOTE = {"srun", "ssh", "docker", "kubectl"}
 
 
 class _Stat(NamedTuple):
-    """What we need of ``/proc/PID/stat``."""
+    """The fields of ``/proc/PID/stat`` that are used here."""
 
     name: str
     parent: int
-    started: int  #: in ticks since the machine's start: tells apart two processes that had one number
+    started: int  #: in ticks since the machine's start: tells apart two processes with one number
     cpu_ticks: int
     pages: int
 
@@ -107,7 +107,7 @@ class RankProcesses:
         self._node = None if node is None else re.compile(rf"(?:^|\0)SLURMD_NODENAME={re.escape(node)}\0".encode())
         self._proc = proc
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
-        self._ranks: dict[tuple[int, int], int | None] = {}  #: of processes whose environment has been read
+        self._ranks: dict[tuple[int, int], int | None] = {}  #: by process whose environment has been read
         self._agents: dict[tuple[int, int], bool] = {}
 
     def read(self) -> dict[int, Usages]:
@@ -115,9 +115,11 @@ class RankProcesses:
         pids = [entry.name for entry in self._proc.iterdir() if entry.name.isdigit()]
         stats = {int(pid): stat for pid in pids if (stat := self._stat(pid))}
         alive = {(pid, stat.started) for pid, stat in stats.items()}
+        # Forget processes that have ended.
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
         self._agents = {process: known for process, known in self._agents.items() if process in alive}
         uptime_s = float(self._text("uptime").split()[0])
+        # The rank of each process, for this look. Process 0 ends the search for parents.
         ranks: dict[int, int | None] = {0: None}
         found: dict[int, Usages] = defaultdict(dict)
         for pid, stat in stats.items():
@@ -125,6 +127,7 @@ class RankProcesses:
             if rank is None:
                 continue
             usage = Usage(stat.cpu_ticks / self._ticks_per_s, self._transfers(pid, stat))
+            # A launcher's own work is no sign of life.
             found[rank][pid, stat.started] = NOTHING if self._is_agent(pid, stat, uptime_s) else usage
         return dict(found)
 
@@ -136,10 +139,10 @@ class RankProcesses:
     def _rank_of(
         self, pid: int, stats: Mapping[int, _Stat], ranks: dict[int, int | None], uptime_s: float
     ) -> int | None:
-        """The rank by the process's own mark, else its parent's; ``ranks`` remembers, for one look."""
+        """Return the rank by the process's own mark, else its parent's; ``ranks`` caches the results of one look."""
         if pid in ranks or pid not in stats:
             return ranks.get(pid)
-        ranks[pid] = None  # no circle, whatever has changed while we were reading
+        ranks[pid] = None  # prevents a cycle, even if processes change during the look
         stat = stats[pid]
         rank = self._marked(pid, stat, uptime_s)
         ranks[pid] = self._rank_of(stat.parent, stats, ranks, uptime_s) if rank is None else rank
@@ -169,7 +172,7 @@ class RankProcesses:
         return uptime_s - stat.started / self._ticks_per_s < YOUNG_S
 
     def _stat(self, name: str) -> _Stat | None:
-        """None for a process that is gone, or has ended and waits for its parent to notice."""
+        """Return the fields; None for a process that is gone, or is a zombie."""
         start, _, end = self._text(f"{name}/stat").rpartition(")")
         state, *fields = end.split() or ["Z"]
         if state in "ZX":
@@ -188,7 +191,7 @@ class RankProcesses:
         return self._bytes(name).decode(errors="replace")
 
     def _bytes(self, name: str) -> bytes:
-        """Empty where there is nothing to read: a process that has ended, or is another user's."""
+        """Return the content; empty where there is nothing to read: a process has ended, or is another user's."""
         try:
             return (self._proc / name).read_bytes()
         except OSError:
@@ -196,8 +199,9 @@ class RankProcesses:
 
 
 def is_agent(words: Sequence[str]) -> bool:
-    """True if this is the command line of torchrun or the like. A script that is given such a word is none."""
+    """True for the command line of torchrun or the like. A script with such a word as an argument is none."""
     for place, word in enumerate(words[1:], 1):
+        # The first word that is no option is the program: the script, or the module after -m.
         if word == "-m":
             return words[place + 1 : place + 2] != [] and words[place + 1] in _AGENT_MODULES
         if word == "-c" or not word.startswith("-"):
@@ -216,7 +220,7 @@ def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:
 
 
 class GpuUse:
-    """Asks nvidia-smi, in a thread: a driver that is not well does not answer."""
+    """Asks nvidia-smi, in a thread: with a faulty driver it does not answer."""
 
     def __init__(self, ask: devices.Ask = devices.ask_smi) -> None:
         self._ask = ask
@@ -224,7 +228,7 @@ class GpuUse:
         self._is_busy = False
 
     def is_busy(self) -> bool:
-        """True if a GPU that this node's ranks may use works at this moment. False where none says so."""
+        """True if a GPU that this node's ranks may use is busy now. False where nvidia-smi does not answer."""
         if self._thread is None or not self._thread.is_alive():
             self._is_busy = False
             self._thread = threading.Thread(target=self._look, daemon=True)
@@ -251,7 +255,7 @@ class _WatchedRank:
 
 
 class NodeWatch:
-    """Says which ranks of this node have been silent for ``bound_s``. Time that it did not look in does not count."""
+    """Tells which ranks of this node have been silent for ``bound_s``. Time without a look does not count."""
 
     def __init__(
         self,
@@ -268,9 +272,9 @@ class NodeWatch:
         self._ranks: dict[int, _WatchedRank] = {}
 
     def look(self) -> list[dict[str, Any]]:
-        """Look once; return what is new of each rank."""
+        """Look once; return the changes of each rank's state."""
         now, found = self._clock(), self._processes.read()
-        elapsed_s = min(now - self._looked, 2 * look_every_s(self._bound_s))  # a suspended job stands still with us
+        elapsed_s = min(now - self._looked, 2 * look_every_s(self._bound_s))  # a suspended job stops this watch, too
         self._looked = now
         for rank in found.keys() - self._ranks.keys():
             self._ranks[rank] = _WatchedRank()
@@ -278,9 +282,11 @@ class NodeWatch:
             usages = found.get(rank, {})
             known.still_s = 0.0 if has_moved(known.usages, usages, elapsed_s) else known.still_s + elapsed_s
             known.usages = usages
+        # nvidia-smi is asked only when it matters. A busy GPU counts as a sign of life of all ranks.
         if any(r.usages and r.still_s > self._bound_s / 2 for r in self._ranks.values()) and self._is_gpu_busy():
             for known in self._ranks.values():
                 known.still_s = 0.0
+        # Only changes are reported.
         news = []
         for rank, known in sorted(self._ranks.items()):
             said, known.said = known.said, self._state(known)
@@ -293,6 +299,7 @@ class NodeWatch:
             return ENDED
         if any(usage.transfers is None for usage in known.usages.values()):
             return HIDDEN
+        # A rank that a debugger holds is not silent.
         if known.still_s > self._bound_s and any(self._processes.is_traced(pid) for pid, _ in known.usages):
             known.still_s = 0.0
         return SILENT if known.still_s > self._bound_s else MOVING

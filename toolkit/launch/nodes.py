@@ -1,8 +1,8 @@
-"""Which of the job's nodes an attempt runs on: spares stand in for nodes that died, fail again and again, are sick or
-are drained.
+"""Which of the job's nodes an attempt runs on.
 
-Bad nodes are remembered in the run's ``nodes.json``, so that a requeued job is kept off them and, where Slurm gives
-them back all the same, uses them last. `toolkit resume` forgets them: whoever says it has had the time to look.
+Spares replace nodes that died, fail repeatedly, are sick or are drained. Bad nodes are remembered in the run's
+``nodes.json``. So a requeued job is kept off them and, where Slurm gives it such a node all the same, uses it last.
+`toolkit resume` forgets them: the user who calls it has had the time to look.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Nodes:
     """The job's nodes, in the order in which attempts fill them."""
 
     def __init__(self, run: RunDir, allocation: Allocation, *, spare: int, allow_fewer: bool) -> None:
-        """``spare`` of the allocation's nodes are kept for others' place. Raises RequestError where none is left."""
+        """Keep ``spare`` of the allocation's nodes as replacements. Raises RequestError where none is left."""
         self._run = run
         self._allocation = allocation
         self._wanted = len(allocation.without(spare).hosts)
@@ -43,7 +43,7 @@ class Nodes:
         self._out: dict[str, str] = {}
         self._bad = remembered(run)
         self._ailing: dict[str, BadNode] = {}
-        self._placed: list[str] = []  #: the nodes of the attempt before, in the order of their ranks
+        self._placed: list[str] = []  #: the nodes of the last attempt, in the order of their ranks
 
     @property
     def bad(self) -> Mapping[str, BadNode]:
@@ -57,18 +57,19 @@ class Nodes:
 
     @property
     def can_lose_one(self) -> bool:
-        """Whether the run could go on here with a node less."""
+        """True if the run could go on in this job with one node less."""
         return self._is_enough(len(self._usable()) - 1)
 
     def plan(self) -> Allocation | None:
-        """What the next attempt runs on; None where too few nodes are left.
+        """Return the nodes of the next attempt; None where too few are left.
 
         A node that stays keeps its place: the state of its ranks is in its memory.
         """
-        usable = sorted(self._usable(), key=self._is_suspicious)  # the last choice, but better than none
+        usable = sorted(self._usable(), key=self._is_suspicious)  # suspicious ones last, but better than none
         if not self._is_enough(len(usable)):
             return None
         chosen = usable[: self._wanted]
+        # Spares take the places of the nodes that leave.
         if len(chosen) == len(self._placed):
             stays = {*chosen} & {*self._placed}
             others = iter([host for host in chosen if host not in stays])
@@ -76,7 +77,7 @@ class Nodes:
         return self._allocation.on(chosen)
 
     def note_used(self, plan: Allocation) -> None:
-        """An attempt starts on ``plan``."""
+        """Note that an attempt starts on ``plan``."""
         self._placed = [*plan.hosts]
 
     def _is_suspicious(self, host: str) -> bool:
@@ -89,11 +90,11 @@ class Nodes:
         return count >= (1 if self._allow_fewer else self._wanted)
 
     def given_up(self, since: float) -> set[str]:
-        """Return the nodes that another node has found bad since then: perhaps ours, if it was cut off for a while."""
+        """Return the nodes that another node has found bad since then. This node may be one, if it was cut off."""
         return {host for host, bad in remembered(self._run).items() if bad.since > since}
 
     def note(self, *, sick: Mapping[str, str], drained: Mapping[str, str]) -> None:
-        """Take what is wrong with which nodes at this moment. A new thing is logged once."""
+        """Note what is wrong with which nodes at this moment. A new problem is logged once."""
         before, now = self._ailing, time.time()
         self._ailing = {host: BadNode(what, now) for host, what in sick.items()}
         self._ailing |= {host: BadNode(f"drained: {why}", now, is_drained=True) for host, why in drained.items()}
@@ -102,31 +103,32 @@ class Nodes:
                 log.warning("node %s: %s", host, ailing.why)
 
     def to_leave(self, at_work: Sequence[str], heard: Collection[str]) -> dict[str, BadNode]:
-        """Return those of the nodes at work that have something wrong with them and that a good spare can replace.
+        """Return the nodes at work that have something wrong with them and that a good spare can replace.
 
-        ``heard`` are the nodes whose agents speak. The batch host is not left when it is drained: the job has it to
-        its end, with or without ranks.
+        ``heard`` are the nodes with live agents. A drained batch host is not given up: the job keeps it to its end,
+        with or without ranks.
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
         good = [host for host in spares if not self._is_suspicious(host)]
         ailing, batch_host = self.ailing, self._allocation.hosts[0]
         leaving = [h for h in at_work if h in ailing and not (ailing[h].is_drained and h == batch_host)]
+        # No more nodes leave than there are good spares.
         return {host: ailing[host] for host in leaving[: len(good)]}
 
     def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
-        """This job does not use ``host`` any more, and the run remembers it."""
+        """Exclude ``host`` from this job, and remember it in the run."""
         if host not in self._out:
             log.warning("node %s is not used any more: %s", host, why)
         self._out[host] = why
         self._remember(host, why, is_drained=is_drained)
 
     def suspect(self, host: str, count: int) -> bool:
-        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and others go on."""
+        """Note that ``host`` has ended ``count`` attempts of this run. True if it is out now, and other nodes go on."""
         if count < SUSPICIONS_TO_CONDEMN or host in self._out:
             return False
         why = f"ended {count} attempts"
         self._out[host] = why
-        if self.plan() is None:  # better than no node at all, until the job is requeued without it
+        if self.plan() is None:  # a bad node is better than none, until the job is requeued without it
             del self._out[host]
             self._remember(host, why)
             return False
@@ -142,7 +144,7 @@ class Nodes:
 
 
 def remember(run: RunDir, host: str, why: str, *, is_drained: bool = False) -> None:
-    """Add ``host`` to the run's bad nodes. A file that is damaged is kept beside the new one."""
+    """Add ``host`` to the run's bad nodes. A damaged file is kept beside the new one."""
     damage: list[str] = []
     known = {name: asdict(bad) for name, bad in remembered(run, damage).items()}
     if damage:
@@ -160,7 +162,7 @@ _NODES = MapOf(Record({"why": TEXT, "since": MOMENT, "is_drained": Maybe(FLAG)})
 
 
 def forget(run: RunDir) -> None:
-    """All nodes are good again."""
+    """Forget all bad nodes."""
     _path(run).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""The user's own command at a run's end: ``notify: [program, argument, ...]``.
+"""Runs the user's own command at a run's end: ``notify: [program, argument, ...]``.
 
-It is told by its environment and by ``result.json`` on its standard input, and whatever it does changes nothing: the
-result is on disk before it starts, and its failure is one line in the log.
+The command gets its facts by its environment and by ``result.json`` on its standard input. It cannot change the end:
+the result is on disk before it starts, and its failure is one line in the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.launch.foreign import without_snapshot
 from toolkit.launch.steps import open_log, tethered
 from toolkit.rundir import RunDir
 
-#: The job holds its nodes meanwhile, and one that is being cancelled has but KillWait, 30 s by default.
+#: The job holds its nodes meanwhile, and a job that is being cancelled has only KillWait, 30 s by default.
 LIMIT_S = 30.0
 
 log = logs.get(__name__)
@@ -38,7 +38,7 @@ def notify(run: RunDir) -> None:
 
 
 def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """How it went. Without its arguments: one may be the secret address of a webhook."""
+    """Run the command and return how it went. Without its arguments: one may be the secret address of a webhook."""
     with open_log(run.logs / "notify.log") as output, (run.path / "result.json").open("rb") as told:
         process = subprocess.Popen(
             tethered(command, signal.SIGKILL),
@@ -53,7 +53,7 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
     except subprocess.TimeoutExpired:
         return f"{command[0]} was not done after {LIMIT_S:g} s and is killed; its output: {output.name}"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # what it has left in the background, too
+        with contextlib.suppress(ProcessLookupError):  # also what it has left in the background
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return (
@@ -64,9 +64,9 @@ def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> st
 
 
 def _environ(run: RunDir, result: Mapping[str, Any]) -> dict[str, str]:
-    """The supervisor's without what describes its job, so that the command may submit another one.
+    """Return the supervisor's variables without its job's, so that the command may submit another job.
 
-    Not ``TOOLKIT_RUN_DIR``: a job that it submits would find that, and go on in the folder of the run that has ended.
+    Without ``TOOLKIT_RUN_DIR``, too: a job that it submits would find that, and go on in the folder of the ended run.
     """
     return {
         **without_snapshot(submit_environment(os.environ), run.code),

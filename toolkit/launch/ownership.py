@@ -1,11 +1,12 @@
 """Which submission, and which of its jobs, a run belongs to now.
 
-``owner.json`` names it: the submission first, then each job that serves it, attempt by attempt. Owners are numbered.
-Each number is given away once, by an exclusive creation, and a later owner overtakes an earlier one, which then writes
-nothing more. So of two that take the run at the same moment one is refused, and no two jobs ever train one run.
+``owner.json`` names the owner: the submission first, then each job that serves it, attempt by attempt. Owners are
+numbered. Each number is given out once, by an exclusive creation, and a later owner overtakes an earlier one, which
+then writes nothing more. So of two that take the run at the same moment one is refused, and no two jobs ever train one
+run.
 
-Every job carries its submission's token. A job of an earlier submission, or one that has handed the run on to its
-follow-up job, finds that the run is not its own, and ends.
+Every job carries its submission's token. A job of an earlier submission, or one that has passed the run on to its
+follow-up job, finds that it does not own the run, and ends.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from toolkit.launch.allocation import Allocation
 from toolkit.rundir import RunDir
 
 TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
-#: A submission that has told no job id after so long has died: sbatch itself is given up earlier.
+#: A submission without a job id after this time has died: sbatch itself times out earlier.
 SUBMITTING_S = 120.0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has the run. ``jobs`` are those that have served this submission, the present one last."""
+    """The owner of a run. ``jobs`` are those that have served this submission, the present one last."""
 
     number: int
     token: str
@@ -48,7 +49,7 @@ class Owner:
 
     @property
     def job_id(self) -> str | None:
-        """The job that serves the run, or served it last; None before the first has started, and without Slurm."""
+        """Return the job that serves the run, or served it last. None before the first start, and without Slurm."""
         return self.jobs[-1] if self.jobs else None
 
 
@@ -71,11 +72,13 @@ def read(run: RunDir, damage: list[str] | None = None) -> Owner | None:
 
 
 def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
-    """Return the ids of the run's present job and of the follow-up jobs that wait for its end, as its files tell.
+    """Return the ids of the run's present job and of the follow-up jobs that wait for its end.
 
-    The first may be known from the submission only, which has a file of its own: the job may start before it writes.
+    All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
+    may start before that is written.
     """
     owner, sent = read(run, damage), run.submission(damage)
+    # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
     if owner is None:
         known = [(sent or run.status()).get("job_id")]
     elif owner.job_id is not None:
@@ -88,9 +91,9 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
 
 
 def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
-    """Return which of ``jobs``, from :func:`jobs_of`, is the run's now, and how it stands: the first that is not over.
+    """Return the run's present job, the first of ``jobs`` that is not over, and its status.
 
-    Of jobs that are all over it is the last one that anybody knows.
+    ``jobs`` are from :func:`jobs_of`. If all are over it is the last one that Slurm knows.
     """
     known = [(job, answers.get(job)) for job in jobs]
     unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
@@ -100,7 +103,7 @@ def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tup
 
 
 def waits(status: JobStatus | None) -> bool:
-    """True if the job is in the queue, with nobody in it who could be asked for anything."""
+    """True if the job is in the queue. It has no process then that could be asked for anything."""
     return status is not None and phase(status.state) is Phase.PENDING
 
 
@@ -108,12 +111,12 @@ def waits(status: JobStatus | None) -> bool:
 
 
 def new_config(run: RunDir, token: str) -> Path:
-    """Return where the config lies that becomes the run's own as soon as this submission has succeeded."""
+    """Return the file of the config that becomes the run's own as soon as this submission has succeeded."""
     return run.submitit / f"config-{token}.yaml"
 
 
 def adopt_config(run: RunDir, token: str | None) -> None:
-    """Make the config of the present submission the run's own, if it has one, and keep the old one beside it.
+    """Make the present submission's config, if any, the run's own, and keep the old one.
 
     The submission does this when it has a job id, or the job itself, which may start before.
     """
@@ -122,12 +125,12 @@ def adopt_config(run: RunDir, token: str | None) -> None:
         return
     with contextlib.suppress(FileExistsError):  # the other one was faster
         fsio.write_new(run.path / f"config.before-{token}.yaml", run.config.read_bytes())
-    with contextlib.suppress(FileNotFoundError):  # so it was
+    with contextlib.suppress(FileNotFoundError):  # the other one was faster
         new_config(run, owner.token).replace(run.config)
 
 
 def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
-    """True while somebody calls sbatch for the run, or starts it on a machine."""
+    """True while a process calls sbatch for the run, or starts it on a machine."""
     if owner is None or owner.jobs or run.submission().get("token") == owner.token:
         return False
     is_here = owner.host == socket.gethostname()
@@ -135,13 +138,13 @@ def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
 
 
 def take(run: RunDir, before: int) -> int:
-    """Take the run for a new submission, after owner number ``before``, and return the number of the next one.
+    """Take the run for a new submission; return its number, the first free one after ``before``.
 
-    Raises RequestError where somebody else has taken it since that number was read.
+    Raises RequestError where another process has taken it since that number was read.
     """
     number = before + 1
     while not run.take_number(number):
-        if time.time() - run.taken_at(number) < SUBMITTING_S:  # else whoever took it died before it could say so
+        if time.time() - run.taken_at(number) < SUBMITTING_S:  # else its taker died before writing the owner
             raise RequestError(
                 f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
             )
@@ -150,7 +153,7 @@ def take(run: RunDir, before: int) -> int:
 
 
 def submit_as(run: RunDir, executor: str, number: int) -> Owner:
-    """Write down that a new submission has the run, whose ``number`` is from :func:`take`."""
+    """Record that a new submission owns the run; its ``number`` is from :func:`take`."""
     owner = Owner(number, secrets.token_hex(8), executor, socket.gethostname(), os.getpid(), time.time())
     run.write_owner(asdict(owner))
     return owner
@@ -170,7 +173,7 @@ class Overtaken(Exception):
 
 
 class Claim:
-    """A supervisor's hold on its run, from attempt to attempt."""
+    """A supervisor's claim to its run, from attempt to attempt."""
 
     def __init__(self, run: RunDir, owner: Owner) -> None:
         self._run = run
@@ -178,15 +181,18 @@ class Claim:
 
     @staticmethod
     def of_job(run: RunDir, allocation: Allocation, token: str | None) -> Claim:
-        """Take the run for the job of ``allocation``, or for this process without one; waits for a disk that is full.
+        """Take the run for the job of ``allocation``, or without one for this process.
 
-        ``token`` is the job's submission's, None in a job that was not submitted by us. Raises Overtaken.
+        Waits while the disk is full. ``token`` is the job's submission's, None in a job that the toolkit did not
+        submit. Raises Overtaken.
         """
         while True:
             owner, job_id = read(run), allocation.job_id
             jobs = () if owner is None else owner.jobs
+            # Another owner may have taken the run since this job was submitted.
             if owner is not None and not _may_serve(owner, job_id, token):
                 raise Overtaken(f"run {run.id} belongs to {_describe(run, owner)}: nothing is left to do here")
+            # A second start of the same job keeps its place; a new job becomes the present one.
             if job_id is not None and job_id not in jobs:
                 jobs = (*jobs, job_id)
             claim = Claim(
@@ -204,13 +210,13 @@ class Claim:
             )
             try:
                 claim.renew()
-            except Overtaken:  # by a job's second start at the same moment, say: look again who may
+            except Overtaken:  # perhaps by a second start of the job at the same moment: check again which may serve
                 continue
             return claim
 
     @staticmethod
     def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
-        """Take the place of a supervisor of our job that has died, whose ranks go on; None where we may not."""
+        """Take the place of a dead supervisor of this job, whose ranks go on. Return None where that is not allowed."""
         owner = read(run)
         if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
             return None
@@ -220,23 +226,23 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """Of the present attempt; its ranks ask with it whether they still may write."""
+        """Return the number of the present attempt; its ranks check with it whether they still may write."""
         return self._owner.number
 
     @property
     def token(self) -> str:
-        """The submission's, which every job of it needs."""
+        """Return the submission's token, which each of its jobs needs."""
         return self._owner.token
 
     @property
     def follow_ups(self) -> tuple[str, ...]:
-        """The follow-up jobs that were submitted, in the order in which they start."""
+        """Return the follow-up jobs that were submitted, in the order in which they start."""
         return self._owner.follow_ups
 
     def renew(self) -> None:
-        """Take the next number, for another attempt: what is left of the last one may write no more.
+        """Take the next number, for another attempt: processes left of the last attempt may write no more.
 
-        Raises Overtaken where somebody else has it.
+        Raises Overtaken where another owner has it.
         """
         number, taken = self._owner.number + 1, []
         patience.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
@@ -245,14 +251,14 @@ class Claim:
         self._write(replace(self._owner, number=number))
 
     def note_follow_ups(self, jobs: Sequence[str]) -> None:
-        """Write down which jobs wait to take over."""
+        """Record which jobs wait to take over."""
         self._write(replace(self._owner, follow_ups=tuple(jobs)))
 
     def holds(self) -> bool:
-        """True while nobody has overtaken us. What an earlier owner has written too late is corrected."""
+        """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
         latest = self._run.owner_number()
         if latest is not None and latest < self.number:
-            with contextlib.suppress(OSError):  # a full disk: the next look is a second away
+            with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
                 self._run.write_owner(asdict(self._owner))
         return latest is None or latest <= self.number
 
@@ -262,9 +268,9 @@ class Claim:
 
 
 def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:
-    """True for the present job, started again, and for a job of the present submission that has not served yet.
+    """True for the present job, started again, and for the submission's jobs that have not served yet.
 
-    A process that nobody submitted, which has neither job nor token, may serve as well.
+    A process that was not submitted, which has neither job nor token, may serve as well.
     """
     if job_id is not None and job_id in owner.jobs:
         return job_id == owner.job_id
@@ -272,7 +278,7 @@ def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:
 
 
 def _follow_ups_of(run: RunDir, job_id: str | None) -> tuple[str, ...]:
-    """Return the jobs that follow ``job_id``, which is the run's present job or one of those that follow it."""
+    """Return the jobs that follow ``job_id``, the run's present job or one of its followers."""
     jobs = jobs_of(run)
     return tuple(jobs[jobs.index(job_id) + 1 :]) if job_id in jobs else ()
 
@@ -285,7 +291,7 @@ def _describe(run: RunDir, owner: Owner) -> str:
 
 
 def as_note(owner: Owner, jobs: Sequence[str]) -> dict[str, Any]:
-    """Return what the submission writes down when the ids of the job and of its follow-up jobs are known."""
+    """Return what the submission records when the ids of the job and of its follow-up jobs are known."""
     return {
         "executor": owner.executor,
         "job_id": jobs[0],

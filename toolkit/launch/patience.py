@@ -1,4 +1,4 @@
-"""Waiting for a controller that does not answer and for a disk that is full: both pass, and a run must outlive them."""
+"""Waits for a controller that does not answer and for a full disk. Both pass, and a run must outlive them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 #: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
 PATIENCE_S = 300.0
 RETRY_EVERY_S = 2.0
-#: What a disk, or a user's quota, says that has no room: it passes.
+#: Errors of a disk, or a user's quota, that is full: they pass.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logs.get(__name__)
@@ -22,20 +22,21 @@ T = TypeVar("T")
 
 
 def ask(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T | None:
-    """``call()``, again while Slurm does not answer; None when it refuses, or patience has run out."""
+    """Return ``call()``, retried while Slurm does not answer; None when it refuses, or patience has run out."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
             return call()
         except SlurmError as error:
             log.warning("%s: %s", what, error)
+            # A refusal will not pass; only silence is waited out.
             if isinstance(error, SlurmRefusedError) or time.monotonic() >= deadline:
                 return None
         time.sleep(RETRY_EVERY_S)
 
 
 def persist(write: Callable[[], None], path: Path) -> None:
-    """``write()``, again until the disk under ``path`` takes it. Raises its OSError when patience has run out."""
+    """Call ``write()`` until the disk under ``path`` takes it. Raises its OSError when patience has run out."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Which of srun's plugins the ranks of `dist.backend: mpi` need, so that their MPI knows its launcher.
+"""Which of srun's plugins the ranks of `dist.backend: mpi` need, so that their MPI finds its launcher.
 
-MPI libraries ask it over PMIx (Open MPI) or PMI-2 (MPICH and what is made from it). With the wrong one MPICH 5 aborts,
+MPI libraries ask it over PMIx (Open MPI) or PMI-2 (MPICH and its derivatives). With the wrong plugin MPICH 5 aborts,
 and with none each rank is alone in a world of its own.
 """
 
@@ -15,7 +15,7 @@ from toolkit.cluster.commands import SlurmCommands
 from toolkit.config import JobConfig
 from toolkit.launch.slurm_job import settings_of
 
-#: Asked in a process of its own: an MPI library is nothing to have in a supervisor.
+#: Asked in a separate process: a supervisor must not load an MPI library.
 _ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 _LIMIT_S = 60.0
 _PMI2 = ("MPICH", "Intel(R) MPI", "MVAPICH")
@@ -24,14 +24,14 @@ log = logs.get(__name__)
 
 
 def plugin(config: JobConfig, slurm: SlurmCommands) -> str | None:
-    """What to give to ``srun --mpi``. None: nothing, as the site's default or ``SLURM_MPI_TYPE`` will do."""
+    """Return the argument of ``srun --mpi``. None: nothing, as the site's default or ``SLURM_MPI_TYPE`` is right."""
     if config.dist.backend != "mpi" or os.environ.get("SLURM_MPI_TYPE"):
         return None
     return of_library() if settings_of(slurm).mpi_default == "none" else None
 
 
 def of_library(python: str = sys.executable) -> str:
-    """``pmix`` or ``pmi2``, as the MPI with which mpi4py works here wants; pmix where that cannot be found out."""
+    """Return ``pmix`` or ``pmi2``, as mpi4py's MPI library here needs; pmix where that cannot be found out."""
     try:
         done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,6 +1,6 @@
-"""Preflight: the agents have their nodes checked, each once, and what they say is compared.
+"""The preflight: each agent checks its node once, and their answers are compared.
 
-The checks run beside the import of torch on each node, so they cost a start nothing where they end before it.
+The checks run beside the import of torch on each node, so they do not delay a start where they end before it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.steps import Events
 from toolkit.launch.talk import bare_python
 
-#: A node that has not answered by then is unknown.
+#: A node that has not answered within this time is unknown.
 LIMIT_S = 30.0
-#: Once all nodes that ranks are to start on have answered, their spares get this much longer.
+#: Once all nodes that ranks are to start on have answered, the spares get this much longer.
 SPARES_LIMIT_S = 2.0
-#: What the caller does on the shared folder itself.
+#: The limit of the caller's own work on the shared folder.
 FOLDER_LIMIT_S = 4.0
 T = TypeVar("T")
 
 
 def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S) -> Report:
-    """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a node that is sick.
+    """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
 
-    ``folder`` is the run's, on the file system that all share. A node without tasks is a spare, which has to do for any
-    of the others. ``events`` is the queue of the agents' events. Any other event, such as a signal, ends the wait, and
-    is in the queue again when this returns.
+    ``folder`` is the run's, on the file system that all nodes share. A node without tasks is a spare, which must be
+    able to replace any of the others. ``events`` is the queue of the agents' events. Any other event, such as a signal,
+    ends the wait, and is in the queue again on return.
     """
     hosts, tasks = job.hosts, job.tasks
     began = time.monotonic()
@@ -50,6 +50,7 @@ def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *
         in_the_way = shared.prepare()
         if in_the_way is not None:
             return prevented(hosts, in_the_way, time.monotonic() - began)
+        # A spare is checked for as many CPUs as the largest node needs.
         needs = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
         command_of = {
             cpus: command(Request(str(shared.path), shared.token, [cpus], job.gpus_per_node)) for cpus in set(needs)
@@ -61,6 +62,7 @@ def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *
         agents.withdraw(number)
         shared.read_answers(nodes)
         return judge(nodes, time.monotonic() - began, errors)
+    # Removed in a thread: the folder's file system may hang.
     finally:
         threading.Thread(target=shared.remove, daemon=True).start()
 
@@ -71,10 +73,11 @@ def command(request: Request) -> list[str]:
 
 
 def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: float) -> tuple[list[Heard], list[str]]:
-    """Return what is heard of each host until ``deadline`` (monotonic), and errors that are no single node's."""
+    """Return the answers by host until ``deadline`` (monotonic), and the errors that are no single node's."""
     nodes = {host: Heard(host) for host in hosts}
     awaited, errors = set(hosts), list[str]()
     while awaited:
+        # Only spares are missing: ranks can start without them.
         if awaited <= spares < nodes.keys():
             deadline = min(deadline, time.monotonic() + SPARES_LIMIT_S)
             spares = set(nodes)  # the deadline is set once
@@ -85,11 +88,12 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
         match event:
             case NodeAnswered(host, {"text": text}):
                 _take(nodes[host], text, event)
-            case NodeAnswered():  # of what was asked before
+            case NodeAnswered():  # an answer to an earlier request
                 continue
             case NodeSilent(host, why, is_certain):
                 nodes[host].failure = why if is_certain else ""
                 errors += [] if is_certain else [f"{host}: {why}"]
+            # An error of the agents' thread is raised here; any other event belongs to the caller.
             case Exception():
                 raise event
             case _:
@@ -110,14 +114,14 @@ def _take(node: Heard, text: str, answered: NodeAnswered) -> None:
 
 
 class SharedFolder:
-    """A folder in the run's for a word of ours to every node, and one of every node's to us."""
+    """A folder in the run's. This process writes a token that every node reads, and every node writes one."""
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f".preflight-{secrets.token_hex(4)}"
         self.token = secrets.token_hex(16)
 
     def prepare(self) -> str | None:
-        """Write our word; return what was in the way, or None."""
+        """Write the token; return what prevented it, or None."""
         try:
             _within(FOLDER_LIMIT_S, self._write)
         except OSError as error:
@@ -129,10 +133,10 @@ class SharedFolder:
         fsio.write_atomic(self.path / storage.TOKEN, self.token, durable=False)
 
     def read_answers(self, nodes: Sequence[Heard]) -> None:
-        """Add a finding to each node whose word is not to be seen here."""
+        """Add a finding to each node whose file is not visible here."""
         try:
             unseen = _within(FOLDER_LIMIT_S, lambda: self._unseen([node.name for node in nodes if _wrote(node)]))
-        except OSError:  # it hangs here, since the nodes were asked
+        except OSError:  # it hangs here, since the request
             unseen = set()
         text = (
             f"what it writes to {self.path.parent} is not seen on {socket.gethostname()}: it has another folder there, "
@@ -143,7 +147,10 @@ class SharedFolder:
                 node.find(Finding("shared folder", "bad", "differs", text))
 
     def _unseen(self, names: Sequence[str]) -> set[str]:
-        """One listing tells of nearly all: with thousands of nodes a look at each file would take seconds."""
+        """Return the names whose files are not visible. One listing covers nearly all of them.
+
+        With thousands of nodes a look at each file would take seconds.
+        """
         deadline = time.monotonic() + storage.SEEN_WITHIN_S
         listed = {path.name for path in self.path.iterdir()}
         return {
@@ -154,7 +161,7 @@ class SharedFolder:
         }
 
     def remove(self) -> None:
-        """Not worth an error: it is a few bytes in a folder of the run."""
+        """Remove the folder. An error is ignored: it is a few bytes in the run folder."""
         with contextlib.suppress(OSError):
             _within(FOLDER_LIMIT_S, lambda: fsio.remove_tree(self.path))
 
@@ -164,7 +171,7 @@ def _wrote(node: Heard) -> bool:
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return ``call()``. Raises its OSError, or TimeoutError (which is one) after ``limit_s``: it may hang on."""
+    """Return ``call()``. Raises its OSError, or TimeoutError (which is one) after ``limit_s``: the call may hang on."""
     answers: SimpleQueue[T | OSError] = SimpleQueue()
 
     def run() -> None:
@@ -173,6 +180,7 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
         except OSError as error:
             answers.put(error)
 
+    # The thread is left behind if the call hangs.
     threading.Thread(target=run, daemon=True).start()
     try:
         answer = answers.get(timeout=limit_s)

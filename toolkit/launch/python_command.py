@@ -1,7 +1,7 @@
-"""Running ``python train.py`` or ``python -m train`` within a fork of a process that has imported torch.
+"""Runs ``python train.py`` or ``python -m train`` within a fork of a process that has imported torch.
 
-What the user's program sees must be what a fresh interpreter would show it. Two sides decide whether that can be had:
-the supervisor looks into the sources (:func:`gains_by_fork`), each rank at its own node (:func:`obstacle`).
+The user's program must see what a fresh interpreter would show it. Two sides decide whether that is possible: the
+supervisor reads the sources (:func:`gains_by_fork`), each rank checks its own node (:func:`obstacle`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import NamedTuple
 from toolkit import logs
 from toolkit.agent.zygote import new_main
 
-#: Variables that torch and the libraries below it read when they are loaded. A script that names one sets it, as a
-#: rule, before it imports torch. In a fork that would be too late.
+#: Variables that torch and the libraries below it read when they are loaded. A script that names one usually sets it
+#: before it imports torch. In a fork that would be too late.
 READ_AT_LOAD = re.compile(
     r"(GOMP|KMP|OMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|KINETO|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TORCH(?!_NCCL|_HOME))_\w+"
 )
-#: Modules that change torch when they are imported before it, and fail to after it.
+#: Modules that change torch when they are imported before it, and fail to when imported after it.
 BEFORE_TORCH = {"comet_ml"}
-#: Sources to be looked into, which takes a second. Where there are more, a folder of packages is on the path.
+#: The most source that is read, which takes a second. Where there is more, a folder of packages is on the path.
 MOST_SOURCE_BYTES = 2_000_000
 
 log = logs.get(__name__)
 
 
 class PythonCommand(NamedTuple):
-    """A command that our own interpreter can run in-process."""
+    """A command that this interpreter can run in-process."""
 
     executable: str  #: ``sys.executable`` of a fresh interpreter
     is_module: bool  #: whether ``target`` comes after ``-m``
@@ -52,12 +52,12 @@ class PythonCommand(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Return what a fresh interpreter has first on its path."""
+        """Return the first entry of a fresh interpreter's path."""
         return str(Path.cwd() if self.is_module else Path(self.target).resolve().parent)
 
 
 def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | None:
-    """Return how our own interpreter runs ``command``; None for other programs, and for options that need a new one."""
+    """Return how this interpreter runs ``command``; None for other programs, and for options that need a new one."""
     executable = shutil.which(command[0], path=search_path)
     if executable is None or not _is_ours(executable):
         return None
@@ -72,13 +72,14 @@ def parse(command: Sequence[str], search_path: str | None) -> PythonCommand | No
                 return PythonCommand(executable, True, module, arguments, has_faulthandler)
             case [script, *arguments] if not script.startswith("-"):
                 return PythonCommand(executable, False, script, arguments, has_faulthandler)
+            # Other options, and -c, need a new interpreter.
             case _:
                 return None
     return None
 
 
 def _is_ours(executable: str) -> bool:
-    """True for another name of our interpreter. A virtual environment's is a link, and its folder makes it one."""
+    """True for another name of this interpreter. A virtual environment's is a link, and its folder tells them apart."""
     theirs, ours = Path(executable), Path(sys.executable)
     return theirs.resolve() == ours.resolve() and theirs.parent.resolve() == ours.parent.resolve()
 
@@ -89,8 +90,8 @@ def _is_ours(executable: str) -> bool:
 def gains_by_fork(command: Sequence[str]) -> bool:
     """True if ranks that run ``command`` are better forked: a Python program whose own sources import torch.
 
-    Others would pay for an import that they do not need: 3 s of a CPU and 400 MB on each node. Those that do import
-    torch gain by it from the first attempt on: it is imported once for all ranks of a node.
+    Others would pay for an import that they do not need: 3 s of a CPU and 400 MB on each node. Programs that import
+    torch gain from the first attempt on: it is imported once for all ranks of a node.
     """
     python = parse(command, os.environ.get("PATH"))
     if python is None:
@@ -110,6 +111,7 @@ def _against_fork(python: PythonCommand) -> str | None:
             sources.add_script(Path(python.target))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         return f"{python.target}: {error}"
+    # A fork helps only if the program imports torch, and sets up nothing before that import.
     if "torch" not in sources.others:
         return f"{python.target} does not import torch"
     if early := sorted(BEFORE_TORCH & sources.others):
@@ -123,7 +125,7 @@ def _against_fork(python: PythonCommand) -> str | None:
 class _Sources:
     """What a program's own modules import and name, found without running any.
 
-    Installed packages are not looked into: they cannot count on being imported before torch.
+    Installed packages are not read: they cannot rely on being imported before torch.
     """
 
     def __init__(self, folder: str) -> None:
@@ -133,7 +135,7 @@ class _Sources:
             for path in sys.path
             if not path.startswith(installed) and not path.endswith("-packages") and not Path(path, "torch").is_dir()
         ]
-        self.others: set[str] = set()  #: names of modules that are imported and none of the program's own
+        self.others: set[str] = set()  #: names of imported modules that are not the program's own
         self.texts: set[str] = set()  #: literals, and names of keyword arguments
         self._path = [folder, *own]
         self._seen: set[str] = set()
@@ -144,7 +146,7 @@ class _Sources:
         self.add_modules(*self._scan(path, package=""))
 
     def add_modules(self, *names: str) -> None:
-        """Add these modules, if they are there, and what they import. Raises OSError for too much to look into."""
+        """Add these modules, if they exist, and what they import. Raises OSError for too much source."""
         waiting = list(names)
         while waiting:
             name = waiting.pop()
@@ -157,6 +159,7 @@ class _Sources:
     def _look_into(self, name: str) -> list[str]:
         """Return what ``name`` imports, which may be a module or a name within one; of its packages, too."""
         parts, path, spec = name.split("."), self._path, None
+        # Walk down the packages. A module outside the program's folders is only noted by its top name.
         for part in parts:
             spec = PathFinder.find_spec(part, path)
             if spec is None or parts[0] == "toolkit":
@@ -166,7 +169,7 @@ class _Sources:
         package = name if path else name.rpartition(".")[0]
         imported = [name.rpartition(".")[0]] if "." in name else []
         if spec is not None and str(spec.origin).endswith(".py"):
-            with contextlib.suppress(ImportError, OSError, SyntaxError, ValueError):  # which its importer may expect
+            with contextlib.suppress(ImportError, OSError, SyntaxError, ValueError):  # its importer may expect that
                 imported += self._scan(Path(str(spec.origin)), package)
         return imported
 
@@ -177,6 +180,7 @@ class _Sources:
         self._bytes += len(source)
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
+        # Collect imports, and all texts: the name of a variable may be anywhere.
         for node in ast.walk(tree):
             match node:
                 case ast.Import(names):
@@ -193,13 +197,13 @@ class _Sources:
 
 
 def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
-    """Say why this process cannot run it as a fresh interpreter with ``environ`` would; None where it can."""
+    """Return why this process cannot replace a fresh interpreter with ``environ``; None where it can."""
     different = {name for name in {*environ, *os.environ} if environ.get(name) != os.environ.get(name)}
-    for name in sorted(different - {"PYTHONFAULTHANDLER", "PYTHONSAFEPATH"}):  # which become() makes good
+    for name in sorted(different - {"PYTHONFAULTHANDLER", "PYTHONSAFEPATH"}):  # become() sets these later
         if name.startswith(("PYTHON", "LD_")) or READ_AT_LOAD.fullmatch(name):
             return f"torch has been loaded with another {name}"
     if not python.is_module and (not Path(python.target).is_file() or pkgutil.get_importer(python.target)):
-        return f"{python.target} is no script"  # nothing, a folder or an archive
+        return f"{python.target} is no script"  # it is missing, a folder or an archive
     for name, module in list(sys.modules.items()):
         if "." not in name and _shadows(python.folder, name, module):
             return f"a module in {python.folder} has the name of one that is loaded, {name}"
@@ -207,7 +211,8 @@ def obstacle(python: PythonCommand, environ: Mapping[str, str]) -> str | None:
 
 
 def _shadows(folder: str, name: str, module: ModuleType) -> bool:
-    """True if a fresh interpreter would import another ``name``, from ``folder``. Ours are imported anew anyway."""
+    """True if a fresh interpreter would import another ``name``, from ``folder``. The toolkit's are always imported
+    anew."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     if name in ("__main__", "toolkit") or origin in ("built-in", "frozen"):
         return False
@@ -220,9 +225,10 @@ def _shadows(folder: str, name: str, module: ModuleType) -> bool:
 def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run it, in this process, as a fresh interpreter with ``environ`` would.
 
-    It returns, or raises what the program has ended with: all that is left to do is to end the interpreter. A traceback
-    has been printed by then, with no frames of ours in it.
+    Return, or raise what ended the program: the caller has only to end the interpreter. By then a traceback has been
+    printed, without frames of this module.
     """
+    # Set what a fresh interpreter would derive from the command and its environment.
     os.environ.clear()
     os.environ.update(environ)
     sys.path.insert(0, python.folder)
@@ -247,11 +253,12 @@ def become(python: PythonCommand, command: Sequence[str], environ: Mapping[str, 
     except SystemExit:
         raise
     except BaseException as error:
+        # Drop the frames of this module from the traceback, and print it here rather than at the end.
         while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = error.__traceback__.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None
-        raise  # the interpreter ends as it does of any exception: KeyboardInterrupt is an end by SIGINT
+        raise  # the interpreter ends as for any exception: KeyboardInterrupt is an end by SIGINT
 
 
 def _run_script(main: ModuleType, path: str) -> None:
@@ -260,7 +267,7 @@ def _run_script(main: ModuleType, path: str) -> None:
 
 
 def _unset_safe_path() -> None:
-    """Have ``sys.flags`` say that there is no ``-P``: processes that the program starts would be given it, too."""
+    """Clear ``-P`` in ``sys.flags``: processes that the program starts would inherit it."""
     place = sys.flags.__match_args__.index("safe_path")
     set_item = pythonapi.PyStructSequence_SetItem
     set_item.argtypes, set_item.restype = [py_object, c_ssize_t, py_object], None

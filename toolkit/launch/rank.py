@@ -1,4 +1,4 @@
-"""One rank: find our place, make the environment that torch reads, and call the job's ``main``.
+"""One rank: find its place, make the environment that torch reads, and call the job's ``main``.
 
 The same few lines serve a rank under the supervisor, under plain ``srun``, ``torchrun`` or ``mpirun``, and alone.
 """
@@ -27,7 +27,7 @@ from toolkit.errors import EXIT_DONE, EXIT_STOPPED, StoppedError, ToolkitError
 from toolkit.launch.job import job_class, load, params_of
 from toolkit.launch.prepare import new_run
 
-#: The config of a script with a loop of its own, a JSON list: a file, or null, and overrides.
+#: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"
 #: Set in a process that :func:`run_rank` has made a rank already.
 JOINED_VARIABLE = "TOOLKIT_JOINED"
@@ -36,9 +36,9 @@ log = logs.get(__name__)
 
 
 def run_rank(config_path: str, overrides: Sequence[str]) -> int:
-    """Be one rank of the job in ``config_path``; returns the exit code.
+    """Run one rank of the job in ``config_path``; return the exit code.
 
-    A failure is written into the run's logs as this rank's own words before it goes on to the caller.
+    A failure is written into the run's logs as this rank's own error before it is raised to the caller.
     """
     os.umask(0o077)  # libraries write into the run folder, too
     faulthandler.enable()
@@ -58,6 +58,7 @@ def run_rank(config_path: str, overrides: Sequence[str]) -> int:
         raise
     except BaseException as error:
         log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
+        # Without a place the rank is known only from Slurm's variable, if at all.
         number = os.environ.get("SLURM_PROCID", "")
         error_file.write(error, place.rank if place else int(number) if re.fullmatch("[0-9]{1,9}", number) else 0)
         raise
@@ -69,6 +70,7 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
     _note(place)
     config = configs.load_config(config_path, overrides, site=not supervised)
+    # A supervised run was validated at its submission, and has its folder.
     if not supervised:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
@@ -81,7 +83,7 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
 
 
 def _train(module: ModuleType, config: JobConfig) -> None:
-    """Train the job in ``module``: its class derived from ``toolkit.Job``, else what its ``main`` does."""
+    """Train the job in ``module``: its class derived from ``toolkit.Job``, or else its ``main``."""
     kind = job_class(module)
     if kind is None:
         module.main(config)
@@ -103,13 +105,13 @@ def _project() -> Path:
 
 
 def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
-    """Run a loop of one's own as Python would: a script, with its folder first on the path, or a module."""
+    """Run a user's own loop as Python would. It is a script, with its folder first on the path, or a module."""
     path = configs.job_source(config.job, _project())
     is_script = config.job.endswith(".py")
     sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
     sys.argv = [str(path)]
     os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
-    if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # by it Lightning knows that the ranks are started already
+    if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
         os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
     if is_script:
         runpy.run_path(str(path), run_name="__main__")
@@ -118,7 +120,7 @@ def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
 
 
 def joined() -> JobConfig:
-    """Return the config of this process, which is a rank, whoever has started it; for ``toolkit.start()``.
+    """Return the config of this process, which is a rank under any launcher; for ``toolkit.start()``.
 
     Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
     """
@@ -127,6 +129,7 @@ def joined() -> JobConfig:
     supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
     if JOINED_VARIABLE in os.environ:
         return configs.load_config(path, overrides, site=not supervised)
+    # Another launcher has started this process: do here what :func:`run_rank` does for ours.
     os.umask(0o077)
     faulthandler.enable()
     signals.install()
@@ -142,7 +145,7 @@ def joined() -> JobConfig:
 
 
 def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
-    """Rank 0 makes the run folder; the others learn it from the store. A given ``TOOLKIT_RUN_DIR`` is continued."""
+    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued."""
     if place.rank != 0:
         return
     log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")

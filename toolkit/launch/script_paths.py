@@ -1,4 +1,4 @@
-"""Which paths can be a part of a job's script: the one place that decides it, before a run is made."""
+"""Which paths can be a part of a job's script. It is decided here only, before a run is made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.config import is_one_line
 from toolkit.errors import RequestError
 
-#: In the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
+#: Not in the folder for runs. ``%`` and ``\\`` are patterns to Slurm in the names of logs; ``:`` divides PYTHONPATH.
 _RESERVED = "%\\:"
 
 
@@ -25,10 +25,11 @@ def refuse_unfit(runs: Path) -> None:
         bad = next((char for char in str(path) if char in reserved or not is_one_line(char)), None)
         if bad is not None:
             raise RequestError(f"{what}: {str(path)!r} cannot be in a job's script, because of {bad!r}; {remedy}")
+    # The folder for runs need not exist yet, but what exists above it must be a folder.
     try:
         there = next(path for path in (runs, *runs.parents) if path.exists())
         why = None if there.is_dir() else f"{there} is no folder"
-    except OSError as error:  # a name that is too long, say
+    except OSError as error:  # for example, a name that is too long
         why = f"{str(runs)[:200]}: {error.strerror}"
     if why is not None:
         raise RequestError(f"the folder for runs: {why}; choose another: set TOOLKIT_RUNS")

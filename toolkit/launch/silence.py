@@ -1,6 +1,6 @@
-"""Silent ranks of a script that reports nothing, by what the watch on each node says: see launch/node_watch.py.
+"""Finds silent ranks of a script that reports nothing, by the watch on each node: see launch/node_watch.py.
 
-The run hangs when *all* its ranks are silent for the bound, since one that is may wait for another that works: in a
+The run hangs when *all* its ranks are silent for the bound, since a silent one may wait for another that works: in a
 barrier, while rank 0 evaluates. So ranks that wait in NCCL, which keeps a core or the GPU busy, hide a hang.
 """
 
@@ -23,7 +23,7 @@ from toolkit.rundir import RunDir
 #: The watch is started after this share of the bound. Many scripts have ended by then, or called `toolkit.start()` and
 #: report by themselves.
 START_AFTER_SHARE = 0.2
-#: Stacks are waited for as long.
+#: Stacks are waited for this long.
 STACKS_LIMIT_S = 20.0
 
 log = logs.get(__name__)
@@ -32,7 +32,7 @@ log = logs.get(__name__)
 def start_watch(
     run: RunDir, attempt: int, plan: Allocation, environ: Mapping[str, str], bound_s: float
 ) -> SilenceWatch:
-    """Start a watch on each node of ``plan``: as a step beside the ranks, or here where there is no Slurm."""
+    """Start a watch on each node of ``plan``. It is a step beside the ranks, or without Slurm runs here."""
     asked = {"run": str(run.path), "attempt": attempt, "bound_s": bound_s}
     command = bare_python("toolkit.launch.node_watch", json.dumps(asked))
     here = plan.job_id is None
@@ -41,7 +41,7 @@ def start_watch(
 
 
 class SilenceWatch:
-    """Answers as a :class:`~toolkit.launch.watchdog.Watchdog` does, for ranks that are watched from outside."""
+    """Has the methods of a :class:`~toolkit.launch.watchdog.Watchdog`, for ranks that are watched from outside."""
 
     def __init__(
         self, talk: Talk, plan: Allocation, bound_s: float, clock: Callable[[], float] = time.monotonic
@@ -49,7 +49,7 @@ class SilenceWatch:
         self._talk = talk
         self._nodes = len(plan.hosts)
         self._waiting = set(range(plan.world_size))  #: ranks that have not ended
-        self._silent: dict[int, float] = {}  #: rank: since when, by our clock
+        self._silent: dict[int, float] = {}  #: by rank: since when, by this process's clock
         self._confirm_s = 2 * node_watch.look_every_s(bound_s)
         self._clock = clock
         self._all_silent_since: float | None = None
@@ -57,10 +57,11 @@ class SilenceWatch:
         self._complaint = ""
 
     def is_stuck(self) -> bool:
-        """True if every rank that has not ended has been silent for the bound, and was so at another look since."""
+        """True if every living rank has been silent for the bound. Another look since must have confirmed it."""
         with suppress(Empty):
             while True:
                 self._take(self._talk.events.get_nowait())
+        # One rank that works is enough: the others may wait for it.
         if not self._waiting or self._waiting - self._silent.keys():
             self._all_silent_since = None
             return False
@@ -70,18 +71,18 @@ class SilenceWatch:
 
     @property
     def still_s(self) -> float:
-        """For how long all ranks have been silent."""
+        """Return for how long all ranks have been silent."""
         return min(standing.still_s for standing in self.standings())
 
     def standings(self) -> list[Standing]:
-        """Return how long each silent rank has been so."""
+        """Return how long each silent rank has been silent."""
         now = self._clock()
         return [
             Standing(rank, node_watch.SILENT, None, now - since, False) for rank, since in sorted(self._silent.items())
         ]
 
     def ask_for_stacks(self) -> None:
-        """Have the ranks' stacks written, of which they may end; return when all nodes have done so, or time is up."""
+        """Have the ranks' stacks written, which may end them. Return when all nodes have done so, or time is up."""
         self._talk.send("stacks")
         deadline = time.monotonic() + STACKS_LIMIT_S
         with suppress(Empty):
@@ -112,6 +113,7 @@ class SilenceWatch:
             self._answers += 1
             return
         rank, state, still_s = int(message["rank"]), message["is"], float(message["still_s"])
+        # News of a rank replaces what was known of it.
         self._silent.pop(rank, None)
         self._waiting.add(rank)
         if state == node_watch.ENDED:

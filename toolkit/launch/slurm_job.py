@@ -1,4 +1,4 @@
-"""Our job as Slurm sees it: how it stands, when its time is over, and what the site's settings are."""
+"""The job as Slurm sees it: its state, when its time is over, and the site's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.cluster.reachable import unreachable
 from toolkit.launch import ending, patience
 from toolkit.launch.allocation import Allocation
 
-#: Beyond the second to which Slurm tells its time, and the time that it takes to ask.
+#: Clocks that differ by less count as equal: Slurm tells whole seconds, and asking takes time, too.
 CLOCKS_AGREE_S = 3.0
 #: Slurm's ``--signal`` may come this much earlier than asked for (sbatch(1) says 60 s), and clocks differ.
 SIGNAL_EARLY_S = 75.0
@@ -24,26 +24,26 @@ log = logs.get(__name__)
 
 
 def settings_of(slurm: SlurmCommands) -> Settings:
-    """Return how the site is set up; Slurm's defaults where it does not answer at once."""
+    """Return the site's settings; Slurm's defaults where it does not answer at once."""
     return patience.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
 
 
 class SlurmJob:
-    """The job of ``allocation``. ``row`` is how it stood when it was looked at last; None where nobody knows.
+    """The job of ``allocation``. ``row`` is its state when last looked at; None if unknown.
 
-    A run without Slurm has one as well, of which nothing is ever known.
+    A run without Slurm has a SlurmJob as well, of which nothing is ever known.
     """
 
     def __init__(self, slurm: SlurmCommands | None, allocation: Allocation, signal_delay_s: float) -> None:
-        """``signal_delay_s``: how long before the limit Slurm was asked to send SIGUSR2; 0 for not at all."""
+        """Take the job. Slurm sends SIGUSR2 ``signal_delay_s`` before the limit; 0 for never."""
         self.slurm, self._allocation, self._signal_delay_s = slurm, allocation, signal_delay_s
         self.row: JobRow | None = None
         self.settings = Settings()
-        self._ahead_s = 0.0  #: of the controller's clock, by which a job's times are
+        self._ahead_s = 0.0  #: ahead of the controller's clock, by which a job's times are
         self._has_its_signal = False
 
     def look(self) -> None:
-        """Look once, at the start: the time limit, whether we may be requeued, the site's settings, and the time."""
+        """Ask Slurm at the start for the time limit, the right to be requeued, the site's settings, and the time."""
         self.row = self.show()
         if self.slurm is not None:
             clock = patience.ask(self.slurm.clock, "Slurm does not say what time it is", patience_s=0.0)
@@ -53,7 +53,7 @@ class SlurmJob:
             self.settings = settings_of(self.slurm)
 
     def show(self, patience_s: float = 0.0) -> JobRow | None:
-        """Return how it stands; None without Slurm, or when the controller has not answered for ``patience_s``."""
+        """Return the job's row; None without Slurm, or when the controller has not answered for ``patience_s``."""
         slurm, job_id = self.slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
@@ -66,14 +66,14 @@ class SlurmJob:
         return ending.how_slurm_sees_it(self.show(patience_s), self._allocation.restart_count)
 
     def is_being_ended(self) -> bool:
-        """True if Slurm says that it ends this start of the job."""
+        """True if Slurm reports that it ends this start of the job."""
         row = self.show()
         return row is not None and (
             row.state not in ending.RUNNING_STATES or row.restarts > self._allocation.restart_count
         )
 
     def was_preempted(self, job_id: str | None) -> bool:
-        """True if that is another job than ours, which a preemption has ended."""
+        """True if that is another job than this one, and a preemption has ended it."""
         if self.slurm is None or job_id in (None, self._allocation.job_id):
             return False
         row = patience.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", patience_s=0.0)
@@ -84,7 +84,7 @@ class SlurmJob:
         return unreachable(hosts, self.settings.slurmd_port, here=self._allocation.hosts[0])
 
     def is_its_signal(self, number: signal.Signals) -> bool:
-        """True for the one signal that ``cluster.signal_delay_s`` asks Slurm for, if it comes when it may.
+        """True for the one signal that ``cluster.signal_delay_s`` asks Slurm for, if it comes within its time.
 
         Slurm may send it a minute early, and at once where the delay is as long as the limit.
         """
@@ -99,7 +99,7 @@ class SlurmJob:
         return True
 
     def is_nearly_over(self, save_s: float, early_s: float = 0.0) -> bool:
-        """True if it is time to stop for the time limit, or will be in ``early_s``; a save takes ``save_s``."""
+        """True if it is time to stop for the time limit, or will be in ``early_s``. A save takes ``save_s``."""
         row = self.row
         if row is None or row.end_time is None or row.time_limit_s is None:
             return False
@@ -108,7 +108,7 @@ class SlurmJob:
         return self._slurms_time() + early_s > row.end_time - min(margin_s, row.time_limit_s / 2)
 
     def is_nearly_over_still(self, save_s: float) -> bool:
-        """Ask Slurm, too: the limit may have been raised meanwhile."""
+        """True if the time is nearly over, by Slurm's present answer, too. The limit may have been raised meanwhile."""
         if not self.is_nearly_over(save_s):
             return False
         self.row = self.show() or self.row

@@ -1,4 +1,4 @@
-"""The copy of the sources that a run keeps: what was submitted is what runs, whatever happens to the checkout later."""
+"""The copy of the sources that a run keeps. What was submitted is what runs, even if the checkout changes later."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from toolkit import fsio, logs, rundir
 from toolkit.errors import RequestError, listing
 
 MAX_BYTES = 200 * 2**20
-#: Left out where no git says what belongs to the project: these anywhere, ...
+#: Left out where git does not tell what belongs to the project: these anywhere, ...
 SKIPPED_DIRS = {".git", ".venv", "__pycache__", "node_modules", ".hypothesis"}
 SKIPPED_DIRS |= {".mypy_cache", ".ruff_cache", ".pytest_cache"}
-#: ... and these at the top only: further down, `data` is a package as likely as data.
+#: ... and these at the top only: further down, `data` is as likely a package as data.
 SKIPPED_TOP_DIRS = {"venv", "runs", "data"}
-#: Never copied, also where git tracks them: programs keep passwords, keys and tokens in files of these names.
+#: Never copied, even where git tracks them: programs keep passwords, keys and tokens in files of these names.
 SECRET_DIRS = {".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".kaggle", ".huggingface"}
 SECRET_FILES = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".pypirc", ".npmrc", ".htpasswd",
@@ -31,29 +31,31 @@ SECRET_FILES = (
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keytab",
 )  # fmt: skip
 NO_SECRETS = (".env.example", ".env.sample", ".env.template", "secrets.py")
-#: What Slurm writes into the folder of an sbatch.
+#: Files that Slurm writes into the folder of an sbatch.
 SLURM_OUTPUTS = ("slurm-*.out", "slurm-*.err")
-#: What the kernel may call the memory of a crashed process, which it writes into the process's folder.
+#: Names that the kernel may give the memory of a crashed process, which it writes into the process's folder.
 CORE_DUMPS = ("core", "core.*", "*.core")
 
 log = logs.get(__name__)
 
 
 def take(project: Path, code: Path) -> None:
-    """Copy the project's sources into ``code`` with a note of the git revision and the uncommitted diff beside them.
+    """Copy the project's sources into ``code``, with a note of the git revision and the uncommitted diff.
 
-    In a git checkout the project is what git tracks plus what it would not ignore, submodules and other repositories in
-    it included; elsewhere every file outside well-known build and data folders. Secrets, runs, Slurm's outputs and core
-    dumps are never copied. What else is left out is logged and noted. An existing copy is kept: a restarted job runs
-    what it ran before. Raises RequestError above 200 MiB, naming the largest files.
+    In a git checkout the project is what git tracks plus what it would not ignore, including submodules and other
+    repositories in it; elsewhere it is every file outside well-known build and data folders. Secrets, runs, Slurm's
+    outputs and core dumps are never copied. What else is left out is logged and noted. An existing copy is kept: a
+    restarted job runs what it ran before. Raises RequestError above 200 MiB, naming the largest files.
     """
     if code.exists():
         return
     sources = _Sources(project)
     sources.refuse_if_large()
+    # The copy gets its name only when it is complete, so a copy that exists is whole.
     partial = code.with_name("code.partial")
     shutil.rmtree(partial, ignore_errors=True)
     fsio.make_dir(partial)
+    # All folders first, so that each is made once.
     for folder in dict.fromkeys(PurePath(name).parent for name in sources.files):
         fsio.make_dir(partial / folder)
     for name, path in sources.files.items():
@@ -63,6 +65,7 @@ def take(project: Path, code: Path) -> None:
             if str(error.filename) != str(path):
                 raise
             sources.left_out[name] = "this user may not read it"
+    # Links come last: their targets must be there to be checked.
     for name, target in sources.links.items():
         fsio.make_dir((partial / name).parent)
         (partial / name).symlink_to(target)
@@ -77,7 +80,7 @@ def take(project: Path, code: Path) -> None:
 
 
 def environment(code: Path, environ: dict[str, str] | os._Environ[str]) -> dict[str, str]:
-    """The variables under which Python imports from ``code`` first.
+    """Return the variables under which Python imports from ``code`` first.
 
     Without PYTHONSAFEPATH ``python -m`` would put the current folder, usually the edited checkout, before it.
     """
@@ -96,13 +99,13 @@ def _git(folder: Path, *args: str) -> str | None:
 
 
 class _Sources:
-    """What belongs to a project, by its name in the copy."""
+    """The files and links that belong to a project, by their names in the copy."""
 
     def __init__(self, project: Path) -> None:
         self.files: dict[str, Path] = {}
-        self.programs: set[str] = set()  #: of the files, those that may be run
-        self.links: dict[str, str] = {}  #: of folders within the project: the target
-        self.left_out: dict[str, str] = {}  #: and why
+        self.programs: set[str] = set()  #: the files that are executable
+        self.links: dict[str, str] = {}  #: to folders within the project: the target
+        self.left_out: dict[str, str] = {}  #: the reason, by name
         self._project = project.resolve()
         runs = rundir.runs_root().resolve()
         is_inside = runs != self._project and runs.is_relative_to(self._project)
@@ -121,6 +124,7 @@ class _Sources:
         with contextlib.suppress(FileNotFoundError):  # git tracks it, and it has been deleted
             found = path.lstat()
             is_link = stat.S_ISLNK(found.st_mode)
+            # A link counts as a secret by its own name or by its target's; then decide by what it leads to.
             secret = _secret(name) or (is_link and _secret(str(path.resolve())) and name)
             if is_link and path.exists():
                 found = path.stat()
@@ -145,7 +149,7 @@ class _Sources:
             self.programs.add(name)
 
     def refuse_if_large(self) -> None:
-        """RequestError that names the largest files."""
+        """Raise RequestError, naming the largest files, if the sources are too large."""
         total = sum(size for size, _ in self._sizes)
         if total > MAX_BYTES:
             largest = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for size, name in sorted(self._sizes)[:-4:-1])
@@ -155,8 +159,9 @@ class _Sources:
             )
 
     def _add_link(self, path: Path, name: str) -> None:
-        """A link within what is copied stays one. A package outside is copied; anything else, such as data, is not."""
+        """Keep a link within what is copied. Copy a package outside; leave out anything else, such as data."""
         target = path.resolve()
+        # A link to what is copied leads to the copy.
         for real, prefix in self._copied.items():
             if target.is_relative_to(real):
                 self.links[name] = os.path.relpath(PurePath(prefix, target.relative_to(real)), PurePath(name).parent)
@@ -171,15 +176,15 @@ class _Sources:
 
 
 def _names(folder: Path, *, is_top: bool) -> Iterator[str]:
-    """What git tracks and would track: files, links, and folders that are repositories of their own.
+    """Yield what git tracks and would track: files, links, and folders that are repositories of their own.
 
-    Where git lists nothing (a folder that a repository around it ignores) or refuses (one that belongs to somebody
-    else), what lies there.
+    Yield all that lies there where git lists nothing (a folder that a repository around it ignores) or refuses (a
+    folder that belongs to another user).
     """
     tracked = _git(folder, "ls-files", "--cached", "-z") or ""
     others = _git(folder, "ls-files", "--others", "--exclude-standard", "-z") or ""
     names = (name.rstrip("/") for name in (tracked + others).split("\0"))
-    # of a submodule that was never filled git says "./"
+    # for a submodule that was never filled git prints "./"
     return iter(dict.fromkeys(name for name in names if name not in ("", ".")) or _walk(folder, is_top))
 
 
@@ -193,7 +198,7 @@ def _walk(top: Path, is_top: bool) -> Iterator[str]:
 
 
 def _secret(name: str) -> str | None:
-    """The part of ``name`` that programs keep secrets in, from the top on; None if it has none."""
+    """Return the secret part of ``name``, from the top on; None if it has none. Programs keep secrets there."""
     path = PurePath(name)
     for number, part in enumerate(path.parts, 1):
         if part in SECRET_DIRS:
@@ -206,7 +211,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_private_key(path: Path) -> bool:
-    """Certificates, which anybody may read, have the same suffix."""
+    """True for a private key. Certificates, which are public, have the same suffix."""
     if path.suffix != ".pem" or not path.is_file():
         return False
     with contextlib.suppress(PermissionError), path.open("rb") as file:  # it will not be copied either
@@ -215,7 +220,7 @@ def _is_private_key(path: Path) -> bool:
 
 
 def _is_core_dump(path: Path) -> bool:
-    """Of an ELF file the 16-bit number at byte 16 says what it is; 4 is ET_CORE (elf(5))."""
+    """True for a core dump. The 16-bit number at byte 16 of an ELF file is its type; 4 is ET_CORE (elf(5))."""
     if not _matches(path.name, CORE_DUMPS):
         return False
     with contextlib.suppress(PermissionError), path.open("rb") as file:
@@ -229,7 +234,7 @@ def _holds_python(folder: Path) -> bool:
 
 
 def _copy(source: Path, target: Path, *, is_program: bool) -> None:
-    """Copy the bytes into a new file; of thousands on a network's disk each metadata call counts."""
+    """Copy the bytes into a new file. With thousands of files on a network disk each metadata call counts."""
     with source.open("rb", buffering=0) as file:
         content = file.readall()
     mode = 0o700 if is_program else fsio.FILE_MODE
@@ -239,9 +244,10 @@ def _copy(source: Path, target: Path, *, is_program: bool) -> None:
 
 
 def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> None:
-    """``SNAPSHOT.json`` and ``SNAPSHOT.diff``: which commit this is, and what was changed since, without secrets."""
+    """Write ``SNAPSHOT.json`` and ``SNAPSHOT.diff``: the commit, and what was changed since, without secrets."""
     revision = _git(project, "rev-parse", "HEAD")
     changed = (_git(project, "diff", "--name-only", "-z", "HEAD") or "") if revision else ""
+    # The diff must not hold the secrets that the copy leaves out.
     secret = [f":(exclude,top,literal){name}" for name in changed.split("\0") if _secret(name)]
     diff = _git(project, "diff", "HEAD", "--", ":/", *secret) if changed else None
     note = {"project": str(project), "git_sha": revision and revision.strip(), "dirty": bool(changed)}

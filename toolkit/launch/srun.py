@@ -1,4 +1,4 @@
-"""Ranks as one srun step for each attempt: for what only srun can do, PMI for MPI and a site's containers."""
+"""Ranks as one srun step per attempt. Only srun offers PMI for MPI, and a site's containers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from toolkit.launch.steps import (
 from toolkit.launch.store import StoreHost
 from toolkit.rundir import RunDir
 
-#: When its step has ended, agents that are not silent say at once that they have passed on what its ranks have told.
+#: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
 REPORTS_PATIENCE_S = 10.0
 
 log = logs.get(__name__)
@@ -46,9 +46,10 @@ SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
 
 
 class SrunLauncher(AgentUser):
-    """Ranks as one srun step of our job, each on the node that the allocation planned it for.
+    """Starts ranks as one srun step of the job, each on its planned node.
 
-    They are not the agents', which take their reports. Where an agent ends, the ranks of its node notice it, and end.
+    The ranks are not the agents' children, but report to the agents. Where an agent ends, the ranks of its node notice
+    it, and end.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SrunLauncher(AgentUser):
         container: Container | None = None,
         mpi: str | None = None,
     ) -> None:
-        """``mpi`` is the plugin that ranks over MPI need."""
+        """Take what the launcher needs. ``mpi`` is the plugin that ranks over MPI need."""
         self._run = run
         self._slurm = slurm
         self._agents = agents
@@ -70,13 +71,13 @@ class SrunLauncher(AgentUser):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """See :class:`~toolkit.launch.steps.Launcher`. The ranks are not the agents': all are started alike."""
+        """Start the agents, see :class:`~toolkit.launch.steps.Launcher`. They start no ranks, and prepare for none."""
         self._agents.open(environ, events, self)
         self._agents.links.start()
         self._agents.links.call(lambda: self._agents.ensure(hosts))
 
     def take_over(self, *attempt: object) -> None:
-        """See :class:`~toolkit.launch.steps.Launcher`. The ranks' srun has died with the supervisor."""
+        """Return None, see :class:`~toolkit.launch.steps.Launcher`: the ranks' srun has died with the supervisor."""
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
@@ -94,10 +95,12 @@ class SrunLauncher(AgentUser):
         events: Events,
         store: Store,
     ) -> Step:
-        """See :class:`~toolkit.launch.steps.Launcher`. The ranks read their numbers from the step's own variables."""
+        """Start the ranks, see :class:`~toolkit.launch.steps.Launcher`. They get their numbers from the step's
+        variables."""
         assert allocation.job_id is not None
         assert isinstance(store, StoreHost)
         environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
+        # The step's name is unique in the job: a signal finds the step by it.
         plan = SrunPlan(
             command=command,
             hosts=allocation.rank_hosts,
@@ -116,21 +119,21 @@ class SrunLauncher(AgentUser):
         return step
 
     def agent_missing(self, host: str, why: str) -> None:
-        """See :class:`~toolkit.launch.agents.AgentUser`. Nobody would hear the ranks on ``host``."""
+        """Note a missing agent, see :class:`~toolkit.launch.agents.AgentUser`. Ranks on ``host`` could not report."""
         if self._step is not None:
             self._step.lack_agent(host, why)
 
 
 class Srun:
-    """One srun of our job. It ends its step when this process dies."""
+    """One srun of the job. It ends its step when this process dies."""
 
     def __init__(self, plan: SrunPlan, environ: Mapping[str, str], host_file: Path) -> None:
-        """``host_file`` is where it reads on which node each task is."""
+        """Start it. ``host_file`` is the file from which srun reads the node of each task."""
         fsio.write_atomic(host_file, "".join(f"{host}\n" for host in plan.hosts), durable=False)
         self._hosts = plan.hosts
         self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
         self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
-        self.given_up = threading.Event()  #: it is started no more: its ranks are killed, or nobody waits for them
+        self.given_up = threading.Event()  #: no further start: its ranks are killed, or abandoned
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -145,10 +148,10 @@ class Srun:
         )
 
     def wait(self, put: Callable[[SrunEvent], None]) -> int:
-        """Hand on what srun says until it has ended; return its exit code.
+        """Pass on what srun reports until it has ended; return its exit code.
 
-        It is started again while its step is refused for the sake of one that has ended: a controller that was away
-        hears of the end a moment after it is back.
+        srun is started again while its step is refused because of a step that has ended: a controller that was away
+        learns of that end a moment after it is back.
         """
         deadline = time.monotonic() + patience.PATIENCE_S
         while (refused := self._listen(put)) is not None:
@@ -160,7 +163,7 @@ class Srun:
         return self._process.wait()
 
     def _listen(self, put: Callable[[SrunEvent], None]) -> LaunchFailed | None:
-        """Hand on what one srun says; return a refusal that may pass."""
+        """Pass on what one srun reports; return a refusal that may pass."""
         refused: LaunchFailed | None = None
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -173,14 +176,15 @@ class Srun:
         return refused
 
     def terminate(self) -> None:
-        """Have it end its step, by SIGTERM and, KillWait later, by SIGKILL."""
+        """Have srun end its step, by SIGTERM and, KillWait later, by SIGKILL."""
         self._process.terminate()
 
     def silence(self) -> None:
-        """End it, and not its step. It would wait until Slurm gives a dead node up: 300 s by default, and longer.
+        """Kill srun and its helper, but not its step.
 
-        It leads a session. With it ends its shepherd, a child that outlives a killed srun to end its step. It does so
-        by number, and by the time that it reaches the controller that may be a step of the job's next start.
+        srun would wait until Slurm gives a dead node up: 300 s by default, or more. srun leads a session. With it ends
+        its helper, a child that outlives a killed srun to end its step. The helper would cancel the step by number, and
+        when that reaches the controller the number may belong to the job's next start.
         """
         self.given_up.set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -194,7 +198,7 @@ class _SrunStep:
         assert allocation.job_id is not None
         self._srun = srun
         self._name = name
-        self._number: str | None = None  #: of the step in its job, once it has been asked for
+        self._number: str | None = None  #: the step's number in its job, once it has been asked for
         self._job_id, self._hosts = allocation.job_id, allocation.hosts
         self._slurm = slurm
         self._events = events
@@ -203,6 +207,7 @@ class _SrunStep:
     def wait(self) -> None:
         code = self._srun.wait(self._events.put)
         if not self._srun.given_up.is_set():
+            # The ranks' last reports must precede the end of the step.
             self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_PATIENCE_S)
         self._events.put(StepEnded(code))
 
@@ -211,7 +216,7 @@ class _SrunStep:
             self._events.put(LaunchFailed((), host, why))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """``scancel -s KILL`` of the step takes 75 ms, but 10 s while a dead node is asked; so nobody waits for it."""
+        """Signal the step in a thread. ``scancel -s KILL`` takes 75 ms, but 10 s while a dead node is asked."""
         if number is signal.SIGKILL:
             self._srun.given_up.set()
         threading.Thread(target=self._kill, args=[number], daemon=True).start()
@@ -221,7 +226,8 @@ class _SrunStep:
         self._srun.silence()
 
     def _kill(self, number: signal.Signals) -> None:
-        """srun's own way would be to send SIGTERM first and to wait KillWait."""
+        """Signal the step by scancel. srun itself would send SIGTERM first and wait KillWait."""
+        # The step's number is asked for once, by its name.
         try:
             self._number = self._number or self._slurm.find_step(self._job_id, self._name)
             if self._number is not None:
@@ -230,19 +236,20 @@ class _SrunStep:
         except SlurmError as error:
             instead = "; ending srun instead" if number is signal.SIGKILL else ""
             log.warning("%s for the step: %s%s", number.name, error, instead)
+        # Without an answer of Slurm let srun end its step itself.
         if number is signal.SIGKILL:
             self._srun.terminate()
 
 
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
-#: A node that was away and has started again, before Slurm has noticed: its slurmd knows nothing of the step.
+#: A node that was away and has started again before Slurm noticed: its slurmd does not know the step.
 _NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on node (?P<index>\d+)")
 _TASK_NOT_LAUNCHED = re.compile(r"srun: error: task (?P<rank>\d+) launch failed: (?P<why>.+?)\s*$")
 _NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<why>.+?)\s*$")
 _STEP_NOT_LAUNCHED = re.compile(
     r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
 )
-#: We ask for no memory, and share what the job has: only the record of an earlier step can be in the way.
+#: The step asks for no memory, and shares the job's: only the record of an earlier step can be in the way.
 _HELD_BY_A_STEP = re.compile("Memory required by task is not available")
 _SRUN_ENDED = re.compile(
     r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
@@ -253,14 +260,16 @@ _SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_sig
 
 
 def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
-    """Which ranks ended badly or did not start, or which node was lost; None for the other lines of srun.
+    """Return the failed ranks, or the lost node, that a line of srun names; else None.
 
-    Such as ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for lines that
-    name only one of the two, or a node by its number in the step. Of a rank or node that is not there nothing is said.
+    An example is ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for
+    lines that name only the rank or only the node, or a node by its number in the step. A rank or node that does not
+    exist gives None.
     """
     lost = _NODE_FAILED.match(line)
     if lost:
         return NodeFailed(lost["host"])
+    # srun names this node only by its number in the step.
     if forgot := _NODE_FORGOT.match(line):
         found = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
         return NodeFailed(found[0]) if found else None
@@ -269,7 +278,8 @@ def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
 
 
 def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
-    """From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary`` makes tasks ranks."""
+    """Parse a failed launch. From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary``
+    makes task numbers equal to ranks."""
     if task := _TASK_NOT_LAUNCHED.match(line):
         rank = int(task["rank"])
         return LaunchFailed((rank,), hosts[rank], task["why"]) if rank < len(hosts) else None
@@ -281,7 +291,7 @@ def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
 
 
 def _slurms_order(host: str) -> tuple[str, int]:
-    """Also an arbitrary distribution's nodes are numbered in this order, whichever ranks are on them."""
+    """Return the key by which Slurm numbers nodes, also those of an arbitrary distribution, whatever their ranks."""
     number = re.search(r"\d*$", host)
     assert number is not None
     return host[: number.start()], int(number[0] or -1)

@@ -1,7 +1,7 @@
-"""Starting the ranks of one attempt and the store that they meet in: the seam between the supervisor and its launchers.
+"""The interface between the supervisor and its launchers, which start an attempt's ranks and store.
 
-Every launcher puts what happens into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
-:class:`StepEnded` when all have ended and what they have reported is in the queue. Nothing polls.
+Every launcher puts events into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
+:class:`StepEnded` when all have ended and their reports are in the queue. Nothing polls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from toolkit.launch.allocation import Allocation
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Ranks that ended on ``host`` with another exit code than 0; ``signal`` is the one that killed them, or None.
+    """Ranks that ended on ``host`` with another exit code than 0.
 
-    ``with_agent``: all of the node at once, which may be dead.
+    ``signal`` is the one that killed them, or None. ``with_agent``: all ranks of the node ended at once, and the node
+    may be dead.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +57,7 @@ class LaunchFailed:
 
 @dataclass(frozen=True)
 class StepEnded:
-    """All ranks have ended; 0 when all did so with exit code 0."""
+    """All ranks have ended; 0 if each did so with exit code 0."""
 
     exit_code: int
 
@@ -72,7 +73,7 @@ class FirstReports:
 
 @dataclass(frozen=True)
 class Progress:
-    """How the ranks on ``host`` get on; once a second."""
+    """The progress of the ranks on ``host``; sent once a second."""
 
     host: str
     digest: Digest
@@ -80,7 +81,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class MainReport:
-    """What rank 0 says of the run, or the run's result."""
+    """Rank 0's report of the run, or the run's result."""
 
     report: Report
 
@@ -92,10 +93,10 @@ class Step(Protocol):
     """The running ranks of one attempt."""
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send every rank a signal; SIGKILL ends all at once. Does not wait for anything."""
+        """Send every rank a signal, without waiting; SIGKILL ends all at once."""
 
     def abandon(self) -> None:
-        """Stop waiting for ranks that cannot be reached, and send nothing to anybody."""
+        """Stop waiting for ranks that cannot be reached, and send nothing more."""
 
 
 class Store(Protocol):
@@ -105,7 +106,7 @@ class Store(Protocol):
         """Have the ranks agree on a step for ``kind``."""
 
     def close(self) -> None:
-        """End it."""
+        """End the store."""
 
 
 class Launcher(Protocol):
@@ -114,23 +115,23 @@ class Launcher(Protocol):
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> None:
-        """Start the agents of all nodes, those of ``hosts`` first, and have them ready for ranks that are ``command``.
+        """Start the agents of all nodes, those of ``hosts`` first, and prepare them for ranks that run ``command``.
 
-        Called once, before all else. Returns at once.
+        Called once, before all other methods. Returns at once.
         """
 
     def take_over(
         self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
     ) -> tuple[Step, Store] | None:
-        """Go on with the ranks of an attempt whose supervisor has died. None where not all of them are there.
+        """Go on with the ranks of an attempt whose supervisor has died. Return None where not all of them are there.
 
-        Called before all else, and then ``prepare`` is called in the case of None only.
+        Called before all other methods. ``prepare`` is then called only if the result was None.
         """
 
     def start_store(
         self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
     ) -> Store:
-        """Start the store on our node, at its address ``host``."""
+        """Start the store on this node, at its address ``host``."""
 
     def start(
         self,
@@ -145,16 +146,16 @@ class Launcher(Protocol):
 
 
 def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:
-    """``command`` such that it gets ``at_our_death`` when this process dies, however it dies.
+    """Return ``command`` changed so that it gets ``at_our_death`` when this process dies in any way.
 
-    ``deaf``: from its first moment it ignores what Slurm sends to all processes of a job that is to end.
+    ``deaf``: from its first moment it ignores the signals that Slurm sends to all processes of a job that is to end.
     """
     how = [str(os.getpid()), at_our_death.name, "deaf" if deaf else "hearing"]
     return [sys.executable, "-I", "-S", tether.__file__, *how, *command]
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A log file to append to, private to the user."""
+    """Open a log file to append to, private to the user."""
     fsio.make_dir(path.parent, parents=1)
     return os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 

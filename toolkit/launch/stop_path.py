@@ -1,6 +1,6 @@
 """The one way in which ranks are asked to stop.
 
-Whoever wants it, be it a user, a signal or the clock, has the store's agreement proposed. The ranks commit and exit
+A user, a signal or the clock may want it: in each case the store's agreement is proposed. The ranks commit and exit
 with 75, and what happens next is judged like any other end.
 """
 
@@ -20,7 +20,7 @@ from toolkit.launch.steps import Step, Store
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0
-#: Ranks that were asked to stop and are still there after this long are killed; longer than their own forced exit.
+#: Ranks that are still there this long after the request are killed; longer than their own forced exit.
 STOP_LIMIT_S = 150.0
 #: A foreign script gets this long after SIGTERM.
 FOREIGN_STOP_LIMIT_S = 30.0
@@ -30,7 +30,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Signalled:
-    """The event that this process has got a signal."""
+    """The event that this process has received a signal."""
 
     number: signal.Signals
 
@@ -46,14 +46,14 @@ def why_stop(context: Context, number: signal.Signals) -> Stop:
 
 
 def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
-    """Return whether this is no wish of anybody's: we watch the clock ourselves."""
+    """Return whether Slurm sent the signal for the time limit. Then no user wants a stop; the clock is watched here."""
     return not context.asked() and context.job.is_its_signal(number)
 
 
 def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
-    """Return whether a signal has come while there are no ranks: in the checks, between two attempts, or in a pause.
+    """Return whether a signal has come while there are no ranks. Wait ``pause_s`` for one.
 
-    Waits ``pause_s`` for one.
+    It may come in the checks, between two attempts, or in a pause.
     """
     deadline = time.monotonic() + pause_s
     while attempt.stop is None:
@@ -74,28 +74,32 @@ class StopPath:
         self._context, self._attempt, self._step, self._store = context, attempt, step, store
 
     def ask(self, stop: Stop) -> None:
-        """Ask them to. A second time changes nothing, but a person's wish replaces any other, and any a move."""
+        """Ask the ranks to stop. Of several requests the first counts, but a user's replaces any, and any replaces a
+        move."""
         attempt, context = self._attempt, self._context
+        # Without Slurm a cancel kills at once.
         if stop is Stop.CANCEL and context.allocation.job_id is None:
             attempt.kill_at = time.monotonic()
+        # A stop is under way: only a user's request changes its reason.
         if attempt.stop not in (None, Stop.MOVE):
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
-        context.journal.set_status("stopping", attempt)  # now: if we are killed before we can say more, this tells why
-        if attempt.exit_code is not None:  # they have ended, and the store with them; the verdict still needs to know
+        context.journal.set_status("stopping", attempt)  # now: if we are killed before the end, this tells why
+        if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
             return
         limit_s = STOP_LIMIT_S
+        # A foreign script knows no agreement: it gets a signal.
         if context.is_foreign:
             self._step.kill(signal.SIGTERM)
             limit_s = FOREIGN_STOP_LIMIT_S
         else:
             self._store.propose("stop", by=f"the supervisor ({stop})")
-        if stop is not Stop.MOVE:  # a move has time for the longest save; what hangs is noticed as in training
+        if stop is not Stop.MOVE:  # a move has time for the longest save; a hang is noticed as in training
             attempt.kill_at = attempt.kill_at or time.monotonic() + limit_s
 
     def take_signal(self, number: signal.Signals) -> None:
-        """Stop for a signal to this process, unless it is Slurm's word of the time limit."""
+        """Stop for a signal to this process, unless it is Slurm's announcement of the time limit."""
         context = self._context
         if is_slurms_signal(context, number):
             return
@@ -113,10 +117,10 @@ class StopPath:
             self.ask(Stop.CLOCK)
 
     def leave_the_rest_to_slurm(self) -> None:
-        """Wait no longer for ranks once Slurm is about to kill us.
+        """Wait no longer for ranks once Slurm is about to kill this process.
 
-        KillWait after it has told a job to end Slurm kills all that is left of it: this process, too, whose verdict
-        nobody would ever read. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
+        KillWait after it has told a job to end, Slurm kills all that is left of it, this process too; its verdict would
+        then be lost. (A rank whose SIGTERM came between fork and exec lives, and srun waits for it.)
         """
         attempt = self._attempt
         if attempt.leave_at is None or time.monotonic() < attempt.leave_at:
@@ -124,5 +128,5 @@ class StopPath:
         attempt.leave_at = None
         if self._context.job.is_being_ended():
             log.warning("Slurm ends the job: not waiting for its ranks any longer")
-            attempt.stopped.clear()  # whether the others have committed, too, nobody will say
+            attempt.stopped.clear()  # whether the others have committed, too, will not be known
             self._step.abandon()

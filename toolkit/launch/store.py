@@ -1,4 +1,4 @@
-"""The supervisor's side of the store host: bind, listen, start the child, and tell it what is wanted of the ranks."""
+"""The supervisor's side of the store host. It binds, listens, starts the child, and sends it requests for the ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from toolkit.cluster.network import listen
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.steps import Events, open_log, tethered
 
-#: Of a rank to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests; saves.
+#: A rank's connections to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests;
+#: saves.
 CONNECTIONS_A_RANK = 5
-#: What the store host has open beside its connections.
+#: The files that the store host has open beside its connections.
 OTHER_FILES = 64
 
 log = logs.get(__name__)
@@ -47,7 +48,7 @@ class StoreHost:
         log_path: Path,
         container: Container | None = None,
     ) -> None:
-        """Listen on the address ``host``. In ``container`` if there is one: RequestError where it does not start there.
+        """Listen on the address ``host``. In ``container``, if any: RequestError where the store does not start there.
 
         The socket is bound before the ranks start, so that no other job can take the port.
         """
@@ -55,6 +56,7 @@ class StoreHost:
         self._events = events
         self._closing = False
         self._is_a_step = container is not None and container.is_a_step
+        # A container that is an srun step cannot inherit a socket.
         if container is not None and container.is_a_step:
             command = srun_here_argv([*container.srun_options(), *container.command(module)])
             self._process = _start(tethered(command, signal.SIGTERM, deaf=True), step_environment(environ), log_path)
@@ -65,14 +67,14 @@ class StoreHost:
                 self.port = listener.getsockname()[1]
                 module += ["--fd", str(listener.fileno())]
                 command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
-                # deaf: the ranks need it to agree on where to stop
+                # deaf: the ranks need the store to agree on where to stop
                 command = tethered(command, signal.SIGKILL, deaf=True)
                 self._process = _start(command, environ, log_path, listener.fileno())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _hear_port(self, log_path: Path) -> int:
-        """srun hands no socket on: the port is the store's own choice, and the ranks start once it is known."""
+        """Return the port that the store chose, since srun passes no socket on. Then the ranks can start."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if (port := port_in(line)) is not None:
@@ -90,7 +92,7 @@ class StoreHost:
     def propose(self, kind: str, by: str) -> None:
         """See :class:`~toolkit.launch.steps.Store`."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the queue tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and the queue has that event
             self._process.stdin.write(json.dumps({"propose": kind, "by": by}) + "\n")
             self._process.stdin.flush()
 
@@ -102,7 +104,7 @@ class StoreHost:
 
 
 def port_in(line: str) -> int | None:
-    """Return the port that a store host has printed; None for a library's words, which go into the log."""
+    """Return the port that a store host has printed. None for a library's output, which goes into the log."""
     try:
         return int(json.loads(line)["port"])
     except (ValueError, TypeError, KeyError):

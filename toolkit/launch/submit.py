@@ -1,7 +1,7 @@
-"""The login node's door: make a run folder, copy the sources, and hand the run to submitit.
+"""The entry point of the login node: makes a run folder, copies the sources, submits by submitit.
 
-What is submitted is two strings, the run folder and where it runs; submitit's pickle holds nothing else, so an upgrade
-of a library between submission and start cannot make it unreadable.
+submitit's pickle holds two strings, the run folder and where it runs, and nothing else. So an upgrade of a library
+between submission and start cannot make it unreadable.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from toolkit.rundir import RunDir
 log = logs.get(__name__)
 
 EXECUTORS = ("auto", "slurm", "local", "debug")
-#: How often a waiting caller asks Slurm whether the job still exists; the run's own files are read each second.
+#: A waiting caller asks Slurm this often whether the job still exists, and reads the run's own files twice a second.
 ASK_SLURM_EVERY_S = 30.0
 READ_FILES_EVERY_S = 0.5
-#: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s what was not
-#: there. Only then has a job that is over written no result.
+#: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
+#: was absent. Only after that time is it certain that the job has written no result.
 FILES_LAG_S = 75.0
-#: submitit's local executor kills at its time limit and leaves orphans: the limit is set out of reach.
+#: submitit's local executor kills at its time limit and leaves orphans, so the limit is set out of reach.
 NO_LIMIT_MIN = 60 * 24 * 365
 
 
@@ -62,20 +62,23 @@ class Run:
 
     dir: RunDir
     executor: str
-    job_id: str  #: when it was submitted, see `job_now`; empty where that was interrupted
+    job_id: str  #: at submission, see `job_now`; empty where the submission was interrupted
 
     @property
     def id(self) -> str:
-        """The run id."""
+        """Return the run id."""
         return self.dir.id
 
     def status(self) -> dict[str, Any]:
-        """What the run's own files say."""
+        """Return what the run's own files say."""
         return self.dir.status()
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the end and return ``result.json``. Raises TimeoutError, or JobFailedError for a job that ended
-        before it could write one, or whose run folder is gone."""
+        """Wait for the end and return ``result.json``.
+
+        Raises TimeoutError, or JobFailedError for a job that ended before it could write a result, or whose run folder
+        is gone.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for _ in self.watch():
             if deadline is not None and time.monotonic() > deadline:
@@ -87,16 +90,18 @@ class Run:
     def watch(self) -> Iterator[dict[str, Any]]:
         """Yield the status twice a second until the run has ended.
 
-        Reads files. Slurm is asked every 30 s, and only while the status stays as it is: a supervisor that lives writes
-        it anew all the time, and a thousand people who wait would keep the controller busy.
+        Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
+        all the time, and a thousand waiting callers would keep the controller busy.
         """
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
         over_since: float | None = None
         status: dict[str, Any] = {}
         while self.dir.result() is None:
             now, before, status = time.monotonic(), status, self.dir.status()
+            # A new status proves that the supervisor lives, so the next question to Slurm can wait.
             if self.executor == "slurm" and status != before:
                 ask_at, over_since = now + ASK_SLURM_EVERY_S, None
+            # A local process is checked in each round: that costs nothing.
             if now >= ask_at or self.executor != "slurm":
                 ask_at = now + ASK_SLURM_EVERY_S
                 over_since = (over_since or now) if self.is_over() else None
@@ -106,7 +111,7 @@ class Run:
             time.sleep(READ_FILES_EVERY_S)
 
     def result(self) -> dict[str, Any]:
-        """``result.json`` of a completed run. Raises JobFailedError, with the cause, for any other."""
+        """Return ``result.json`` of a completed run. Raises JobFailedError, with the cause, for any other."""
         result = self.dir.result()
         if result is None:
             raise JobFailedError(f"run {self.id} has not ended; wait() for it")
@@ -119,31 +124,37 @@ class Run:
         self._end(Intent.CANCEL)
 
     def stop(self) -> None:
-        """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it. Raises
-        RequestError for a local run of another machine."""
+        """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it.
+
+        Raises RequestError for a local run of another machine.
+        """
         self._end(Intent.STOP)
 
     def _end(self, what: Intent) -> None:
         if self.executor != "slurm" and not self._is_here():
             raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
-        intent.ask(self.dir, what)  # first: a job that starts at this moment finds it
+        intent.ask(self.dir, what)  # first: a job that starts at this moment finds the request
         if self.executor == "slurm":
             is_over = self._end_jobs(what)
         else:
             owner = ownership.read(self.dir)
-            if owner is not None and _is_process_of(self.dir, owner.pid):  # else it looks for what is wanted itself
+            if owner is not None and _is_process_of(self.dir, owner.pid):  # else it finds the request at its start
                 os.kill(owner.pid, signal.SIGTERM)
             is_over = self._is_over()
+        # Without a supervisor that could write the result, write it here.
         if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             self._write_ended(what)
 
     def _end_jobs(self, what: Intent) -> bool:
-        """Tell the run's jobs, the last follow-up job first: each would start when those before it have ended. True if
-        no job is left that could write a result."""
+        """Cancel or signal the run's jobs; True if no job is left that could write a result.
+
+        The last follow-up job comes first, because each would start when those before it have ended.
+        """
         slurm, jobs = Slurm(), self._jobs()
         answers = slurm.show_jobs(jobs) if jobs else {}
         for job in reversed(jobs):
             status = answers[job]
+            # A job that still waits has nothing to save, so also a stop cancels it.
             if what is Intent.CANCEL or ownership.waits(status):
                 slurm.cancel(job)
             elif status is not None and not status.is_over and status.state != "COMPLETING":
@@ -152,14 +163,14 @@ class Run:
 
     @property
     def job_now(self) -> str:
-        """The job that serves the run at present, which may be a follow-up job of the one that was submitted."""
+        """The job that serves the run at present. It may be a follow-up job of the submitted one."""
         return self._jobs()[0]
 
     def _jobs(self) -> list[str]:
         return ownership.jobs_of(self.dir) or list(filter(None, [self.job_id]))
 
     def _write_ended(self, what: Intent) -> None:
-        """A job that waits in the queue, or died, has no supervisor to write its result."""
+        """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
         if self.dir.result() is None:
             state = "cancelled" if what is Intent.CANCEL else "stopped"
             write_ended(self.dir, state, f"{state} while no supervisor ran")
@@ -167,12 +178,12 @@ class Run:
     def _refuse_to_wait_for_nobody(self, over_for_s: float) -> None:
         if not self.dir.path.is_dir():
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
-        list(self.dir.path.iterdir())  # a look at the folder makes NFS forget what was not there
+        list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
         patience_s = FILES_LAG_S if self.executor == "slurm" else 0.0
         if over_for_s < patience_s or self.dir.result() is not None:
             return
         asked = intent.asked(self.dir)
-        if asked is not None:  # of a job that died, or went back into the queue, at that moment
+        if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
             self._write_ended(asked)
             return
         raise JobFailedError(
@@ -186,12 +197,12 @@ class Run:
         return f"the job {jobs[0]}{others}" if jobs else "its submission"
 
     def is_over(self) -> bool:
-        """Whether nobody can write this run's result any more; False where Slurm does not answer."""
+        """True if no process can write this run's result any more; False where Slurm does not answer."""
         if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
             return False
         try:
             return self._is_over()
-        except SlurmError:  # the controller is away: that says nothing about the job
+        except SlurmError:  # the controller is away, which says nothing about the job
             return False
 
     def _is_over(self) -> bool:
@@ -199,6 +210,7 @@ class Run:
             return True
         if self.executor == "local":
             owner = ownership.read(self.dir)
+            # A local run is its owner's processes; a run on Slurm is the present job of its chain of follow-up jobs.
             pids: list[int | str] = [*self._jobs(), *([owner.pid] if owner else [])]
             return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
         jobs = self._jobs()
@@ -206,7 +218,7 @@ class Run:
         return status is None or status.is_over
 
     def _host(self) -> str | None:
-        """Where a local run was started."""
+        """Return the host on which a local run was started."""
         host: str | None = self.dir.submission().get("host")
         return host
 
@@ -215,13 +227,14 @@ class Run:
 
 
 def attach(run: RunDir) -> Run:
-    """The handle of a run that was submitted earlier, by anybody. Raises RequestError for one that never was."""
+    """Return the handle of an earlier run, of any process. Raises RequestError for one that was never submitted."""
     owner, jobs = ownership.read(run), ownership.jobs_of(run)
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
-    if jobs or owner is not None:  # of a submission that was interrupted nobody knows the job
+    if jobs or owner is not None:  # after an interrupted submission the job id is unknown
         executor = owner.executor if owner is not None else run.submission().get("executor", "slurm")
         return Run(run, executor, jobs[0] if jobs else "")
+    # Neither owner nor job: the reason is a damaged file, or a run that was started without a supervisor.
     damage: list[str] = []
     run.owner(damage), run.submission(damage), run.status(damage)
     why = f"which job it is cannot be said: {'; '.join(damage)}" if damage else "it was started without a supervisor"
@@ -231,10 +244,11 @@ def attach(run: RunDir) -> Run:
 def submit(
     config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto", project: str | Path = "."
 ) -> Run:
-    """Submit ``config`` with ``key=value`` overrides; returns at once. A script (``train.py``) may stand for it.
+    """Submit ``config`` with ``key=value`` overrides; return at once. A script (``train.py``) may stand for ``config``.
 
     ``executor``: ``slurm``, ``local`` (this machine, in the background), ``debug`` (one rank in this process, for
-    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything exists::
+    breakpoints), or ``auto``: slurm where ``sbatch`` answers, else local. Raises ConfigError before anything is
+    created::
 
         >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=3"], executor="local")
         >>> run.wait()["metrics"]["eval/accuracy"] > 0.9
@@ -252,18 +266,19 @@ def submit(
 def submit_command(
     command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None, executor: str = "auto"
 ) -> Run:
-    """Submit a foreign, torchrun-style script as the ranks; returns at once. See :func:`submit`."""
+    """Submit a foreign, torchrun-style script as the ranks; return at once. See :func:`submit`."""
     chosen = choose_executor(executor)
     if chosen == "debug":
         raise RequestError("executor: a foreign script cannot be debugged in this process; use local")
     config = _foreign_config(command, overrides, name)
     if chosen == "local":
+        # Refuse what does not fit this machine before a run folder is made.
         Allocation.local(config.cluster)
     return _send_new(_new_foreign_run(config, command), config, chosen)
 
 
 def _send_new(run: RunDir, config: JobConfig, executor: str) -> Run:
-    """Submit a run for the first time. Of one that Slurm refuses, or that has no room on the disk, nothing is left."""
+    """Submit a run for the first time. Leave nothing of a run that Slurm refuses, or that has no room on the disk."""
     with _removed_on_error(run):
         return _send(run, config, executor, ownership.submit_as(run, executor, ownership.take(run, 0)))
 
@@ -278,7 +293,7 @@ def _removed_on_error(run: RunDir) -> Iterator[None]:
 
 
 def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, name: str | None = None) -> None:
-    """Inside an sbatch or salloc allocation: supervise a foreign script as the ranks, right here."""
+    """Supervise a foreign script as the ranks, inside the present sbatch or salloc allocation."""
     config = _foreign_config(command, overrides, name)
     door.enter(lambda allocation: _new_foreign_run(config, command))
 
@@ -303,8 +318,9 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with.
 
     ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
-    RequestError, or ConfigError for a change that a run cannot go on with, before anything is touched.
+    RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
     """
+    # Refuse all that can be refused before a file is changed.
     refuse_unfit(run.path)
     before, result, status = ownership.number_of(run), run.result(), run.status()
     if result is None:
@@ -314,10 +330,11 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
     chosen = choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
     _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
+    # From here on files change; on an error they are put back.
     kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
     number = ownership.take(run, before)
     try:
-        with fsio.unchanged_on_error(*kept):  # then the token of a job that was submitted all the same is not the run's
+        with fsio.unchanged_on_error(*kept):  # so a job submitted despite the error has a stale token
             taken = ownership.submit_as(run, chosen, number)
             if overrides:
                 fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
@@ -330,12 +347,13 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
             config_of_token.unlink()
         run.give_back_number(number)
         raise
+    # The job is submitted: only now does the new config replace the old one.
     ownership.adopt_config(run, taken.token)
     return sent
 
 
 def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
-    """Raises RequestError for a run that has a job, or may have one."""
+    """Raise RequestError for a run that has a job, or may have one."""
     is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
     if not is_known and status.get("state") in (None, "failed"):
         return
@@ -349,10 +367,11 @@ def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
 def _check_change(
     run: RunDir, then: JobConfig, now: JobConfig, result: Mapping[str, Any] | None, executor: str
 ) -> None:
-    """Raises RequestError, or ConfigError, where the run cannot go on like this."""
+    """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
     longer = now.train.epochs > then.train.epochs or (
         then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps
     )
+    # A completed run can go on only to more epochs or steps.
     if result is not None and result["state"] == "completed" and not longer:
         raise RequestError(
             f"run {run.id} is completed; `toolkit resume {run.id} train.epochs=N` goes on to more than its "
@@ -365,7 +384,7 @@ def _check_change(
 
 
 def choose_executor(name: str) -> str:
-    """``auto`` resolved. Raises RequestError for an unknown name."""
+    """Resolve ``auto`` and return the executor. Raises RequestError for an unknown name."""
     if name not in EXECUTORS:
         raise RequestError(f"executor: there is no {name!r}; valid: {', '.join(EXECUTORS)}")
     if name != "auto":
@@ -385,9 +404,9 @@ def _validate(config: JobConfig, executor: str, project: Path, *, goes_on: bool 
         Allocation.local(config.cluster)  # refuses several nodes
         if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
             raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
-    if config.job == configs.FOREIGN_JOB:  # a script that runs where it lies
+    if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies
         return
-    source = configs.job_source(config.job, project)  # perhaps by a link, which is copied with the package it leads to
+    source = configs.job_source(config.job, project)  # may be a link, which is copied with the package that it leads to
     if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
         raise RequestError(
             f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
@@ -406,6 +425,7 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
     finally:
         os.umask(umask)
     sent = Run(run, executor, job_id)
+    # A job whose id cannot be written down is cancelled: no later command would find it.
     try:
         fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id]))
     except OSError:
@@ -419,7 +439,7 @@ def _send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
 
 
 def _cancel(jobs: Sequence[str]) -> None:
-    """Take jobs back of which nobody would know that they are the run's: the disk is full."""
+    """Cancel jobs that could not be recorded as the run's, because the disk is full."""
     for job_id in jobs:
         with suppress(SlurmError):
             Slurm().cancel(job_id)
@@ -433,7 +453,7 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
     submitted: list[str] = []
 
     class KnownJob(submitit.SlurmJob[Any]):
-        """Known here as soon as sbatch has taken it: submitit writes files then, and may fail to."""
+        """A job recorded here as soon as sbatch has taken it. After that submitit writes files, and may fail to."""
 
         def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
             submitted.append(job_id)
@@ -444,11 +464,12 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
             executor = submitit.SlurmExecutor(run.submitit, python=_exec_python())
             executor.job_class = KnownJob
             parameters = slurm_parameters(config, run, token)
+            # Not in slurm_parameters: a follow-up job is never requeued.
             if _may_expedite(config):
                 parameters["additional_parameters"]["requeue"] = "expedite"
             executor.update_parameters(**parameters)
             return str(executor.submit(supervise, str(run.path), "slurm").job_id)
-        except RuntimeError as error:  # submitit's FailedJobError holds what sbatch said, its others are like it
+        except RuntimeError as error:  # submitit's FailedJobError holds what sbatch printed, its others are like it
             raise SlurmError(f"nothing was submitted: {str(error).strip()}") from error
         except OSError:
             _cancel(submitted)
@@ -456,7 +477,7 @@ def _send_to_slurm(run: RunDir, config: JobConfig, token: str) -> str:
 
 
 def _may_expedite(config: JobConfig) -> bool:
-    """Whether Slurm can start the job again at once after a requeue, and before all others if it has lost a node."""
+    """True if Slurm can restart the job at once after a requeue. A job that has lost a node comes before all others."""
     flags = {str(key).replace("_", "-") for key in config.cluster.extra}
     if flags & {"requeue", "no-requeue"}:
         return False
@@ -468,7 +489,7 @@ def _may_expedite(config: JobConfig) -> bool:
 
 
 def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -> None:
-    """Submit a follow-up job where Slurm may end the job for good: it may do so before the job could submit one."""
+    """Submit a follow-up job where Slurm may end the job for good. It may do so before the job could submit one."""
     slurm = Slurm()
     try:
         row = slurm.show_job(job_id)
@@ -480,16 +501,16 @@ def _send_follow_up(run: RunDir, config: JobConfig, owner: Owner, job_id: str) -
     follower = follow_up.submit(run, slurm, _follow_up_script(run, config, owner.token, job_id), [job_id])
     if follower is None:
         return
-    forbid_expedited_requeue(slurm, job_id)  # the other waits for an end that a job in the queue never has
+    forbid_expedited_requeue(slurm, job_id)  # the follow-up job waits for an end that a queued job never has
     try:
         fsio.write_json(run.submitit / "submission.json", ownership.as_note(owner, [job_id, follower]))
-    except OSError as error:  # nobody would know of it, and the job submits one when it starts
+    except OSError as error:  # an unrecorded job could not be found; the first job submits another when it starts
         log.warning("the follow-up job %s is given up: %s", follower, error)
         follow_up.dismiss([follower], slurm)
 
 
 def _follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) -> str:
-    """The script of a job with what the config asks for, but for what is about one job's place in the queue."""
+    """Return the script of a follow-up job. It lacks requests about one job's place in the queue."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     extra = {key: value for key, value in config.cluster.extra.items() if not follow_up.is_for_one_job(key)}
@@ -504,6 +525,7 @@ def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
 
     from toolkit.launch.entry import supervise
 
+    # As on Slurm, imports come from the run's copy of the sources.
     environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
     environ[ownership.TOKEN_VARIABLE] = token
     log_path = run.submitit / "controller.log"
@@ -525,14 +547,15 @@ def _send_to_debug(run: RunDir, config: JobConfig, token: str) -> str:
 
 
 def _exec_python() -> str:
-    """``exec``: a bash between Slurm and the supervisor dies at the first SIGTERM and takes the supervisor along."""
+    """Return the Python command with ``exec``. A bash between Slurm and the supervisor dies at the first SIGTERM and
+    takes the supervisor along."""
     return f"exec {shlex.quote(sys.executable)}"
 
 
 def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:
-    """submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
+    """Return submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
 
-    GPUs are asked for at job level: per task they would hide the peers' devices from NCCL.
+    GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
     """
     cluster = config.cluster
     values: dict[str, Any] = {
@@ -549,6 +572,7 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
+            # With spares the job outlives a dead node.
             **({"no-kill": True} if _outlives_nodes(config) else {}),
             **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
             **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
@@ -560,18 +584,18 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
 
 
 def _outlives_nodes(config: JobConfig) -> bool:
-    """Whether Slurm is to leave the job alone when a node dies. Never for a single node: nobody would be left to
+    """True if Slurm is to leave the job alone when a node dies. Never for a single node: no process would be left to
     requeue it, see `toolkit.launch.batch_host_watch`."""
     cluster = config.cluster
     return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
-#: Flags of sbatch without a key of their own that decide whether and where srun gets nodes.
+#: Flags of sbatch without a config key of their own that decide whether and where srun gets nodes.
 _PLACING = ("nodelist", "reservation", "wckey", "licenses")
 
 
 def srun_options(config: JobConfig) -> list[str]:
-    """What ``cluster`` says about which nodes, as options for an srun on the login node that holds them for seconds."""
+    """Return the node choice of ``cluster`` as options of srun, which holds nodes for seconds from the login node."""
     cluster = config.cluster
     values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
     values |= {name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude")}
@@ -581,7 +605,7 @@ def srun_options(config: JobConfig) -> list[str]:
 
 
 def _text(value: Any) -> Any:
-    """submitit quotes for a shell; sbatch reads a backslash, also between single quotes, as its own escape."""
+    """Escape backslashes: submitit quotes for a shell, but sbatch reads one as an escape also in single quotes."""
     return value.replace("\\", "\\\\") if isinstance(value, str) else value
 
 
@@ -600,7 +624,7 @@ def _environment_lines(run: RunDir, token: str) -> list[str]:
 
 
 def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str = "auto") -> str:
-    """What :func:`submit` would send, as text: the sbatch script or the local command, and the resolved config."""
+    """Return what :func:`submit` would send: the sbatch script or local command, and the resolved config."""
     chosen = choose_executor(executor)
     loaded = configs.load_config(config, overrides)
     _validate(loaded, chosen, Path.cwd())
@@ -614,7 +638,7 @@ def dry_run(config: str | Path, overrides: Sequence[str] = (), *, executor: str 
 
 
 def sbatch_script(config: JobConfig, run: RunDir) -> str:
-    """The text that submitit hands to sbatch, made by submitit itself."""
+    """Return the text that submitit hands to sbatch, made by submitit itself."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{_exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
@@ -623,7 +647,7 @@ def sbatch_script(config: JobConfig, run: RunDir) -> str:
 
 @contextmanager
 def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
-    """submitit starts its programs with ``os.environ``: make that ``environ`` for a moment."""
+    """Make ``os.environ`` equal to ``environ`` for a moment: submitit starts its programs with it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -636,9 +660,10 @@ def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _deaf_to_the_terminal() -> Iterator[None]:
-    """Children started now ignore Ctrl-C and the terminal's end: submitit's controller would kill the supervisor one
-    second after Ctrl-C, with everything unsaved. Ours to handle: whoever waits here tells the supervisor."""
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+    """Have children started now ignore Ctrl-C and the end of the terminal. submitit's controller would kill the
+    supervisor one second after Ctrl-C, with everything unsaved. The waiting caller handles both, and tells the
+    supervisor."""
+    if threading.current_thread() is not threading.main_thread():  # handlers can be set only there
         yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
@@ -651,13 +676,14 @@ def _deaf_to_the_terminal() -> Iterator[None]:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Children started now write to ``path`` and read nothing: one that kept the caller's pipe open until the run's end
-    would make ``$(toolkit submit ...)`` wait for it."""
+    """Have children started now write to ``path`` and read nothing. A child that kept the caller's pipe open until the
+    run's end would make ``$(toolkit submit ...)`` wait for it."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
+    # The descriptors themselves are replaced, since children inherit those and not sys.stdout.
     saved: dict[int, int] = {}
     for number in (0, 1, 2):
-        with suppress(OSError):  # a daemon's may be closed
+        with suppress(OSError):  # a daemon may have closed them
             saved[number] = os.dup(number)
     try:
         with Path(os.devnull).open("rb") as nothing, os.fdopen(fsio.open_private(path, _APPEND), "ab") as file:
@@ -677,7 +703,7 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 @contextmanager
 def _fewer_words() -> Iterator[None]:
-    """submitit pickles by reference what it can import; its info lines are not for our users."""
+    """Silence submitit's info lines, which are not for our users. It pickles by reference what it can import."""
     import logging
 
     logger = logging.getLogger("submitit")
@@ -690,10 +716,10 @@ def _fewer_words() -> Iterator[None]:
 
 
 def _is_process_of(run: RunDir, pid: int | str) -> bool:
-    """Whether the process runs and is one that submitit started for this run: pids are given out again.
+    """True if the process runs and is one that submitit started for this run: pids are reused.
 
-    One that has just been started may have no command line for some milliseconds; a zombie, which only waits for its
-    parent to look, has none either, and no program.
+    A process that has just been started may have no command line for some milliseconds. A zombie, which only waits for
+    its parent to reap it, has no command line either, and no program.
     """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

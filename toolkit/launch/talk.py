@@ -1,7 +1,7 @@
-"""A conversation with processes on the nodes, through srun's own channels.
+"""Exchanges lines with processes on the nodes, through srun's own channels.
 
-What the nodes say is srun's labelled stdout, and what they are told is its stdin, which srun hands to all. So nothing
-has to be reachable that srun does not reach anyway.
+The nodes write to srun's labelled stdout, and read its stdin, which srun passes to all. So only what srun reaches
+anyway has to be reachable.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from queue import SimpleQueue
 from toolkit.cluster.commands import Step, srun_argv, step_environment
 from toolkit.launch.steps import tethered
 
-#: For a step that looks and does not work: on every CPU of the job, and of memory and GPUs what is there.
+#: For a step that observes and does no work: on every CPU of the job, with the memory and GPUs that are there.
 BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
 
 
 @dataclass(frozen=True)
 class Said:
-    """One line of one node, by its place in the list of hosts; ``received`` is our clock."""
+    """One line of one node, by its place in the list of hosts; ``received`` is this process's clock."""
 
     task: int
     text: str
@@ -43,18 +43,18 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Ended:
-    """Nobody will say any more."""
+    """The end of the output: no more lines will come."""
 
 
 Events = SimpleQueue[Said | Complaint | Ended]
 
 
 class Talk:
-    """A talk with one process: srun, which hands on what its tasks say, or a check itself."""
+    """An exchange with one process: srun, which passes on its tasks' lines, or a check itself."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
-        self.began = time.time()  #: on our clock
+        self.began = time.time()  #: on this process's clock
         self._process = subprocess.Popen(
             tethered(argv, signal.SIGTERM),
             env=environ,
@@ -85,21 +85,21 @@ class Talk:
             self.events.put(Complaint(line.strip()))
 
     def send(self, line: str) -> None:
-        """Tell every node."""
+        """Send a line to every node."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which the queue tells
+        with contextlib.suppress(OSError):  # it has ended, and the queue has that event
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Dismiss the nodes, and do not wait for any."""
+        """Dismiss the nodes, without waiting for any."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         threading.Thread(target=self._end_late, daemon=True).start()
 
     def _end_late(self, patience_s: float = 2.0) -> None:
-        """srun ends when its tasks have; with one that hangs it has to be told so, and then to be killed."""
+        """End srun. It ends when its tasks have; with a task that hangs it must be signalled, and then killed."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=patience_s)
@@ -108,14 +108,14 @@ class Talk:
 
 
 def without_label(line: str) -> tuple[int | None, str]:
-    """The task that ``srun --label`` puts before a line, and the line; without srun there is none."""
+    """Return the task in the label of ``srun --label``, and the line. Without srun the task is None."""
     label, colon, text = line.rstrip("\n").partition(": ")
     return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
 
 
 def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> Talk:
-    """Start ``command`` once on each of these hosts of our allocation, beside whatever runs there."""
-    host_file = os.memfd_create("hosts")  # not on a disk: whether one can be written to is what preflight wants to know
+    """Start ``command`` once on each of these hosts of the job's allocation, beside all that runs there."""
+    host_file = os.memfd_create("hosts")  # not on a disk: the preflight checks whether one can be written
     try:
         os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
         variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
@@ -126,9 +126,9 @@ def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mappi
 
 
 def bare_python(module: str, argument: str) -> list[str]:
-    """Return the command that calls ``main()`` of ``module``, which needs nothing but Python's own library.
+    """Return the command that calls ``main()`` of ``module``, which needs only Python's own library.
 
-    ``-S``: what is in site-packages takes longer to find than all checks of a node together.
+    ``-S``: searching site-packages takes longer than all checks of a node together.
     """
     here = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {here!r}); from {module} import main; main()"
