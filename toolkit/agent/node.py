@@ -102,8 +102,8 @@ class Agent:
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
         self._selector.register(self._inbox, selectors.EVENT_READ, self._hear_ranks)
         self._open_connection(again=False)
-        if gpus.DRIVER.is_dir():
-            self._find_gpus()
+        if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
+            self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
         next_heartbeat, health_at = 0.0, time.monotonic() + HEALTH_AFTER_S
         try:
             while not self._is_over:
@@ -243,14 +243,6 @@ class Agent:
         for line in data.decode(errors="replace").splitlines():
             self._tell({"is": "sick", "what": line})
         return True
-
-    def _find_gpus(self) -> None:
-        """Find the CPUs near the GPUs, in a helper, before the first ranks, which wait for the import of torch."""
-
-        def take(text: bytes) -> None:
-            self._processes.near_gpus = json.loads(text or b"[]")
-
-        self._helpers.ask(GPUS_COMMAND, take)
 
     def _answer(self, order: Message, **words: object) -> None:
         self._say({"is": "answer", "request": order["request"], **words})

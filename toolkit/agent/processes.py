@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -50,6 +51,10 @@ class Processes:
         self.attempt: int | None = None  #: the last one that started something here
         self.ranks = 0  #: the number of its ranks that were to start here
         self.near_gpus: list[list[int]] = []  #: the CPUs near each GPU, once they are known
+
+    def take_gpus(self, text: bytes) -> None:
+        """Take what ``agent/gpus.py`` has printed: the CPUs near each GPU, or nothing."""
+        self.near_gpus = json.loads(text or b"[]")
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._children

@@ -21,7 +21,7 @@ from toolkit.rundir import RunDir
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
     from toolkit.cluster.commands import JobStatus
 
-#: A supervisor rewrites its status each second. After QUIET_S without a new one Slurm is asked whether the job is
+#: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
 #: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
 QUIET_S, SILENT_S = 5.0, 30.0
 #: States of runs that wait for Slurm, and of all runs that have not ended.

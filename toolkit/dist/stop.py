@@ -241,10 +241,8 @@ class Gate:
         self._round = 0  # written by the main thread only
         self._agreed: tuple[str, int] = ("", 0)
         self._failure: Exception | None = None
-        self._stopped = False
-        self._leaving = False
-        self._decided = threading.Event()
-        self._handed_out = threading.Event()
+        self._stopped = self._leaving = False
+        self._decided, self._handed_out = threading.Event(), threading.Event()
         self._asked: queue.SimpleQueue[_Asked | _Dead | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, args=(client,), name=f"toolkit-gate-{name}", daemon=True)
@@ -255,8 +253,6 @@ class Gate:
         ]
         for thread in self._threads:
             thread.start()
-
-    # -------------------------------------------------------------------------------------------- the main thread
 
     def boundary(self, n: int) -> str | None:
         """Call right before step ``n``, that is after n steps; None is the permission to start it.
@@ -384,21 +380,7 @@ class Gate:
 
     def _acknowledge(self, store: Transport, keys: _Round, left: bool) -> None:
         """Publish the last step started. The gate is closed by now, or no step is started any more."""
-        self._count(store, keys, self._rank, _Ack(self._started, left))
-
-    def _count(self, store: Transport, keys: _Round, rank: int, ack: _Ack) -> None:
-        store.set({keys.ack(rank): json.dumps(ack)})
-        # The rank that completes the count decides. When all ranks left, there is no proposal to decide.
-        if store.add(keys.count, 1) == self._world_size and store.exists(keys.proposal):  # it is not when all left
-            self._decide(store, keys)
-
-    def _decide(self, store: Transport, keys: _Round) -> None:
-        ranks = range(self._world_size)
-        acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in ranks])]
-        # Ranks that left must count in the next round before anyone can enter it.
-        _carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
-        store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
-        store.delete(keys.count)
+        _count(store, keys, self._world_size, self._rank, _Ack(self._started, left))
 
     def _tidy(self, store: Transport, keys: _Round) -> None:
         """Delete this rank's keys.
@@ -429,7 +411,7 @@ class Gate:
         waiting: list[_Asked] = []
         while True:
             with contextlib.suppress(queue.Empty):
-                asked = self._asked.get(timeout=self._patience_s(waiting))
+                asked = self._asked.get(timeout=_patience_s(waiting, self._force_after_s))
                 if asked is None:
                     break
                 if isinstance(asked, _Dead):
@@ -451,7 +433,7 @@ class Gate:
             keys = _Round(self._prefix, self._round)
             while store.exists(keys.decision) or store.exists(keys.ack(dead)):
                 keys = keys.next()
-            self._count(store, keys, dead, _Ack(-1, True))
+            _count(store, keys, self._world_size, dead, _Ack(-1, True))
         except Exception as error:
             self._fail(error)
 
@@ -465,11 +447,6 @@ class Gate:
             return asked
         return asked._replace(round=number)
 
-    def _patience_s(self, waiting: Sequence[_Asked]) -> float | None:
-        if self._force_after_s is None or not waiting:
-            return None
-        return max(0.0, min(asked.since for asked in waiting) + self._force_after_s - time.monotonic())
-
     def _report_hangs(self, store: Transport, waiting: Sequence[_Asked]) -> list[_Asked]:
         """Call ``on_hang`` for what is overdue, and return what is still in time."""
         if self._force_after_s is None or self._stopped:
@@ -481,6 +458,25 @@ class Gate:
             missing = _missing(store, _Round(self._prefix, self._round), self._rank, self._world_size, asked.kind)
             self._on_hang(Hang(asked.kind, now - asked.since, *missing))
         return [asked for asked in waiting if asked.kind not in overdue]
+
+
+def _patience_s(waiting: Sequence[_Asked], force_after_s: float | None) -> float | None:
+    """Return the seconds until the first of ``waiting`` is overdue; None if none ever is."""
+    if force_after_s is None or not waiting:
+        return None
+    return max(0.0, min(asked.since for asked in waiting) + force_after_s - time.monotonic())
+
+
+def _count(store: Transport, keys: _Round, world_size: int, rank: int, ack: _Ack) -> None:
+    """Write the acknowledgement of ``rank``. The one that completes the count decides the step."""
+    store.set({keys.ack(rank): json.dumps(ack)})
+    if store.add(keys.count, 1) != world_size or not store.exists(keys.proposal):  # there is none when all ranks left
+        return
+    acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in range(world_size)])]
+    # Ranks that left must count in the next round before anyone can enter it.
+    _carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
+    store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
+    store.delete(keys.count)
 
 
 def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:

@@ -161,6 +161,7 @@ class Agents:
         self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
         self._next_heartbeat = 0.0
+        #: In which the nodes watch the batch host. Spares come first: they are idle.
         self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
         self._is_closed = threading.Event()
         self._all_left = threading.Event()
@@ -312,13 +313,6 @@ class Agents:
             self._requests.note_missing(NodeSilent(host, why, is_certain))
             self._user.agent_missing(host, why)
 
-    def _order_watch(self, host: str) -> Message:
-        """Return the order for ``host`` to watch the batch host. Spares come first: they are idle."""
-        job = self._allocation
-        address = self._at.address or job.hosts[0]
-        command = batch_host_watch.command(self._run, job, address, self._at.port, os.getpid())
-        return {"do": "watch", "command": command, "turn": self._turns[host]}
-
     # what the links tell
 
     def admits(self, host: str, message: Message) -> bool:
@@ -331,7 +325,9 @@ class Agents:
         self._starting.pop(host, None)
         self._starter.note_connected(host)
         if self._watch_batch_host and host != self._allocation.hosts[0]:
-            self.links.send(host, self._order_watch(host))
+            address = self._at.address or self._allocation.hosts[0]
+            command = batch_host_watch.command(self._run, self._allocation, address, self._at.port, os.getpid())
+            self.links.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
         self._requests.note_here(host)
         self._user.agent_connected(host)
 

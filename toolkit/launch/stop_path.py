@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from queue import Empty
 
 from toolkit import logs
+from toolkit.launch import ending
 from toolkit.launch.attempt import Attempt
 from toolkit.launch.context import Context
 from toolkit.launch.ending import Stop
@@ -48,6 +49,15 @@ def why_stop(context: Context, number: signal.Signals) -> Stop:
 def is_slurms_signal(context: Context, number: signal.Signals) -> bool:
     """Return whether Slurm sent the signal for the time limit. Then no user wants a stop; the clock is watched here."""
     return not context.asked() and context.job.is_its_signal(number)
+
+
+def is_being_ended(context: Context) -> bool:
+    """True if a signal waits in the queue, or Slurm ends the job."""
+    waiting = [context.events.get() for _ in range(context.events.qsize())]
+    for event in waiting:  # put them back: answers of late nodes may be among them
+        context.events.put(event)
+    has_signal = any(isinstance(event, Signalled) for event in waiting)
+    return has_signal or context.job.state() not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
 
 
 def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:

@@ -40,7 +40,7 @@ from toolkit.launch.ownership import Claim
 from toolkit.launch.preflight import check_nodes
 from toolkit.launch.slurm_job import SlurmJob
 from toolkit.launch.steps import Events, Launcher
-from toolkit.launch.stop_path import Signalled, is_told_to_end, why_stop
+from toolkit.launch.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
 from toolkit.launch.store import refuse_too_many_ranks
 from toolkit.rundir import RunDir
 
@@ -70,8 +70,8 @@ class Supervisor:
         self._events: Events = SimpleQueue()
         self._in_vain = 0  #: attempts in a row that made no step
         self._job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
-        fewer = config.retry.allow_fewer_nodes
-        self._nodes = Nodes(run, allocation, spare=config.cluster.spare_nodes, allow_fewer=fewer)
+        spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
+        self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
         self._journal = Journal(run, allocation, self._nodes)
         self._context = Context(
             run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events
@@ -93,8 +93,7 @@ class Supervisor:
         self._journal.read()
         if self._has_ended(last_words):
             return EXIT_DONE
-        ranks = self._allocation.without(self._config.cluster.spare_nodes).world_size
-        refuse_too_many_ranks(ranks)
+        refuse_too_many_ranks(self._allocation.without(self._config.cluster.spare_nodes).world_size)
         # The run is this job's: record its size and id, and remove the result of an earlier start.
         if self._job.slurm is not None:
             _record_size(self._run, self._config, self._allocation)
@@ -196,7 +195,7 @@ class Supervisor:
         job, spare = self._allocation, self._config.cluster.spare_nodes
         checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
         report = check_nodes(self._run.path, checked, self._agents, self._events)
-        if not report.is_fine and self._is_being_ended():
+        if not report.is_fine and is_being_ended(self._context):
             return None  # what ends the job ended the checks, too: they say nothing about the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
@@ -208,13 +207,6 @@ class Supervisor:
         for host, why in bad.items():
             self._nodes.condemn(host, why)
         return None if self._nodes.plan() is not None else self._requeue_for(bad)
-
-    def _is_being_ended(self) -> bool:
-        waiting = [self._events.get() for _ in range(self._events.qsize())]
-        for event in waiting:  # put them back: answers of late nodes may be among them
-            self._events.put(event)
-        has_signal = any(isinstance(event, Signalled) for event in waiting)
-        return has_signal or self._job.state() not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
 
     def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
         # An attempt without ranks, so that the history has a line for this requeue.

@@ -165,7 +165,7 @@ def test_the_agent_hears_what_the_program_prints(
     played: Any = None
     agent = node.Agent(played, b"", "node1", played, None)
     monkeypatch.setattr(node, "GPUS_COMMAND", (sys.executable, "-I", "-S", "-c", program))
-    agent._find_gpus()
+    agent._helpers.ask(node.GPUS_COMMAND, agent._processes.take_gpus)
     end = time.monotonic() + 30
     while agent._selector.get_map() and time.monotonic() < end:
         for key, _ in agent._selector.select(1):
