@@ -46,6 +46,10 @@ SUSPICIONS_TO_CONDEMN = 2
 MAX_FRUITLESS_REQUEUES = 2
 #: A run may lose this many times the average time of a failed attempt from the time that it has gained.
 RESERVE = 2.0
+#: Failures from which the mean of that time is taken for known.
+RESERVE_AFTER = 10
+#: An attempt that takes less than this share of the mean is no usual one.
+SHORT_SHARE = 0.1
 #: A verdict's line names at most this many connections that could not be made.
 MOST_LINKS = 4
 #: Causes that are the run's own fault and count against ``retry``.
@@ -434,26 +438,30 @@ def _failures(facts: Facts) -> tuple[int, int | None]:
     1. A count that is never reset would give up each large job in the end. One that any gain resets would let a run
     lose hours for each minute that it gains.
 
-    The gain that the run keeps for later failures is at most ``RESERVE`` times the average time of its failed attempts.
-    Where attempts last an hour, several failures in a row may be chance; where they last seconds, they are not.
+    The gain that the run keeps for later failures is at most ``RESERVE`` times the mean time of its failed attempts.
+    Where these take an hour, several failures in a row may be chance. One that takes less than ``SHORT_SHARE`` of the
+    mean counts in any case: such a run may have lost the ability to start.
 
     Also return the step of the checkpoint that was the newest at the last reset; None if there was no reset.
     """
     own = {id(past) for past in _own_faults(facts)}
     attempts = [*facts.history, facts.as_past()]
-    count, balance_s, since, failed_s = 0, 0.0, None, list[float]()
+    count, balance_s, since = 0, 0.0, None
+    failures, mean_s = 0, 0.0
     for index, past in enumerate(attempts):
         is_failure = id(past) in own or index == len(facts.history)
+        gained_more, took_s = past.gained_s > past.lost_s, past.gained_s + past.lost_s
+        is_short = took_s < SHORT_SHARE * mean_s
         if is_failure:
-            failed_s.append(past.gained_s + past.lost_s)
+            failures += 1
+            mean_s += (took_s - mean_s) / failures
         # An attempt that was taken away (a preemption, a lost node) only adds its gain: it is no fault of the run.
         balance_s += past.gained_s - (past.lost_s if is_failure else 0.0)
         # The run has made up for its failures: reset the count, and cap what it keeps for later ones.
-        if balance_s > 0.0:
-            knows_enough = len(failed_s) > facts.budgets.max_failures
-            reserve_s = RESERVE * sum(failed_s) / len(failed_s) if knows_enough else 0.0
+        if balance_s > 0.0 and (gained_more or not is_short):
+            reserve_s = RESERVE * mean_s if failures >= RESERVE_AFTER else 0.0
             count, balance_s, since = 0, min(balance_s, reserve_s), past.step_saved
-        elif is_failure and past.gained_s <= past.lost_s:
+        elif is_failure and not gained_more:
             count += 1
     return count, since
 
