@@ -45,6 +45,7 @@ BENCHES: dict[str, tuple[list[str], list[str]]] = {
     "goodput": (["--minutes", "0.5", "--every", "20"], ["failure 1", "1 failures in", "goodput", "kill to first step"]),
     "kills": (["--kills", "2"], ["job with ddp: 2 kills"]),
     "links": (["--rates", "1000", "--kinds", "ddp", "--steps", "1", "--samples", "0"], ["1000 Mbit/s", "ddp"]),
+    "live_recovery": (["--runs", "2"], ["4 ranks, cut: 2 of 2 runs right"]),
     "memory": (["--mib", "4", "--step", "0.1", "--copies", "2"], ["4 MiB a rank on 1 node", "4 MiB a rank on 2 nodes"]),
     "pipeline": ([], ["2 ranks", "  2 micro-batches, gpipe", "  8 micro-batches, interleaved"]),
     "restart": (["--rounds", "1"], ["ours", "torchrun --max-restarts", "scontrol requeue"]),
