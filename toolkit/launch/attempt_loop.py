@@ -5,6 +5,7 @@ Signal handlers, launchers and agents only put events into the queue; the one lo
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ from toolkit.launch.store import StoreHostEnded
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 LAST_WORDS_S = 0.5
+#: After a SIGKILL only ranks that were killed at the same moment are awaited: no failure of another rank leads to one.
+KILLED_TOGETHER_S = 0.05
 STATUS_EVERY_S = 0.5
 KILL_AGAIN_S = 10.0
 #: Ranks that got SIGKILL are gone after this time.
@@ -122,7 +125,7 @@ class AttemptLoop:
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
                 attempt.lost_nodes.add(host)
-                self._kill_soon()
+                self._kill_soon(LAST_WORDS_S)
             case LaunchFailed():
                 self._take_launch_failed(event)
             case StepEnded(exit_code):
@@ -130,7 +133,7 @@ class AttemptLoop:
             case StoreHostEnded(exit_code):
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
-                self._kill_soon()
+                self._kill_soon(LAST_WORDS_S)
             # What agents answer, and signals to this process.
             case NodeAnswered(host, {"addresses": addresses}):
                 for address in addresses:
@@ -183,7 +186,9 @@ class AttemptLoop:
             blames_node=ended.exit_code is not None and not attempt.killed and are_mute,
         )
         attempt.failures += map(failure_of, ended.ranks)
-        self._kill_soon()
+        # An MPI launcher kills the other ranks itself, after the failure of one.
+        is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
+        self._kill_soon(KILLED_TOGETHER_S if is_cause else LAST_WORDS_S)
 
     def _take_launch_failed(self, failed: LaunchFailed) -> None:
         attempt = self._attempt
@@ -196,15 +201,15 @@ class AttemptLoop:
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
         # Without ranks the whole step failed: note one failure without a rank.
         attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
-        self._kill_soon()
+        self._kill_soon(LAST_WORDS_S)
 
-    def _kill_soon(self) -> None:
+    def _kill_soon(self, wait_s: float) -> None:
         """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
         attempt, agents = self._attempt, self._context.agents
         if not attempt.killed:
             if attempt.kill_at is None and agents is not None:
                 agents.ask_for_unanswered()
-            soon = time.monotonic() + LAST_WORDS_S
+            soon = time.monotonic() + wait_s
             attempt.kill_at = min(attempt.kill_at or soon, soon)
 
 

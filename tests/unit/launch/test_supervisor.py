@@ -400,6 +400,14 @@ def saves(run: RunDir, step: int) -> None:
     (folder / "manifest.json").touch()
 
 
+def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was half a second of each restart. After an exit code the others' error files may tell the cause."""
+    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 600.0)
+    began = time.monotonic()
+    assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(0)), completes)) == 0
+    assert time.monotonic() - began < 300.0
+
+
 def test_failures_count_from_the_last_attempt_that_gained_more_than_it_lost(run: RunDir) -> None:
     def gains(ranks: Ranks) -> None:
         first = len(run.attempts()) * 100
