@@ -42,7 +42,8 @@ def main(config):
         if before is None or step != before + 1:  # the first, or the sample by which the model is built
             return plain_at(self, step)
         with open(f"{folder}/notes-{os.environ['RANK']}.jsonl", "a") as file:
-            told = {"event": "step", "time": time.time(), "pid": os.getpid(), "node": os.uname().nodename, "step": before}
+            told = {"event": "step", "time": time.time(), "step": before}
+            told |= {"pid": os.getpid(), "node": os.uname().nodename}
             file.write(json.dumps(told) + "\\n")
         time.sleep(0.02)
         return plain_at(self, step)
