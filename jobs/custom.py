@@ -16,6 +16,7 @@ make it yours, replace the networks, what ``train_step`` does with them, and wha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,10 +66,10 @@ class Gan(toolkit.Job):
     def show(self, model: toolkit.Forward, batch: toolkit.Batch) -> dict[str, Tensor]:
         return {"made": self.made(model, batch).view(-1, 1, 8, 8).clamp(-1, 2)}
 
-    def made(self, networks: nn.ModuleDict, batch: toolkit.Batch) -> Tensor:
+    def made(self, networks: Any, batch: toolkit.Batch) -> Tensor:
         """Images of noise that follows from the samples' places in the eval set: the same ones at each step."""
         table = torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(0))
-        return networks["generator"](table[batch.positions % 1024].to(self.device))
+        return cast(Tensor, networks["generator"](table[batch.positions % 1024].to(self.device)))
 
 
 def generator() -> nn.Module:

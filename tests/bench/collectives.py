@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,8 @@ def be_rank(folder: Path, rounds: int) -> None:
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(mpi.register(), store=store, rank=rank, world_size=size)
-    groups = {"mpi": dist.group.WORLD, "gloo": dist.new_group(backend="gloo"), "again": dist.new_group(backend="gloo")}
+    groups: dict[str, Any] = {"mpi": dist.group.WORLD}
+    groups |= {name: dist.new_group(backend="gloo") for name in ("gloo", "again")}
     if rank == 0:
         print(f"{size} ranks, medians of {rounds}")
         print(f"{'':24}{'mpi':>12}{'gloo':>12}{'gloo/mpi':>10}{'again':>8}", flush=True)

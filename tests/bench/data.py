@@ -17,7 +17,7 @@ import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,7 +47,8 @@ def ours(size: int, batches: int) -> Next:
 
 
 def torch_sampler(size: int, batches: int) -> Next:
-    indices = iter(DistributedSampler(range(size), RANKS, RANK))  # type: ignore[arg-type]
+    samples: Any = range(size)
+    indices: Iterator[Any] = iter(DistributedSampler(samples, RANKS, RANK))
     rest = itertools.islice(indices, batches * BATCH, None)
     return lambda: list(itertools.islice(rest, BATCH))
 
@@ -55,7 +56,7 @@ def torch_sampler(size: int, batches: int) -> Next:
 def torchdata_sampler(size: int, batches: int) -> Next:
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-    sampler = StatefulDistributedSampler(range(size), RANKS, RANK)  # type: ignore[arg-type]
+    sampler = StatefulDistributedSampler(range(size), RANKS, RANK)
     if batches:
         sampler.load_state_dict({"yielded": batches * BATCH})
     indices = iter(sampler)

@@ -76,7 +76,7 @@ class Rank:
             self.copies[0] = [value.clone() for value in self.state]
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
         group = {"rank": self.rank, "world_size": self.args.ranks, "timeout": TIMEOUT, "enable_reconfigure": True}
-        dist.init_process_group("gloo", store=store, **group)  # type: ignore[arg-type]
+        dist.init_process_group("gloo", store=store, **group)
         while True:
             self.pipe.send((dist._get_reconfigure_handle(), set(self.copies)))
             with suppress(RuntimeError):
@@ -84,7 +84,7 @@ class Rank:
                 break
             self.lost.wait()
             self.lost.clear()
-        digest = hashlib.sha256(torch.cat([value.flatten() for value in self.state]).numpy()).hexdigest()
+        digest = hashlib.sha256(torch.cat([value.flatten() for value in self.state]).numpy().data).hexdigest()
         self.pipe.send((digest, self.began))
         self.orders.get()
 

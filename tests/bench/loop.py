@@ -280,6 +280,7 @@ PEERS = {"accelerate": with_accelerate, "lightning": with_lightning}
 def contenders() -> dict[str, Callable[[Session], Round]]:
     """All that can run here."""
     peers = {name: make for name, make in PEERS.items() if importlib.util.find_spec(name)}
+    own: dict[str, Callable[[Session], Round]]
     own = {"ours": supervised, "ours, alone": unsupervised, "toolkit.start": own_loop}
     return {"hand-written": by_hand, **own, "bare DDP": bare} | peers
 

@@ -14,12 +14,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -54,10 +54,11 @@ class Team:
 
 
 Case = Callable[[Team], None]
+AnyCase = TypeVar("AnyCase", bound=Callable[..., None])
 CASES: dict[str, Case] = {}
 
 
-def case(function: Case) -> Case:
+def case(function: AnyCase) -> AnyCase:
     CASES[function.__name__.replace("_", " ")] = function
     return function
 
@@ -69,6 +70,12 @@ def same(got: Tensor, expected: Tensor) -> None:
 def numbers(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """(3, 4) ones and twos, whose sums and products every dtype holds exactly."""
     return (((torch.arange(12) + 1) * (rank + 3)) % 7 % 2 + 1).view(3, 4).to(dtype)
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    added = sum(tensors)
+    assert isinstance(added, Tensor)
+    return added
 
 
 # --------------------------------------------------------------------------------------------------------- reductions
@@ -107,7 +114,7 @@ def all_reduce_AVG(team: Team) -> None:
     for dtype in FLOATS:
         tensor = numbers(team.rank, dtype) * team.size
         dist.all_reduce(tensor, dist.ReduceOp.AVG, team.group)
-        same(tensor, sum(team.every(numbers)).to(dtype))
+        same(tensor, total(team.every(numbers)).to(dtype))
 
 
 @case
@@ -121,8 +128,8 @@ def all_reduce_bool(team: Team) -> None:
 def all_reduce_complex(team: Team) -> None:
     tensor = torch.complex(numbers(team.rank), -numbers(team.rank))
     dist.all_reduce(tensor, group=team.group)
-    total = sum(team.every(numbers))
-    same(tensor, torch.complex(total, -total))
+    expected = total(team.every(numbers))
+    same(tensor, torch.complex(expected, -expected))
 
 
 @case
@@ -157,7 +164,7 @@ def reduce_to_each(team: Team) -> None:
         tensor = numbers(team.rank)
         dist.reduce(tensor, group=team.group, group_dst=root)
         if team.rank == root:
-            same(tensor, sum(team.every(numbers)))
+            same(tensor, total(team.every(numbers)))
 
 
 @case
@@ -165,7 +172,7 @@ def reduce_scatter(team: Team) -> None:
     parts = [numbers(team.rank + part) for part in range(team.size)]
     output = torch.empty(3, 4)
     dist.reduce_scatter(output, parts, group=team.group)
-    same(output, sum(numbers(rank + team.rank) for rank in range(team.size)))
+    same(output, total(numbers(rank + team.rank) for rank in range(team.size)))
 
 
 @case
@@ -176,7 +183,7 @@ def reduce_scatter_single(team: Team) -> None:
         work = dist.reduce_scatter_tensor(output, parts, group=team.group, async_op=dtype is torch.bfloat16)
         if work is not None:
             work.wait()
-        same(output, sum(numbers(rank + team.rank) for rank in range(team.size)).to(dtype))
+        same(output, total(numbers(rank + team.rank) for rank in range(team.size)).to(dtype))
 
 
 @case
@@ -216,7 +223,7 @@ def scalars_and_nothing(team: Team) -> None:
 def not_contiguous(team: Team) -> None:
     tensor = numbers(team.rank).t()
     dist.all_reduce(tensor, group=team.group)
-    same(tensor, sum(team.every(numbers)).t())
+    same(tensor, total(team.every(numbers)).t())
     columns = torch.zeros(3, 8)
     columns[:, ::2] = numbers(team.rank)
     dist.broadcast(columns[:, ::2], group=team.group, group_src=1)
@@ -321,7 +328,8 @@ def all_to_all_single_uneven(team: Team) -> None:
 
 @case
 def objects(team: Team) -> None:
-    mine, got = {"rank": team.rank, "text": "x" * team.rank}, [None] * team.size
+    mine: dict[str, Any] = {"rank": team.rank, "text": "x" * team.rank}
+    got: list[Any] = [None] * team.size
     dist.all_gather_object(got, mine, group=team.group)
     assert [one["rank"] for one in got] == list(range(team.size))
     told: list[Any] = [mine if team.rank == 1 else None]
@@ -332,8 +340,8 @@ def objects(team: Team) -> None:
 @case
 def functional_collectives(team: Team) -> None:
     """What compiled code and DTensor call: torch finds the group by its name."""
-    total = functional.all_reduce(numbers(team.rank), "sum", team.group)
-    same(total + 0, sum(team.every(numbers)))
+    reduced = functional.all_reduce(numbers(team.rank), "sum", team.group)
+    same(reduced + 0, total(team.every(numbers)))
     parts = _scattered(torch.ones(team.size * 2), "sum", 0, team.group)
     same(parts + 0, torch.full((2,), float(team.size)))
 
@@ -399,8 +407,8 @@ def coalesced(team: Team, other: torch.dtype = torch.float32) -> None:
                 dist.all_reduce(tensor, group=team.group)
         if is_async:
             manager.wait()
-        same(tensors[0], sum(team.every(numbers)))
-        same(tensors[1], sum(team.every(numbers)).to(other)[0])
+        same(tensors[0], total(team.every(numbers)))
+        same(tensors[1], total(team.every(numbers)).to(other)[0])
 
 
 @case
@@ -430,7 +438,7 @@ def coalesced_by_device(team: Team) -> None:
         for tensor in tensors:
             dist.all_reduce(tensor, group=team.group)
     manager.wait()
-    same(tensors[1], sum(team.every(numbers)) + team.size)
+    same(tensors[1], total(team.every(numbers)) + team.size)
 
 
 # ------------------------------------------------------------------------------------------------------ point to point
@@ -551,7 +559,7 @@ def run_cases(names: list[str]) -> dict[str, str]:
     first, whose ranks in their group are other ones than in the world."""
     from tests.dist import parallel_cases
 
-    everybody, last = dist.group.WORLD, dist.new_group(range(1, WORLD))
+    everybody, last = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group(range(1, WORLD)))
     assert everybody is not None
     rank = dist.get_rank()
     outcomes = {f"{WORLD} {name}": _outcome(CASES[name], Team(everybody, rank, WORLD)) for name in names}

@@ -34,7 +34,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         parts = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
         seen = functional.scaled_dot_product_attention(*parts)
-        return hidden + self.proj(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return hidden + self.proj(seen.transpose(1, 2).flatten(2))
 
 
 class Gated(nn.Module):
@@ -47,7 +47,7 @@ class Gated(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, -1)
-        return hidden + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return hidden + self.down(functional.silu(gate) * up)
 
 
 class Places(nn.Module):
@@ -99,7 +99,7 @@ class Between(nn.Sequential):
         hidden = tokens
         for layer in self[:-1]:
             hidden = layer(hidden)
-        return self[-1](self.between(hidden) if self.training else hidden)  # type: ignore[no-any-return]
+        return self[-1](self.between(hidden) if self.training else hidden)
 
     def between(self, hidden: Tensor) -> Tensor:
         return hidden * 0.5

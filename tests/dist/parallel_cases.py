@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ def own_rows(step: int) -> Tensor:
 def close(got: nn.Module, expected: nn.Module, atol: float = 1e-6) -> None:
     for (name, mine), other in zip(got.named_parameters(), expected.parameters(), strict=True):
         value = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        torch.testing.assert_close(value, other, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(value, other, atol=atol, rtol=0, msg=partial("{}: {}".format, name))
 
 
 def ddp(_: object) -> None:
@@ -75,7 +77,7 @@ def fsdp(_: object) -> None:
 
 def pipeline(_: object) -> None:
     """The first two ranks are a stage each, one forward and one backward in turn, of four parts of the batch."""
-    pair = dist.new_group([0, 1])
+    pair: Any = dist.new_group([0, 1])
     rank = dist.get_rank()
     if rank > 1:
         return

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import TCPStore
 
@@ -78,7 +78,7 @@ def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -
         ready = wait([pipe for i, pipe in enumerate(pipes) if i not in results], timeout=deadline - time.monotonic())
         missing = sorted(set(range(len(pipes))) - set(results))
         assert ready, f"ranks {missing} were not done after {limit_s:.0f} s"
-        for pipe in ready:
+        for pipe in cast(list[Connection], ready):
             rank = pipes.index(pipe)
             done, results[rank] = _received(pipe, rank in mortal)
             assert done, f"rank {rank}:\n{results[rank]}"

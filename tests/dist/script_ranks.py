@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,29 +140,29 @@ def _arm(strike: Mapping[str, Any]) -> None:
     if strike["at"] == "step":
         count = TrainingRun._finish_step
 
-        def finish_step(run: TrainingRun) -> None:
-            count(run)
-            if run.step == strike["step"]:
+        def finish_step(self: TrainingRun) -> None:
+            count(self)
+            if self.step == strike["step"]:
                 hit()
-            elif run.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
+            elif self.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
                 time.sleep(0.1)
 
-        TrainingRun._finish_step = finish_step  # type: ignore[method-assign]
+        TrainingRun._finish_step = finish_step
         return
     include = Checkpoints.include_files
 
-    def include_files(checkpoints: Checkpoints, write: Any) -> None:
+    def include_files(self: Checkpoints, write_files: Callable[[Path], None]) -> None:
         def struck(folder: Path) -> None:
             is_its_step = folder.name.startswith(f"step-{strike['step']:08d}")
             if is_its_step and strike["at"] == "save":
                 hit()
-            write(folder)
+            write_files(folder)
             if is_its_step:
                 hit()
 
-        include(checkpoints, struck)
+        include(self, struck)
 
-    Checkpoints.include_files = include_files  # type: ignore[method-assign]
+    Checkpoints.include_files = include_files
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from toolkit.dist.batch import Batch, Share
 from toolkit.dist.session import Session
 from toolkit.dist.state import Sharded
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
+from toolkit.strategies.custom import Custom
 from toolkit.train.objectives import cross_entropy
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 4
@@ -81,7 +82,7 @@ class Residual(nn.Module):
         self.into, self.out = nn.Linear(8, 5), nn.Linear(5, 8)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.out(self.into(inputs).tanh())  # type: ignore[no-any-return]
+        return inputs + self.out(self.into(inputs).tanh())
 
 
 def plain_model() -> nn.Module:
@@ -130,14 +131,14 @@ def built(
     return strategy
 
 
-def snapshot(strategy: Strategy) -> dict[str, Tensor]:
+def snapshot(strategy: Strategy | Custom) -> dict[str, Tensor]:
     """A copy of the state, of sharded tensors the whole."""
     return {name: whole(entry).clone() for name, entry in strategy.state().items()}
 
 
 def whole(entry: Any) -> Tensor:
     if not isinstance(entry, Sharded):
-        return entry.value.detach()  # type: ignore[no-any-return]
+        return entry.value.detach()
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, [*entry.pieces()])
     found = torch.full(entry.global_shape, torch.nan)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 NORM = "1"
 
 
-def normed() -> nn.Module:
+def normed() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
 
@@ -32,7 +32,7 @@ def frozen() -> nn.Module:
     model = normed()
     model[1].eval()
     with torch.no_grad():
-        model[1].running_mean.fill_(0.3)
+        model.get_buffer(f"{NORM}.running_mean").fill_(0.3)
     return model
 
 
@@ -93,8 +93,8 @@ def test_where_data_are_split_statistics_are_the_mean_of_what_the_ranks_have_see
     ranks = run_ranks(SUBJECTS[name][1], after_steps, name)
     if name == "ddp":
         cuts = [10 * share // 3 for share in range(4)]
-        own = [alone(normed(), 1, a, b)[1] for a, b in pairwise(cuts)]
-        expected = torch.stack([norm.running_mean for norm in own]).mean(0)
+        own = [alone(normed(), 1, a, b).get_buffer(f"{NORM}.running_mean") for a, b in pairwise(cuts)]
+        expected = torch.stack(own).mean(0)
         torch.testing.assert_close(ranks[0][0][f"model/{NORM}.running_mean"], expected, atol=1e-6, rtol=0)
     for first, quiet, watched in ranks:
         assert [key for key in quiet if not torch.equal(quiet[key], watched[key])] == []

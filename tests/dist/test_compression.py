@@ -30,6 +30,7 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
+from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
@@ -78,7 +79,7 @@ def exchanges(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in KINDS:
         scheme = build_scheme(kind, pieces(kind), Wire(), session.device)
-        found[f"{kind} before"] = {name: entry.value.clone() for name, entry in scheme.state().items()}
+        found[f"{kind} before"] = {name: tensor_of(entry).clone() for name, entry in scheme.state().items()}
         left = torch.zeros(-(-SIZE // scheme.multiple) * scheme.multiple)
         for step in range(ROUNDS):
             given = torch.zeros_like(left)
@@ -117,7 +118,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_given(exchanged: list
 def test_over_all_steps_nothing_of_the_gradients_is_lost(exchanged: list[dict[str, Any]], kind: str) -> None:
     sent = sum(rounds(exchanged, kind, step)[1][:SIZE] for step in range(ROUNDS))
     left = rounds(exchanged, kind, ROUNDS - 1)[2][:, :SIZE].mean(axis=0)
-    total = sum(gradient(rank, step).astype(float) for rank in range(RANKS) for step in range(ROUNDS)) / RANKS
+    total: Any = sum(gradient(rank, step).astype(float) for rank in range(RANKS) for step in range(ROUNDS)) / RANKS
     for piece in pieces(kind):
         place = slice(piece.start, piece.start + piece.numel)
         assert np.allclose((sent + left)[place], total[place], rtol=0, atol=np.abs(total[place]).max() * 1e-5)
@@ -233,7 +234,7 @@ def train_weighted(session: Session) -> tuple[Any, Any]:
 
 def weighted_by_hand(ranks: int) -> tuple[Any, Any]:
     """The weights and each rank's residual: the gradient of a weighted mean, of which the 20 % largest are sent."""
-    weight = one_layer().weight.detach().double().numpy()  # type: ignore[union-attr, operator]
+    weight = one_layer().weight.detach().double().numpy()  # type: ignore[operator]
     residual = np.zeros((ranks, *weight.shape))
     for step in range(STEPS):
         inputs, targets = (tensor.numpy() for tensor in global_batch(step))
@@ -340,7 +341,7 @@ def leave_out(session: Session) -> tuple[Tensor, Tensor]:
 def test_a_rank_whose_pass_did_without_a_layer_takes_part_with_zeros() -> None:
     one, other = run_ranks(2, leave_out)
     model = Sometimes()
-    losses = [
+    losses: Any = [
         nn.functional.cross_entropy(model(sign * torch.ones(1, FEATURES)), torch.zeros(1, dtype=torch.long))
         for sign in (-1, 1)
     ]
@@ -404,7 +405,7 @@ def test_at_another_world_size_every_rank_starts_from_the_mean_of_what_was_left(
 # ----------------------------------------------------------------------------------------------- layers, figures
 
 
-def count_bytes(session: Session) -> dict[str, dict[str, float]]:
+def count_bytes(session: Session) -> dict[str, dict[str, float | Tensor]]:
     layers = {"1.*": 0.5, "*.out.weight": "none"}
     made = {
         "topk": compressed(session, "topk", compression_ratio=0.1, compression_layers=layers),
@@ -468,7 +469,7 @@ def test_a_pattern_without_a_parameter_and_a_type_that_would_be_rounded_are_refu
 def judge(session: Session) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logger = logging.getLogger("toolkit.strategies.compression.compressed")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_a_failing_rank_writes_its_error_file_before_it_leaves_the_group(
 ) -> None:
     env = {**os.environ, "TOOLKIT_RUN_DIR": str(tmp_path), "TOOLKIT_RUNS": str(tmp_path), "TOOLKIT_ATTEMPT": "3"}
     command = [sys.executable, "-c", CRASH, backend]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=env, text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"{then}\n"

@@ -99,8 +99,9 @@ def test_two_optimizers_step_as_in_one_process_however_the_batch_is_shared(world
 
 def idle(step: Custom, batch: Batch) -> Tensor:
     loss = step.networks["decode"](batch.inputs[:, :CLASSES]).sum() * 0
-    step.descend("decode", loss + step.networks["encode"][0].bias.sum() * 0)
-    step.descend("encode", step.networks["encode"][0].bias.sum() * 0)
+    bias = step.networks["encode"].get_parameter("0.bias")
+    step.descend("decode", loss + bias.sum() * 0)
+    step.descend("encode", bias.sum() * 0)
     return loss.detach()
 
 

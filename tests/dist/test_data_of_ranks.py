@@ -20,7 +20,7 @@ def include(session: Session, found: list[list[str]]) -> list[str]:
     told = []
     for data in found:
         loader: Any = SimpleNamespace(fingerprint=lambda data=data: data[session.rank])
-        checkpoints = Checkpoints(CheckpointConfig(), session, SimpleNamespace(), {})  # type: ignore[arg-type]
+        checkpoints = Checkpoints(CheckpointConfig(), session, SimpleNamespace(), {})
         try:
             checkpoints.include(loader)
             told.append("")

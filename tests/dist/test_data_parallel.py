@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 def train(session: Session) -> tuple[list[float], dict[str, Tensor], type, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("toolkit").addHandler(handler)
     logging.getLogger("toolkit").setLevel(logging.INFO)
     strategy = build_strategy(StrategyConfig("dp"), session, TrainConfig(accumulate=3))

@@ -55,7 +55,7 @@ class Even(nn.Module):
         self.into, self.out = nn.Linear(8, 64), nn.Linear(64, 8)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.out(self.into(inputs).relu())  # type: ignore[no-any-return]
+        return inputs + self.out(self.into(inputs).relu())
 
 
 def even_model() -> nn.Module:
@@ -114,7 +114,7 @@ class Tied(nn.Module):
         hidden = self.into(inputs) + self.out(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        return (hidden * self.scale)[:, :CLASSES]  # type: ignore[no-any-return]
+        return (hidden * self.scale)[:, :CLASSES]
 
 
 def made_where(
@@ -160,7 +160,7 @@ class NeedsValues(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(inputs) * self.slope  # type: ignore[no-any-return]
+        return self.head(inputs) * self.slope
 
 
 class HasStray(nn.Module):
@@ -172,7 +172,7 @@ class HasStray(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(inputs) * self.slope  # type: ignore[no-any-return]
+        return self.head(inputs) * self.slope
 
 
 @pytest.mark.parametrize("model", [NeedsValues, HasStray])
@@ -315,7 +315,7 @@ class Scalar(nn.Module):
         self.head, self.heat = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.tensor(1.0))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(inputs) * self.heat  # type: ignore[no-any-return]
+        return self.head(inputs) * self.heat
 
 
 def shares_weights() -> nn.Module:

@@ -18,6 +18,7 @@ from torch.nn import functional
 import toolkit
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import logged
+from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, JobFailedError
@@ -82,7 +83,7 @@ class Translate(toolkit.Job):
 
     def call(self, model: Any, batch: toolkit.Batch) -> dict[str, Tensor]:
         assert [name.partition(" ")[0] for name in batch["name"]] == ["sample"] * len(batch)
-        return model(batch["text"].ids, numbers=batch["pair"][1])  # type: ignore[no-any-return]
+        return model(batch["text"].ids, numbers=batch["pair"][1])
 
     def loss(self, model: Any, batch: toolkit.Batch) -> Any:
         return toolkit.Loss.mean(word_losses(self.call(model, batch), batch["text"]).mean())
@@ -145,7 +146,7 @@ def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobC
     state: dict[str, Tensor] = {}
     with closing(run_job.trainer_of(kind, config, None, session)) as training:
         result = training.fit()
-        state = {name: entry.value for name, entry in training.strategy.state().items()}
+        state = {name: tensor_of(entry) for name, entry in training.strategy.state().items()}
     return {"metrics": dict(result.metrics), "state": state, "step": result.step}
 
 
@@ -239,7 +240,7 @@ class Uncut(Translate):
     """Its batches are padded to the longest and packed: no row for each sample."""
 
     @staticmethod
-    def collate(samples: list[Any]) -> Any:  # type: ignore[override]
+    def collate(samples: list[Any]) -> Any:
         return {"packed": torch.cat([sample["text"].ids for sample in samples]), "count": len(samples)}
 
     def loss(self, model: Any, batch: toolkit.Batch) -> Any:
@@ -298,7 +299,7 @@ class Branching(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         taken = self.left if numbers[0, 0] % 2 else self.right
-        return taken(numbers / SAMPLES)  # type: ignore[no-any-return]
+        return taken(numbers / SAMPLES)
 
 
 class Branches(Translate):

@@ -37,6 +37,7 @@ class Tempered(nn.Module):
         super().__init__()
         self.weighs = weighs
         self.temperature = nn.Parameter(torch.tensor([first]))
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -47,7 +48,7 @@ class Tempered(nn.Module):
 
 def built(session: Session, name: str, optimizer: str, criterion: nn.Module, **train: Any) -> Strategy:
     strategy = build_strategy(SUBJECTS[name][0], session, TrainConfig(**train))
-    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))  # type: ignore[arg-type]
+    strategy.build(plain_model, OPTIMIZERS[optimizer], of_pairs(criterion), part(strategy.share, 0))
     return strategy
 
 

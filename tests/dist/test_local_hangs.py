@@ -189,7 +189,7 @@ def test_scripts_that_show_that_they_live_are_not_taken_for_dead(tmp_path: Path)
                 "-S",
                 "-c",
                 f"import subprocess, sys, time\nfrom pathlib import Path\n{code}",
-                run.path,
+                str(run.path),
             ]
             processes.append(subprocess.Popen(argv, env=marked, stdout=subprocess.DEVNULL, start_new_session=True))
             watches[name] = start_watch(run, 1, Allocation(("here",), (1,), 1), os.environ, bound_s=5.0)

@@ -215,7 +215,7 @@ def test_an_evaluation_and_a_save_inside_a_round_leave_every_replica_as_it_was()
         assert len({str(figure) for figure in figures}) == STEPS, "a model of each step was evaluated"
 
 
-def differences(session: Session) -> list[tuple[float, bool]]:
+def differences(session: Session) -> list[tuple[float | Tensor, bool]]:
     strategy = build_strategy(AVERAGE, session)
     strategy.build(plain_model, OPTIMIZERS["adamw"], of_pairs(cross_entropy), part(strategy.share, 0))
     found = []
@@ -263,6 +263,7 @@ def plain_images() -> nn.Module:
 
 
 def test_at_the_end_of_a_round_any_number_of_ranks_and_other_strategies_go_on(tmp_path: Path) -> None:
+    ways: list[tuple[int, int, StrategyConfig | str]]
     ways = [(3, 3, AVERAGE), (6, 2, AVERAGE), (7, 3, "ddp"), (8, 2, "fsdp"), (10, 2, AVERAGE)]
     for steps, world_size, config in ways:
         for result, _ in run_ranks(world_size, train_up_to(config, steps), tmp_path):
@@ -349,7 +350,7 @@ def run_ahead(session: Session, run_dir: Path) -> int:
     """Rank 0 begins step 6 while rank 1 waits in step 1 for that, and then rank 2 asks for a stop."""
     plain_at = Loader.at
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if session.rank == 0 and step == 6:
             session.store.set("rank 0 is far ahead", "1")
         if session.rank == 1 and step == 1:
@@ -357,9 +358,9 @@ def run_ahead(session: Session, run_dir: Path) -> int:
         if session.rank == 2 and step == 1:
             session.store.wait(["rank 0 is far ahead"])
             session.gate.request(STOP)
-        return plain_at(loader, step)
+        return plain_at(self, step)
 
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     config = StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(round_steps=9))
     quiet = replace(trainer.CONFIG, log_every=9, eval_every=9)
     with pytest.raises(StoppedError) as stopped:
@@ -413,7 +414,7 @@ def count_bytes() -> list[int]:
         self.register_comm_hook(None, allreduce_hook)
 
     dist.all_reduce = counted
-    nn.parallel.DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+    nn.parallel.DistributedDataParallel.__init__ = wrapped
     return sent
 
 
@@ -432,7 +433,7 @@ def test_digits_are_learned_as_well_as_by_ddp_with_a_fraction_of_the_bytes() -> 
     assert sent["diloco"] < 0.33 * sent["ddp"], "gradients in 96 of 450 steps, then weights every eight"
 
 
-def figures(session: Session) -> tuple[dict[str, float], dict[str, float]]:
+def figures(session: Session) -> tuple[dict[str, float | Tensor], dict[str, float | Tensor]]:
     strategy: Strategy = build_strategy(StrategyConfig("local_sgd", local_sgd=LocalSgdConfig(4)), session)
     strategy.build(plain_model, OPTIMIZERS["sgd"], of_pairs(cross_entropy), part(strategy.share, 0))
     strategy.figures()

@@ -6,7 +6,7 @@ Both nodes are this machine: what makes them two is that each has an agent's fil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from toolkit.checkpoint.reader import Loaded
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
 from toolkit.dist.session import Session
+from toolkit.dist.state import Json, State
 from toolkit.errors import ConfigError
 from toolkit.train.state import Checkpoints
 
@@ -69,12 +70,12 @@ def train_on_nodes(session: Session, files: Sequence[str], run_dir: Path, **opti
     resumed: list[int | None] = []
     plain_resume = Checkpoints.resume
 
-    def resume(checkpoints: Checkpoints) -> Loaded | None:
-        loaded = plain_resume(checkpoints)
+    def resume(self: Checkpoints) -> Loaded | None:
+        loaded = plain_resume(self)
         resumed.append(None if loaded is None else loaded.step)
         return loaded
 
-    Checkpoints.resume = resume  # type: ignore[method-assign]
+    Checkpoints.resume = resume
     outcome = train(session, run_dir, checkpoint=EACH_STEP, **options)
     return resumed, *outcome
 
@@ -121,11 +122,11 @@ def copied_after(session: Session, files: Sequence[str], run_dir: Path, every: i
     steps: list[int] = []
     plain_write = Memory.write
 
-    def write(own: Memory, step: int, *args: Any) -> float:
+    def write(self: Memory, step: int, state: State, meta: Mapping[str, Json]) -> float:
         steps.append(step)
-        return plain_write(own, step, *args)
+        return plain_write(self, step, state, meta)
 
-    Memory.write = write  # type: ignore[method-assign]
+    Memory.write = write
     memory._free_bytes = lambda *_: free[session.rank]
     checkpoint = CheckpointConfig(1000, memory_every_steps=every)
     try:

@@ -53,7 +53,7 @@ def tied_gpt() -> nn.Module:
 
 def windows(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    return tuple(torch.randint(256, (2, WINDOWS, LENGTH), generator=draw))  # type: ignore[return-value]
+    return tuple(torch.randint(256, (2, WINDOWS, LENGTH), generator=draw))
 
 
 def share_of_windows(share: Share, step: int) -> Batch:
@@ -121,7 +121,9 @@ def test_a_gpt_whose_layers_are_cut_by_its_own_plan_trains_like_one_process() ->
             assert sum(rank[number][0][step] for rank in ranks) == pytest.approx(loss, rel=1e-5), (name, step)
         for rank in ranks:
             for key, weight in weights.items():
-                torch.testing.assert_close(rank[number][1][f"model/{key}"], weight, atol=2e-5, rtol=0, msg=(name, key))
+                torch.testing.assert_close(
+                    rank[number][1][f"model/{key}"], weight, atol=2e-5, rtol=0, msg=f"{name}: {key}"
+                )
 
 
 def limits_after_a_step(session: Session, configs: list[StrategyConfig]) -> set[timedelta]:
@@ -239,7 +241,7 @@ def test_copies_of_shards_are_written_by_one_rank_and_the_files_together_hold_th
 
 def trained_by(session: Session, config: StrategyConfig, memory: int) -> tuple[str, dict[str, Tensor]]:
     """The layout that is taken where ranks have so much memory, rank 0 ten times as much; what comes of some steps."""
-    auto.memory_bytes = lambda *_: memory * (1 if session.rank else 10)  # type: ignore[assignment]
+    auto.memory_bytes = lambda *_: memory * (1 if session.rank else 10)
     strategy = build_strategy(config, session)
     strategy.build(even_model, adamw, of_pairs(cross_entropy), part(strategy.share, 0))
     for step in range(3):
@@ -299,7 +301,7 @@ class Counts(nn.Module):
         self.num_heads, self.into = 3, nn.Linear(FEATURES, 12)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.into(inputs)[:, :CLASSES]  # type: ignore[no-any-return]
+        return self.into(inputs)[:, :CLASSES]
 
 
 def built(session: Session, model: Callable[[], nn.Module], config: StrategyConfig) -> None:

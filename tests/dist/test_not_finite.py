@@ -34,7 +34,9 @@ OTHERS = ("fsdp", "pipeline")
 def bursting() -> nn.Module:
     """Its gradient is not finite in step 5, though all outputs are; the first pass is that of priming."""
     model, passes = trainer.plain_model(), itertools.count(-1)
-    model[1].weight.register_hook(lambda gradient: gradient * torch.inf if next(passes) == 5 else gradient)
+    model.get_parameter("1.weight").register_hook(
+        lambda gradient: gradient * torch.inf if next(passes) == 5 else gradient
+    )
     return model
 
 

@@ -75,7 +75,7 @@ def watch(loader: Loader, seen: Seen, last: Callable[[int], None]) -> None:
         seen[step] = [(position, target, row.numpy().tobytes()) for position, target, row in rows]
         return batch
 
-    loader.at = at  # type: ignore[method-assign]
+    loader.at = at
 
 
 def train(

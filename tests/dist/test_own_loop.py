@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
@@ -74,7 +75,7 @@ def ddp(run: TrainingRun) -> Iterator[None]:
     warm, rest = LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 5)
     scheduler = SequentialLR(optimizer, [warm, rest], [2])
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    seen = {"samples": 0, "by class": [0, 0]}
+    seen: dict[str, Any] = {"samples": 0, "by class": [0, 0]}
     loader = DataLoader(dataset(), 6, sampler=DistributedSampler(dataset(), run.world_size, run.rank))
     run.resumable(model=model, optimizer=optimizer, scheduler=scheduler, ema=average, seen=seen)
     for _ in run.epochs(5):
@@ -274,7 +275,7 @@ def without_us(session: Session) -> dict[str, Tensor]:
     optimizer = AdamW(model.parameters(), lr=0.01)
     warm, rest = LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 5)
     scheduler = SequentialLR(optimizer, [warm, rest], [2])
-    sampler = DistributedSampler(dataset(), session.world_size, session.rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset(), session.world_size, session.rank)
     step = count()
     for epoch in range(5):
         sampler.set_epoch(epoch)
@@ -313,7 +314,7 @@ def go_on(session: Session, folder: Path, steps: int | None) -> tuple[dict[str, 
         optimizer.step()
         run.log(loss=1.0)
     run.finish()
-    full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+    full = {name: cast(DTensor, value).full_tensor().detach() for name, value in model.named_parameters()}
     run.close()
     return full, seen
 

@@ -34,7 +34,7 @@ class Sleepy(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(self._seconds)
-        return self._model(inputs)  # type: ignore[no-any-return]
+        return self._model(inputs)
 
 
 class Noting(NullReporter):
@@ -49,7 +49,7 @@ class Noting(NullReporter):
 
 def train_beside_a_slow_rank(session: Session, run_dir: Path) -> Any:
     """The stragglers in this rank's last report; three windows are long enough here."""
-    pace.Stragglers = lambda host_of: Stragglers(host_of, windows=3, span_s=0.0)  # type: ignore[misc,assignment]
+    vars(pace)["Stragglers"] = lambda host_of: Stragglers(host_of, windows=3, span_s=0.0)
     os.environ["SLURMD_NODENAME"] = "node7"
     seconds = SLOW_S if session.rank == SLOW else USUAL_S
     reporter = Noting()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
+from tests.unit.checkpoint.ranks import tensor_of
 from tests.waiting import wait_for
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
+from toolkit.dist.batch import Batch
 from toolkit.dist.session import Session
 from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.strategies.objective import Measure, Sums
 from toolkit.strategies.parameter_server.mail import Kind, Mail
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
@@ -55,10 +58,10 @@ class Scaled(nn.Module):
         self.inner = plain_model()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.alias = self.inner[0]
+        self.alias = self.inner.get_submodule("0")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs) * self.scale + self.frozen  # type: ignore[no-any-return]
+        return self.inner(inputs) * self.scale + self.frozen
 
 
 def scaled_oracle() -> dict[str, Tensor]:
@@ -86,7 +89,7 @@ def on_two_servers(session: Session, scaled: bool) -> tuple[list[float], dict[st
     strategy.build(model, OPTIMIZERS["adamw"], of_pairs(criterion), part(strategy.share, 0))
     losses = [strategy.step(part(strategy.share, n), rates(n)).loss.item() for n in range(STEPS)]
     state = strategy.state()
-    return losses, {name: (getattr(entry, "offsets", None), entry.value.clone()) for name, entry in state.items()}
+    return losses, {name: (getattr(entry, "offsets", None), tensor_of(entry).clone()) for name, entry in state.items()}
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["weighted loss", "odd parameters"])
@@ -166,60 +169,60 @@ def die() -> None:
 
 def die_before_a_step(at: int) -> None:
     plain_at = Loader.at
-    Loader.at = lambda loader, step: die() if step == at else plain_at(loader, step)  # type: ignore[method-assign,func-returns-value]
+    Loader.at = lambda self, step: die() if step == at else plain_at(self, step)
 
 
 def die_in_the_middle_of_a_push(number: int) -> None:
     """The header has gone out, the gradient has not."""
     plain_send, pushes = Mail.send, iter(range(1000))
 
-    def send(mail: Mail, peer: int, kind: Kind, numbers: Any = (), payload: Any = None) -> None:
+    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
         if kind is Kind.PUSH and next(pushes) == number:
             import torch.distributed as dist
 
             header = [float(kind), float(payload.numel()), *map(float, numbers)]
-            dist.send(torch.tensor(header, dtype=torch.float64), peer, group=mail.group)
+            dist.send(torch.tensor(header, dtype=torch.float64), peer, group=self.group)
             die()
-        plain_send(mail, peer, kind, numbers, payload)
+        plain_send(self, peer, kind, numbers, payload)
 
-    Mail.send = send  # type: ignore[method-assign]
+    Mail.send = send
 
 
 def die_after_a_push(number: int) -> None:
     """What it has sent still counts: nobody else may compute it, too."""
     plain_send, pushes = Mail.send, iter(range(1000))
 
-    def send(mail: Mail, peer: int, kind: Kind, numbers: Any = (), payload: Any = None) -> None:
-        plain_send(mail, peer, kind, numbers, payload)
+    def send(self: Mail, peer: int, kind: Kind, numbers: Sequence[float] = (), payload: Tensor | None = None) -> None:
+        plain_send(self, peer, kind, numbers, payload)
         if kind is Kind.PUSH and next(pushes) == number:
             die()
 
-    Mail.send = send  # type: ignore[method-assign]
+    Mail.send = send
 
 
 def die_in_an_evaluation(number: int) -> None:
-    from toolkit.strategies.parameter_server import Worker
+    from toolkit.strategies.parameter_server.worker import Worker
 
     plain_evaluate, calls = Worker.evaluate, iter(range(1000))
 
-    def evaluate(worker: Worker, *args: Any) -> Any:
+    def evaluate(self: Worker, batch: Batch, measure: Measure) -> Sums:
         if next(calls) == number:
             die()
-        return plain_evaluate(worker, *args)
+        return plain_evaluate(self, batch, measure)
 
-    Worker.evaluate = evaluate  # type: ignore[method-assign]
+    Worker.evaluate = evaluate
 
 
 def die_in_a_save(number: int) -> None:
     """After it has written its part and before it says so."""
     plain_report, calls = Exchange.report, iter(range(1000))
 
-    def report(talk: Exchange, message: Any) -> None:
+    def report(self: Exchange, message: Mapping[str, Any]) -> None:
         if next(calls) == number:
             die()
-        plain_report(talk, message)
+        plain_report(self, message)
 
-    Exchange.report = report  # type: ignore[method-assign]
+    Exchange.report = report
 
 
 Deaths = dict[int, tuple[Callable[[int], None], int]]
@@ -279,14 +282,14 @@ def stop_after_a_death(session: Session, run_dir: Path) -> int:
         die_before_a_step(3)
     plain_at = Loader.at
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if session.rank == 1 and step == 6:
             session.gate.request(STOP)
             wait_for(lambda: session.gate.pending, 20, "the stop to be heard of")
-        return plain_at(loader, step)
+        return plain_at(self, step)
 
     if session.rank != 2:
-        Loader.at = at  # type: ignore[method-assign]
+        Loader.at = at
     with pytest.raises(StoppedError) as stopped:
         train(session, run_dir, config())
     return int(str(stopped.value).split()[3])

@@ -77,10 +77,10 @@ def from_its_own_start(plain_at: Callable[[Loader, int], Any]) -> Callable[[Load
     """A loader that does not know where it was: it counts the batches that it has given since it was made."""
     given: dict[int, int] = {}
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if step or given:
-            given[id(loader)] = given.get(id(loader), -1) + 1
-        return plain_at(loader, given.get(id(loader), 0))
+            given[id(self)] = given.get(id(self), -1) + 1
+        return plain_at(self, given.get(id(self), 0))
 
     return at
 
@@ -140,7 +140,7 @@ def mourn(trainer: Trainer) -> None:
             raise OSError("the disk is gone")
         return plain_at(step)
 
-    trainer._loader.at = at  # type: ignore[method-assign]
+    trainer._loader.at = at
 
 
 def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) -> None:

@@ -37,20 +37,20 @@ def spoilt(bad: Iterable[int], dies_at: int | None = None) -> Iterator[None]:
     """On the last share a NaN in the batches of the steps ``bad``; on all the disk fails in step ``dies_at``."""
     plain_at, bad = Loader.at, set(bad)
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if step == dies_at:
             raise OSError("the disk is gone")
-        batch = plain_at(loader, step)
-        share = loader._sampler._share
+        batch = plain_at(self, step)
+        share = self._sampler._share
         if step not in bad or share.index < share.count - 1:
             return batch
         return Batch((batch.inputs * torch.nan, batch.targets), batch.positions, batch.global_count)
 
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     try:
         yield
     finally:
-        Loader.at = plain_at  # type: ignore[method-assign]
+        Loader.at = plain_at
 
 
 def run(

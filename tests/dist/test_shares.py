@@ -96,7 +96,7 @@ def train(
             clock.count = len(batch)
         return batch
 
-    loader.at = at  # type: ignore[method-assign]
+    loader.at = at
     job = JobConfig(data=data)
     checkpoints = Checkpoints(CheckpointConfig(6), session, strategy, identity(job))
     schedule = partial(build_schedule, optim)

@@ -228,7 +228,7 @@ def test_running_statistics_forget_a_batch_that_is_left_out_and_other_optimizers
 DECAY = 0.8
 
 
-def warmed_up(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+def warmed_up(average: Tensor, weight: Tensor, count: Any) -> Tensor:
     """For torch's AveragedModel: ``count`` is 1 in the first step."""
     return average.lerp(weight, 1 - min(DECAY, count.item() / (9 + count.item())))
 
@@ -337,11 +337,12 @@ def torch_masks(model: nn.Module, structured: bool) -> dict[str, Tensor]:
     if not structured:
         every = [(layer, "weight") for layer in layers.values()]
         prune.global_unstructured(every, prune.L1Unstructured, amount=0.4)
-        return {f"{name}.weight": layer.weight_mask for name, layer in layers.items()}
-    masks = {}
+        return {f"{name}.weight": layer.get_buffer("weight_mask") for name, layer in layers.items()}
+    masks: dict[str, Tensor] = {}
     for name, layer in list(layers.items())[:-1]:
         prune.ln_structured(layer, "weight", 0.4, n=2, dim=0)
-        masks |= {f"{name}.weight": layer.weight_mask, f"{name}.bias": layer.weight_mask[:, 0]}
+        mask = layer.get_buffer("weight_mask")
+        masks |= {f"{name}.weight": mask, f"{name}.bias": mask[:, 0]}
     return masks
 
 

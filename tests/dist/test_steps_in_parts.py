@@ -101,7 +101,7 @@ def test_clipping_is_torchs_on_one_process_though_no_rank_has_the_whole_gradient
 
 def left_out(session: Session, config: StrategyConfig) -> Any:
     """On the samples of one share only: a NaN in steps 0 and 5, and a loss a thousand times too large in step 25."""
-    options = {"skip_bad_steps": True, "spike_factor": 10.0, "ema_decay": DECAY}
+    options: dict[str, Any] = {"skip_bad_steps": True, "spike_factor": 10.0, "ema_decay": DECAY}
     strategy = built(config, session, "adamw", layered_model, **options)
     is_last = strategy.share.index == strategy.share.count - 1
     changed, verdicts = list[str](), list[Any]()

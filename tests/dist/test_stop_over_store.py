@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -62,10 +63,13 @@ def test_ranks_stop_together_over_many_rounds(store: TCPStore) -> None:
             time.sleep(rng.random() * 0.002)
             n += 1
 
+    def all_agreed_on(saves: int) -> bool:
+        return all(len(each) >= saves for each in agreed)
+
     def ask() -> None:
         for i in range(10):
             gates[i % 4].request("save")
-            wait_for(lambda i=i: all(len(each) > i for each in agreed), LIMIT_S, "a save on all ranks")
+            wait_for(partial(all_agreed_on, i + 1), LIMIT_S, "a save on all ranks")
         propose(StoreTransport(store.clone()), 4, STOP, by="the supervisor")
 
     with ThreadPoolExecutor(5) as pool:

@@ -56,7 +56,7 @@ def train(session: Session, run_dir: Path, dies_in: int | None = None) -> tuple[
         targets.append(batch.targets.tolist())
         return batch
 
-    loader.at = at  # type: ignore[method-assign]
+    loader.at = at
     checkpoints = Checkpoints(CheckpointConfig(4), session, strategy, identity(JobConfig()))
     schedule = partial(build_schedule, optim)
     trainer = Trainer(CONFIG, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)

@@ -55,13 +55,13 @@ def attempt(session: Session, run_dir: Path, number: int, kill_after: int | None
     def with_clock(folder: Path, purge_step: int) -> sinks.TensorBoardSink:
         return plain_sink(folder, purge_step, lambda: time.time() + BEHIND.get(number, 0.0))
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if step == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain_at(loader, step)
+        return plain_at(self, step)
 
     sinks.TensorBoardSink = with_clock  # type: ignore[assignment, misc]
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     train(replace(session, attempt=number), run_dir, LONGER, checkpoint=EVERY_4)
 
 

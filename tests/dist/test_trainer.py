@@ -133,12 +133,12 @@ def die_after(
     """A crash of one rank's loader: nothing is saved on the way out."""
     plain_at = Loader.at
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         if step == steps:
             raise OSError("the disk is gone")
-        return plain_at(loader, step)
+        return plain_at(self, step)
 
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     with pytest.raises(OSError, match="the disk is gone"):
         train(session, run_dir, checkpoint=checkpoint, name=name, **options)
 
@@ -206,16 +206,16 @@ def test_the_last_evaluation_is_the_same_on_any_number_of_ranks(undisturbed: Any
 
 def stop_at(session: Session, run_dir: Path, step: int, name: str | StrategyConfig = "ddp") -> int:
     """Every rank is signalled, before it starts its ``step``-th step, at its own time and twice."""
-    plain_at = Loader.at
+    plain_at, signalled_at = Loader.at, step
 
-    def at(loader: Loader, n: int) -> Any:
-        if n == step:
+    def at(self: Loader, step: int) -> Any:
+        if step == signalled_at:
             time.sleep(0.05 * session.rank)
             session.gate.request(STOP)
             session.gate.request(STOP)
-        return plain_at(loader, n)
+        return plain_at(self, step)
 
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     with pytest.raises(StoppedError) as stopped:
         train(session, run_dir, name=name)
     return int(str(stopped.value).split()[3])
@@ -257,11 +257,11 @@ def train_by_the_clock(session: Session, run_dir: Path) -> tuple[Result, dict[st
     """Ranks whose steps take as long as they like, and which save by rank 0's clock alone."""
     plain_at = Loader.at
 
-    def at(loader: Loader, step: int) -> Any:
+    def at(self: Loader, step: int) -> Any:
         time.sleep(0.2 + 0.1 * session.rank)
-        return plain_at(loader, step)
+        return plain_at(self, step)
 
-    Loader.at = at  # type: ignore[method-assign]
+    Loader.at = at
     return train(session, run_dir, checkpoint=CheckpointConfig(None, every_min=0.01, keep=9))
 
 
@@ -291,7 +291,7 @@ def test_the_best_checkpoint_by_a_metric_is_saved_and_stays_also_through_a_resta
     manifests = {store.verify(path).step: store.manifest(path) for path in store.list()}
     assert best == min(losses), "an early one, which the newer ones must not push out"
     assert manifests.keys() == {10, 8, best}
-    assert manifests[best].meta["metrics"]["eval/loss"] == losses[best]  # type: ignore[index,call-overload]
+    assert manifests[best].meta["metrics"]["eval/loss"] == losses[best]
 
 
 def refused(session: Session, run_dir: Path) -> str:
@@ -309,10 +309,10 @@ def test_a_resume_as_another_run_is_refused_with_each_key_and_both_values(undist
 
 def wait_in_vain(session: Session, run_dir: Path) -> list[str]:
     """What rank 0 is told that waits for rank 1 in a group with the session's limit, and in one with its own."""
-    ours, own = (dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in (2, 3))
+    groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in (2, 3)]
     train(replace(session, timeout=timedelta(seconds=2)), run_dir, replace(CONFIG, max_steps=1))
     said = []
-    for group in (ours, own) if session.rank == 0 else ():
+    for group in groups if session.rank == 0 else ():
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.zeros(1), group=group)
         said.append(str(caught.value))

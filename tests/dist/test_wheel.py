@@ -112,7 +112,7 @@ def test_a_new_project_trains_and_its_own_test_passes(installed: Installed, tmp_
 
 def opens_tensorboard(installed: Installed, folder: Path) -> bool:
     """Whether TensorBoard shows the run's loss on the address that it tells."""
-    argv = [installed.toolkit, "tensorboard", "train", "--port", "0"]
+    argv = [str(installed.toolkit), "tensorboard", "train", "--port", "0"]
     with subprocess.Popen(argv, cwd=folder, env=installed.environ, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

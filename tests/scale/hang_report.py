@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 from tests.scale import Curve
@@ -14,6 +15,7 @@ from toolkit.agent import stack_digest
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Standing
 from toolkit.launch import hang
+from toolkit.launch.agents import Agents
 
 DELAY_S = 0.0005
 A_NODE = 8
@@ -52,7 +54,7 @@ def investigate(ranks: int) -> Mapping[str, object]:
     unknown = [Standing(rank, None, None, 300.0, False) for rank in range(ranks)]
     hosts = {f"node{first}": unknown[first : first + A_NODE] for first in range(0, ranks, A_NODE)}
     began = time.process_time()
-    named, _ = hang.blame(hang.look(nodes, rundir.RunDir(Path("/x")), 1, hosts, {}))
+    named, _ = hang.blame(hang.look(cast(Agents, nodes), rundir.RunDir(Path("/x")), 1, hosts, {}))
     cpu_s = time.process_time() - began
     verdict = "right" if named == [ranks - 1] else "wrong" if named else "unknown"
     figures = {

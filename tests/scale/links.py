@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from tests.scale import Curve
@@ -48,7 +48,7 @@ def play(secret_file: str, port: str, *hosts: str) -> None:
     due = deque((time.monotonic() + number / len(hosts), connection) for number, connection in enumerate(links))
     while links:
         for key, _ in selector.select(0.01):
-            connection: socket.socket = key.fileobj  # type: ignore[assignment]
+            connection = cast(socket.socket, key.fileobj)
             data = connection.recv(1 << 16)
             if not data:
                 selector.unregister(connection)

@@ -66,11 +66,11 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
         path.touch()
         path.chmod(0o666)
     python = Path(sys.executable).parent  # the image's python3
-    path = f"{programs}:{python}:{site.run('printenv', 'PATH').strip()}"
+    search = f"{programs}:{python}:{site.run('printenv', 'PATH').strip()}"
     out = site.run(
         *("toolkit", "submit", "configs/digits_ddp.yaml", f"cluster.container={image}"),
         *("cluster.nodes=2", "cluster.tasks_per_node=1", "train.epochs=100", "checkpoint.every_steps=20"),
-        PATH=path,
+        PATH=search,
         CONTAINER_LOG=str(log),
     )
     run = site.only_run()
@@ -83,7 +83,7 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
     ranks = [pid for pid, command in site.box.processes() if f"-P -m toolkit run {run.config}" in command]
     os.kill(max(ranks), signal.SIGKILL)
     wait_for(lambda: (run.result() or {}).get("state"), END_S, "the end")
-    assert run.result()["state"] == "completed"  # type: ignore[index]
+    assert run.result()["state"] == "completed"
     first, second = run.attempts()
     assert (first["cause"], first["decision"]) == ("crashed", "restart")
     assert second["step_start"] >= 20

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_sbatch_takes_a_config_and_overrides_and_the_allocation_wins(site: Site)
 )
 def test_the_script_says_what_is_missing(site: Site, env: dict[str, str], words: str) -> None:
     project = site.project(classify="")
-    home = {"TOOLKIT_HOME": str(project), **env, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    home: dict[str, Any] = {"TOOLKIT_HOME": str(project), **env, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
     out = site.run("sbatch", "--parsable", f"--output={site.folder}/out", "sbatch/ddp_4node.sh", **home)
     row = site.box.wait_job(out.strip(), END_S)
     assert row["ExitCode"] == "2:0"

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,11 @@ def hosts_of(site: Site, job: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------- a dead supervisor
 
 
+def is_another(run: RunDir, pid: int) -> bool:
+    """The supervisor is no longer the one with ``pid``."""
+    return run.status()["pid"] != pid
+
+
 def test_a_killed_supervisor_is_replaced_while_its_ranks_go_on_and_the_requeued_job_does(site: Site) -> None:
     run = start(site, *SPARE)
     ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
@@ -322,7 +328,7 @@ def test_a_killed_supervisor_is_replaced_while_its_ranks_go_on_and_the_requeued_
         before = run.status()
         os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
         since = time.time()
-        wait_for(lambda pid=before["pid"]: run.status()["pid"] != pid, 30, "another supervisor")
+        wait_for(partial(is_another, run, before["pid"]), 30, "another supervisor")
         reached(run, before["progress"]["step"] + 25)
         print(f"25 more steps {time.time() - since:.1f} s after the supervisor's death")
     assert all(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_what_a_page_shows_at_a_prompt_works(site: Site, page: str, typed: str) 
     text = "\n".join([*(command for name, command in RUNS.items() if name in typed), typed])
     for shown, fitting in FITTED:
         text = re.sub(shown, fitting, text)
-    env = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}
+    env: dict[str, Any] = {"HOME": str(site.folder), "TOOLKIT_RUNS": str(site.runs), **MPI}
     site.run("bash", "-euxc", text, cwd=project, timeout=3 * END_S, **env)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 2 * END_S, "the end of all jobs")
     results = [run.result() or {"state": f"{run.id} has no result"} for run in rundir.all_runs(site.runs)]

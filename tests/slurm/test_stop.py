@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -503,9 +504,11 @@ def test_each_element_of_an_array_resumes_itself_and_none_its_neighbour(site: Si
     def starts() -> int:
         return sum(len(path.read_text().splitlines()) for path in (site.folder / "state").glob("*.starts"))
 
+    def have_begun(count: int) -> bool:
+        return starts() >= count
+
     for _ in range(2):
-        before = starts()
-        wait_for(lambda before=before: starts() >= before + 2, END_S, "some elements to run, for 6 s each")
+        wait_for(partial(have_begun, starts() + 2), END_S, "some elements to run, for 6 s each")
         time.sleep(random.uniform(0, 3))
         site.preempt()
 
@@ -604,14 +607,13 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
     """One node, whose run folder is a small file system that is full for 30 s while it trains, then while it starts."""
     project = slow_project(site, 0.02)
     site.run("mkdir", str(site.runs))
-    node = {"node": "node1"}
-    site.box.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(site.runs)], **node)
+    site.box.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(site.runs)], node="node1")
     (site.folder / "job.sh").write_text(f'#!/bin/bash\ncd {project}\nexec toolkit supervise slow.yaml "$@"\n')
     overrides = ["train.max_steps=2000", "checkpoint.every_steps=50"]
     job = site.sbatch("--nodes=1", "--nodelist=node1", "--ntasks=2", str(site.folder / "job.sh"), *overrides)
 
     def read(name: str) -> str:
-        done = site.box.run(["sh", "-c", f"cat {site.runs}/*/*/{name}"], check=False, **node)
+        done = site.box.run(["sh", "-c", f"cat {site.runs}/*/*/{name}"], check=False, node="node1")
         return done.stdout
 
     def step() -> int:
@@ -622,7 +624,7 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
 
     wait_for(lambda: step() >= 100, END_S, "step 100")
     fill = f"cat /dev/zero > {site.runs}/filler 2>/dev/null; true"
-    site.box.run(["sh", "-c", fill], **node)
+    site.box.run(["sh", "-c", fill], node="node1")
     time.sleep(30)
     assert step() >= 100  # what was written last is still there
     site.run("scontrol", "requeue", job)
@@ -630,11 +632,11 @@ def test_a_full_disk_is_waited_out_also_by_a_job_that_comes_back(site: Site) -> 
     wait_for(again, END_S, "the job to start again")
     output = site.folder / f"slurm-{job}.out"
     wait_for(lambda: "owner.json: cannot be written" in output.read_text(), START_S, "a start on the full disk")
-    site.box.run(["rm", f"{site.runs}/filler"], **node)
+    site.box.run(["rm", f"{site.runs}/filler"], node="node1")
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
     result = json.loads(read("result.json"))
     assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2000)
     assert "No space left" in read("logs/supervisor.log") + read("logs/attempt-001/rank-0.log")
     logged = [json.loads(line) for line in read("tensorboard/metrics.jsonl").splitlines()]
     assert [line["step"] for line in logged if "train/loss" in line] == list(range(10, 2001, 10))
-    site.box.run(["umount", "-l", str(site.runs)], **node)
+    site.box.run(["umount", "-l", str(site.runs)], node="node1")

@@ -249,7 +249,7 @@ def test_a_long_file_is_brought_to_the_disk_piece_by_piece(tmp_path: Path, monke
         said.append("on the disk")
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    content = [bytes(range(250)), b"x" * 30, memoryview(b"y" * 40)]
+    content: list[bytes | memoryview] = [bytes(range(250)), b"x" * 30, memoryview(b"y" * 40)]
     fsio.write_stream(tmp_path / "file", content, lambda: said.append("moved"))
     assert (tmp_path / "file").read_bytes() == b"".join(content)
     assert said == ["on the disk", "moved"] * 3 + ["moved"]

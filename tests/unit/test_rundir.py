@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import itertools
+import secrets
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -69,10 +71,10 @@ def test_a_new_run_is_private_and_distinct(tmp_path: Path) -> None:
 
 def test_three_hundred_runs_of_one_second_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On as many nodes: each looks before the others have made theirs. Of four digits half of all times two agree."""
-    monkeypatch.setattr(rundir.time, "strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
     monkeypatch.setattr(Path, "exists", lambda _: False)
     digits = itertools.count()
-    monkeypatch.setattr(rundir.secrets, "token_hex", lambda bytes_: f"{next(digits) // 2:0{2 * bytes_}x}")
+    monkeypatch.setattr(secrets, "token_hex", lambda bytes_: f"{next(digits) // 2:0{2 * bytes_}x}")
     with ThreadPoolExecutor(8) as elements:
         runs = list(elements.map(lambda _: rundir.create("name", tmp_path), range(300)))
     assert len({run.path for run in runs}) == 300
@@ -179,7 +181,7 @@ def test_a_damaged_note_of_a_jobs_run_is_an_error_and_no_new_run(tmp_path: Path,
 
 def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = rundir.create("name", tmp_path)
-    answers = iter([OSError(errno.ESTALE, "Stale file handle"), b'{"state": "running"}'])
+    answers: Iterator[OSError | bytes] = iter([OSError(errno.ESTALE, "Stale file handle"), b'{"state": "running"}'])
 
     def read(path: Path) -> bytes:
         answer = next(answers)

@@ -90,7 +90,7 @@ class StreamLoader:
     another order.
     """
 
-    max_bad_samples = None
+    max_bad_samples: int | None = None
     is_split = True  # only the job knows which samples a stream has
     balances = False  # with unequal counts the position of each stream would depend on the clock
     ahead = 0

@@ -238,8 +238,8 @@ class TensorBoardSink:
 
         What is logged again for a step before the resumed one (the config at step 0) is dropped: it is there already.
         """
-        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         fsio.make_dir(folder, parents=1)

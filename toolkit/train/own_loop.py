@@ -270,7 +270,7 @@ class TrainingRun:
             self._epoch, self._batch = self._epoch + 1, 0
         self._epochs = None
 
-    def steps(self, loader: Iterable[Any], *, total: int | None = None) -> Iterator[Any]:
+    def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Iterator[Any]:
         """Yield a batch for each step still to be made, up to ``total`` steps of the run or to the epoch's end.
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between

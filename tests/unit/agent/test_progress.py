@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,8 @@ def test_a_rank_that_is_heard_no_more_is_silent_and_stands_where_it_was() -> Non
     assert stopped is not None
     assert waiting is not None
     assert (stopped.is_silent, waiting.is_silent) == (True, False)
-    assert (stopped.phase, stopped.step, stopped.still_s) == ("in a step", 7, pytest.approx(SILENT_S + 2))
+    assert (stopped.phase, stopped.step) == ("in a step", 7)
+    assert stopped.still_s == pytest.approx(SILENT_S + 2)
     assert node.progress.standing(1, 5) is None
     assert node.progress.standing(2, 3) is None
 
@@ -119,6 +121,7 @@ def test_a_report_arrives_as_it_was_sent() -> None:
     assert parse(told.as_bytes()) == told
 
 
+ODD: list[dict[str, Any]]
 ODD = [{"attempt": "1"}, {"rank": -1}, {"rank": True}, {"step": 1.5}, {"step": "x"}, {"count": None}, {"phase": 3}]
 ODD += [{"fields": []}, {"fields": "x"}, {"result": 7}, {"more": 1}, {"rank": 2**70}]
 GARBAGE = [b"", b"garbage", b"\xff\xfe", b"[" * 100_000, b"[]", b"7", b'"stop"', b"{}", REPORT.as_bytes()[:-1]]

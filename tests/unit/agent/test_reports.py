@@ -102,7 +102,7 @@ def test_an_address_is_that_of_a_job_on_a_node(name: str) -> None:
 def test_another_users_connection_is_closed(inbox: Inbox, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says whose it is."""
     ours = os.geteuid()
-    monkeypatch.setattr(reports.os, "geteuid", lambda: ours + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(name)
         stranger.send(b'{"attempt": 99}')

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import HashStore
@@ -16,16 +16,14 @@ from toolkit import chaos
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import Replicated, State
-
-T = TypeVar("T")
+from toolkit.dist.state import Entry, Replicated, State
 
 
-def on_ranks(count: int, body: Callable[[int, HashStore], T]) -> list[T | Exception]:
+def on_ranks(count: int, body: Callable[[int, HashStore], Any]) -> list[Any]:
     """What `body(rank, kv)` returned or raised on each rank, all of them running at the same time."""
     kv = HashStore()
 
-    def run(rank: int) -> T | Exception:
+    def run(rank: int) -> Any:
         try:
             return body(rank, kv)
         except Exception as error:
@@ -48,6 +46,12 @@ def load_alone(store: CheckpointStore, state: State, *, read_only: bool = False)
 def weights(value: float) -> State:
     """A small state whose every element is `value`."""
     return {"model/weight": Replicated(torch.full((3, 4), value)), "optim/count": Replicated(int(value))}
+
+
+def tensor_of(entry: Entry) -> torch.Tensor:
+    """The value of an entry that holds a tensor."""
+    assert isinstance(entry.value, torch.Tensor)
+    return entry.value
 
 
 class Killed(BaseException):

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, weights
+from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, weights
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import load
@@ -37,7 +38,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 def loaded_value(store: CheckpointStore) -> float:
     state = weights(0.0)
     assert load_alone(store, state)
-    return float(state["model/weight"].value.unique().item())
+    return float(tensor_of(state["model/weight"]).unique().item())
 
 
 def flip(path: Path, bit: int) -> None:
@@ -133,12 +134,12 @@ def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path: Path) -> 
     def state(rank: int, value: float) -> dict[str, Any]:
         return {"w": Replicated(torch.full((2,), value)), f"own/rank{rank}": PerRank(torch.full((2,), value))}
 
-    def write(rank: int, kv: object) -> None:
+    def write(rank: int, kv: HashStore) -> None:
         store = CheckpointStore(tmp_path)
         for step in (1, 2):
             save(store, step, state(rank, float(step)), {}, rank=rank, world_size=3, kv=kv)
 
-    def read(rank: int, kv: object) -> tuple[int, list[str], float]:
+    def read(rank: int, kv: HashStore) -> tuple[int, list[str], float]:
         live = state(rank, 0.0)
         loaded = load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
         return loaded.step, list(loaded.skipped), float(live["w"].value[0])

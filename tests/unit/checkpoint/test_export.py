@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
 from toolkit.checkpoint import export as exports
@@ -23,7 +24,7 @@ from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.dist.state import Entry, PerRank, Replicated, Sharded, State
 from toolkit.errors import CheckpointError, RequestError
 
 FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
@@ -111,7 +112,7 @@ def test_a_model_is_loaded_from_its_export(tmp_path: Path, form: str) -> None:
 def test_what_ranks_shared_is_whole_again(tmp_path: Path, form: str) -> None:
     rows, columns = torch.arange(20.0).reshape(5, 4), torch.arange(12).reshape(2, 6)
 
-    def run(rank: int, kv: object) -> Path:
+    def run(rank: int, kv: HashStore) -> Path:
         a, b = ((0, 1), (1, 1), (1, 5))[rank]
         state = {
             "model/rows": Sharded(rows[a:b].clone(), (5, 4), (a, 0)),
@@ -133,7 +134,7 @@ def test_all_tensors_come_under_the_checkpoints_names(tmp_path: Path, form: str)
     target = exported(tmp_path, form, everything=True)
     found = read_back(target, form, tensors)
     if form == "torch":
-        assert found.pop("optim/head.bias/step") == 3  # type: ignore[comparison-overlap]
+        assert found.pop("optim/head.bias/step") == 3
     assert same(found, tensors)
     if form == "safetensors":
         with safe_open(target, "pt") as file:
@@ -150,7 +151,7 @@ def test_safetensors_say_which_step_of_which_run_they_are(tmp_path: Path) -> Non
 
 
 def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
-    state: State = {}
+    state: dict[str, Entry] = {}
     for name in exports._TYPES:
         dtype = getattr(torch, name)
         bits = torch.randint(0, 2 if dtype is torch.bool else 256, (3 * dtype.itemsize,), dtype=torch.uint8)

@@ -84,7 +84,7 @@ class Nodes:
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        return results  # type: ignore[return-value]
+        return results
 
     def loads(self, newer_than: int | None = None) -> list[int | None]:
         """The step that each rank of a new attempt loads, whose every value is verified."""
@@ -383,7 +383,7 @@ def test_copies_that_do_not_fit_are_told_with_the_sum(nodes: Nodes, monkeypatch:
 
 
 def test_memory_that_is_held_already_is_not_counted_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
+    large: State = {"weights": Replicated(torch.ones(1 << 18)), "own/rank0": PerRank(torch.ones(1 << 18))}
     monkeypatch.setattr(memory, "_free_bytes", lambda: 7 << 20)
     assert nodes.memory(0).shortage(large) is None
     own = nodes.memory(0)

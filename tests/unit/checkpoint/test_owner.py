@@ -84,7 +84,7 @@ def test_an_empty_folder_of_others_is_refused_before_anything_is_trained(tmp_pat
 def test_all_ranks_hear_of_it(store: CheckpointStore) -> None:
     store.folder.chmod(0o770)
 
-    def read(rank: int, kv: object) -> object:
+    def read(rank: int, kv: HashStore) -> object:
         return load(CheckpointStore(store.folder), weights(0.0), rank=rank, world_size=3, kv=kv)
 
     outcomes = on_ranks(3, read)

@@ -69,7 +69,7 @@ def test_a_copy_that_costs_nothing_is_made_after_each_step() -> None:
 
 def copies(clock: CopyClock, ranks: list[dict[str, float]], steps: int) -> list[int]:
     """The steps after which ranks with these figures copy, all by the sums that one clock is told."""
-    made, now_s = [], 0.0
+    made, now_s = list[int](), 0.0
     for step in range(1, steps + 1):
         now_s += ranks[0]["step_s"]
         if not clock.is_due(step):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import on_ranks, weights
+from tests.unit.checkpoint.ranks import on_ranks, tensor_of, weights
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore, file_errors
@@ -91,7 +92,8 @@ def test_a_rank_that_cannot_write_is_reported_to_all(tmp_path: Path, failing: in
 def test_after_a_failed_save_the_same_ranks_can_save_the_step(tmp_path: Path) -> None:
     def run(rank: int, kv: HashStore) -> Path:
         store = CheckpointStore(tmp_path)
-        bad = {"w": Replicated(torch.zeros(1)), "x": Replicated(object() if rank == 0 else None)}
+        unwritable: Any = object()
+        bad = {"w": Replicated(torch.zeros(1)), "x": Replicated(unwritable if rank == 0 else None)}
         with pytest.raises(CheckpointError):
             save(store, 3, bad, {}, rank=rank, world_size=2, kv=kv)
         return save(store, 3, own(rank), {}, rank=rank, world_size=2, kv=kv)
@@ -188,7 +190,7 @@ def test_replicated_state_is_loaded_by_another_number_of_ranks(tmp_path: Path) -
     def read(rank: int, kv: HashStore) -> float:
         live = weights(0.0)
         assert load(CheckpointStore(tmp_path), live, rank=rank, world_size=3, kv=kv)
-        return float(live["model/weight"].value.mean())
+        return float(tensor_of(live["model/weight"]).mean())
 
     assert on_ranks(3, read) == [7.0] * 3
 
@@ -234,7 +236,7 @@ def test_a_part_that_several_ranks_hold_is_written_once_and_read_by_all(tmp_path
         return state["w"].value  # type: ignore[return-value]
 
     for rank, value in enumerate(on_ranks(4, run)):
-        assert torch.equal(value, torch.full((2, 3), 1.0 + rank % 2))  # type: ignore[arg-type]
+        assert torch.equal(value, torch.full((2, 3), 1.0 + rank % 2))
     names = sorted(path.name for path in (tmp_path / "step-00000003").iterdir())
     assert names == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
 
@@ -262,16 +264,16 @@ def test_what_averages_starts_from_the_mean_of_all_ranks_at_another_world_size(t
         load(CheckpointStore(tmp_path), state, rank=rank, world_size=ranks, kv=kv)
         return state[f"residual/rank{rank}/w"].value  # type: ignore[return-value]
 
-    assert [found.tolist() for found in on_ranks(ranks, run)] == [[[2.5] * 3] * 2] * ranks  # type: ignore[union-attr]
+    assert [found.tolist() for found in on_ranks(ranks, run)] == [[[2.5] * 3] * 2] * ranks
     same = on_ranks(3, lambda r, kv: load(CheckpointStore(tmp_path), averaged(r, 0.0), rank=r, world_size=3, kv=kv))
     assert not [outcome for outcome in same if isinstance(outcome, Exception)]
 
 
 def test_beside_what_averages_another_world_size_is_refused_for_what_does_not(tmp_path: Path) -> None:
-    both = [averaged(rank, 0.0) | own(rank) for rank in range(2)]
+    both = [{**averaged(rank, 0.0), **own(rank)} for rank in range(2)]
     on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, both[r], {}, rank=r, world_size=2, kv=kv))
     with pytest.raises(CheckpointError, match="it holds values of each of 2 ranks, and now there are 1"):
         load(CheckpointStore(tmp_path), both[0], rank=0, world_size=1, kv=None)
-    missing = averaged(0, 0.0) | {"residual/rank0/v": PerRank(torch.zeros(1), averages=True)}
+    missing = {**averaged(0, 0.0), "residual/rank0/v": PerRank(torch.zeros(1), averages=True)}
     with pytest.raises(CheckpointError, match="residual/rank1/v is not in the checkpoint"):
         load(CheckpointStore(tmp_path), missing, rank=0, world_size=1, kv=None)

@@ -197,7 +197,7 @@ def test_an_error_of_the_file_system_comes_with_advice(
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(storage.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     found = storage.check_shared(shared, "word", "node1")
     assert found.severity == "bad"
     assert os.strerror(number) in found.text
@@ -231,7 +231,7 @@ def disk(free_bytes: float, inodes: int, total_inodes: int = 10**6) -> Callable[
 def test_room_is_bytes_and_inodes(
     monkeypatch: pytest.MonkeyPatch, stat: Callable[[Path], os.statvfs_result], severity: str
 ) -> None:
-    monkeypatch.setattr(storage.os, "statvfs", stat)
+    monkeypatch.setattr(os, "statvfs", stat)
     assert storage.check_space("temp space", Path("/tmp")).severity == severity
 
 
@@ -315,7 +315,7 @@ def test_the_active_infiniband_ports_are_the_figure(tmp_path: Path) -> None:
 
 def test_a_slow_look_up_is_a_warning_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 110.2])
-    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     found = host.check_look_up("10.0.0.1", lambda _: None)
     assert found.severity == "warning"
     assert "took 10.2 s" in found.text

@@ -91,7 +91,12 @@ def numbers(p: Placement) -> tuple[int, ...]:
     return (p.rank, p.world_size, p.local_rank, p.local_world_size, p.node_rank, p.nodes)
 
 
-SUPERVISED = {"TOOLKIT_RUN_DIR": "runs/a/1", "TOOLKIT_ATTEMPT": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+SUPERVISED: dict[str, Any] = {
+    "TOOLKIT_RUN_DIR": "runs/a/1",
+    "TOOLKIT_ATTEMPT": "0",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "4000",
+}
 
 CASES: dict[str, tuple[dict[str, str], str, tuple[int, ...]]] = {
     "nothing set": ({}, "alone", (0, 1, 0, 1, 0, 1)),

@@ -77,13 +77,13 @@ def test_of_ten_thousand_nodes_none_is_dead_that_could_not_be_asked(full: int, m
                 raise OSError(errno.EMFILE, "Too many open files")
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(reachable.socket, "socket", Scarce)
+    monkeypatch.setattr(socket, "socket", Scarce)
     assert unreachable(nodes, full, here=HERE, timeout_s=0.2) == asked
 
     def away(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    monkeypatch.setattr(reachable.socket, "getaddrinfo", away)
+    monkeypatch.setattr(socket, "getaddrinfo", away)
     assert unreachable(nodes[:99], full, here=HERE, timeout_s=0.2) == set()
 
 
@@ -98,6 +98,6 @@ def test_a_name_that_the_name_server_does_not_tell_in_time_is_not_dead(
         return look_up(HERE if name == "slow" else name, *args, **kwargs)
 
     monkeypatch.setattr(reachable, "LOOK_UP_S", 0.2)
-    monkeypatch.setattr(reachable.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     assert unreachable(["slow", THERE], listener.getsockname()[1], here=HERE) == {THERE}
     released.set()

@@ -253,7 +253,7 @@ def test_the_toolkits_own_keys_are_read_from_their_source_as_they_are() -> None:
 
 # ------------------------------------------------------------------------------------------- the same as Python's own
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=6)
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=6)
 SCALARS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(-(10**20), 10**20),
     "float": st.floats(allow_nan=False, allow_infinity=False),

@@ -264,7 +264,7 @@ def test_every_key_reads_back_equal(tmp_path: Path) -> None:
         section, leaf = section_of(config, key), key.rpartition(".")[2]
         hint = get_type_hints(type(section))[leaf]
         if get_origin(hint) in (list, dict):
-            values = {"${a}.0755": text, "b": "no"} if get_origin(hint) is dict else [text, "0755"]
+            values: Any = {"${a}.0755": text, "b": "no"} if get_origin(hint) is dict else [text, "0755"]
             held = get_args(hint)[-1]
             if held is float:
                 values = [0.5, -0.0]

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.error import URLError
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.nn import functional
 from toolkit.config import DataConfig
 from toolkit.data import datasets
 from toolkit.data.datasets import Datasets, build_datasets, fetch
-from toolkit.data.loader import BatchedSamples, Loader
+from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.memory import RandomShift
 from toolkit.dist.batch import Batch, Share
 from toolkit.errors import DataMissingError, RequestError
@@ -98,7 +98,8 @@ def test_digits_are_the_1797_real_images() -> None:
     images = torch.cat([train, test]) * 0.3760 + 0.3053
     pixels = (images * 16).round()
     assert torch.allclose(images * 16, pixels, atol=1e-4)
-    assert (pixels.min(), pixels.max(), len(pixels.unique(dim=0))) == (0, 16, 1797)  # no two images are equal
+    assert (pixels.min().item(), pixels.max().item()) == (0, 16)
+    assert len(pixels.unique(dim=0)) == 1797, "no two images are equal"
     # class counts of the test set in optdigits.names of UCI
     counts = torch.bincount(torch.cat([train_targets, test_targets])).tolist()
     assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -201,7 +202,7 @@ def test_evaluation_images_are_normalised_centre_crops(tmp_path: Path) -> None:
     sets = build_datasets(DataConfig(name="image_folder", root=str(tmp_path), image_size=28))
     pixels = torch.from_numpy(images_of(20, 32, 32, 3)[2:30, 2:30]).permute(2, 0, 1) / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    torch.testing.assert_close(sets.eval[0][0], (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+    torch.testing.assert_close(cast(Samples, sets.eval)[0][0], (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1))
 
 
 def test_image_folder_augmentation_depends_on_the_position_alone(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_image_folder_augmentation_depends_on_the_position_alone(tmp_path: Path)
 
 def test_synthetic_data_is_the_same_in_every_version() -> None:
     sets = build_datasets(DataConfig(name="synthetic", image_size=4))
-    inputs, targets = sets.train.batch(np.arange(8))
+    inputs, targets = cast(BatchedSamples, sets.train).batch(np.arange(8))
     assert targets.tolist() == [9, 0, 6, 2, 2, 2, 4, 0]
     assert inputs[0, 0, 0].tolist() == pytest.approx([-0.5188506, 1.6007397, -0.3786254, -0.1752949], abs=1e-6)
 
@@ -243,8 +244,8 @@ def test_what_comes_in_at_the_edge_of_a_shifted_image_is_black(tmp_path: Path, m
     """And not 0, which after the normalisation is a grey."""
     write_cifar10(tmp_path, monkeypatch)
     for name in ("digits", "cifar10"):
-        sets = build_datasets(DataConfig(name=name, root=str(tmp_path), augment=True))
-        black, shifted = sets.train._dataset.background, torch.stack([sets.train[0][0] for _ in range(40)])  # type: ignore[union-attr]
+        train: Any = build_datasets(DataConfig(name=name, root=str(tmp_path), augment=True)).train
+        black, shifted = train._dataset.background, torch.stack([train[0][0] for _ in range(40)])
         assert (black < -0.8).all()
         edges = shifted[..., 0, :] == black[..., 0]
         assert edges.all(1).all(1).any(), f"{name}: of 40 images some have moved down"

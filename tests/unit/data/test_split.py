@@ -123,4 +123,4 @@ def test_the_config_builds_it_and_a_checkpoint_knows_the_number_of_parts() -> No
 @pytest.mark.parametrize("more", [{"split": "hash"}, {"share": "auto"}])
 def test_streams_keep_their_shares(more: Any) -> None:
     with pytest.raises(ConfigError, match="a stream of its own"):
-        build_stream_loader(lambda *_: None, DataConfig(**more), Share(0, 1), dataset_size=9, seed=0)  # type: ignore[arg-type,return-value]
+        build_stream_loader(lambda *_: None, DataConfig(**more), Share(0, 1), dataset_size=9, seed=0)

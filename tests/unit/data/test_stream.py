@@ -17,6 +17,7 @@ from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
 from toolkit.data.stream import StreamLoader, build_stream_loader
 from toolkit.dist.batch import Batch, Share
+from toolkit.dist.state import Json
 from toolkit.errors import ConfigError, JobFailedError
 from toolkit.train.loop import Batches
 
@@ -56,7 +57,7 @@ def test_a_share_reads_its_own_stream_epoch_after_epoch_and_each_epoch_whole(und
 def test_samples_stand_at_the_positions_of_a_data_set_with_an_index_and_have_the_same_seeds(
     undisturbed: list[Any],
 ) -> None:
-    indexed = Loader(range(100), global_batch_size=10, seed=3, share=SHARE)  # type: ignore[arg-type]
+    indexed = Loader(range(100), global_batch_size=10, seed=3, share=SHARE)
     source = loader()
     for step, (inputs, _, positions, count) in enumerate(undisturbed):
         part = indexed._sampler.at(step)
@@ -97,7 +98,7 @@ def test_a_worker_that_is_ahead_changes_nothing(undisturbed: list[Any]) -> None:
 
 
 def test_a_worker_whose_priming_was_the_step_before_the_resume_begins_anew(undisturbed: list[Any]) -> None:
-    other = {"next_step": 1, "stream": {"epoch": 1, "taken": 2}}
+    other: Json = {"next_step": 1, "stream": {"epoch": 1, "taken": 2}}
     with closing(loader(workers=1)) as resumed:
         resumed.at(0)
         resumed.restore(other)

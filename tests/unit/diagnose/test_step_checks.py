@@ -14,7 +14,7 @@ from toolkit.cluster.checks import Answer, Finding, Request, ok
 from toolkit.cluster.checks.verdict import Report, judge
 from toolkit.diagnose import step_checks
 from toolkit.diagnose.step_checks import ask_nodes
-from toolkit.launch.talk import Complaint, Ended, Events, Said
+from toolkit.launch.talk import Complaint, Ended, Events, Said, Talk
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 REQUEST = Request("/runs/.preflight", "word", [1, 2, 3, 4])
@@ -25,7 +25,10 @@ def line(host: str, *findings: Finding, at: float | None = None) -> str:
     return json.dumps(asdict(Answer(host, at - 0.2, at, (ok("cpus", "4"), *findings), "node[1-4]")))
 
 
-class Step:
+Lines = dict[str, list[str | Complaint]]
+
+
+class Step(Talk):
     """A step whose tasks say these lines, one well node each by default."""
 
     def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | Complaint]], *, ends: bool) -> None:
@@ -94,8 +97,8 @@ def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
     """Also that of one which says nothing itself."""
-    gone = {"node 3": [Complaint("srun: error: node3: task 2: Exited with exit code 2")]}
-    lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
+    gone: Lines = {"node 3": [Complaint("srun: error: node3: task 2: Exited with exit code 2")]}
+    lines: Lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
     hosts = [f"node {number}" for number in range(1, 5)]
     nodes, errors, took_s = ask_nodes(
         REQUEST, hosts, lambda _, hosts: Step(hosts, lines | gone, ends=True), is_queued=True
@@ -155,7 +158,7 @@ def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> N
 
 def test_thousands_of_nodes_with_texts_of_their_own_are_told_apart() -> None:
     hosts = [f"node{number}" for number in range(5000)]
-    said = {
+    said: Lines = {
         host: [f"its own trouble {host}", Complaint(f"srun: error: {host}: task {task}: Exited with exit code 1")]
         for task, host in enumerate(hosts)
     }

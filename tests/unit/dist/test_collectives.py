@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.dist import collectives
@@ -22,8 +23,8 @@ def test_offloaded_values_are_summed_by_a_group_that_serves_gpus_alone(
     def gather(rows: torch.Tensor, part: torch.Tensor, group: Any) -> None:
         sent.extend((rows.device.type, part.device.type))
 
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(collectives.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
     group: Any = SimpleNamespace(_device_types=[torch.device(kind) for kind in served])
     with FakeTensorMode():
         total = collectives.sum_in_order(torch.zeros(3), group)

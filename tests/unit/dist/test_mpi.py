@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from toolkit.dist import session
 from toolkit.errors import ConfigError, StoppedError
@@ -63,7 +64,7 @@ def test_importing_the_backend_opens_nothing() -> None:
 
 
 def test_a_torch_with_mpi_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session.dist, "is_mpi_available", lambda: True)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     assert session.choose_backend("mpi") == "mpi"
 
 

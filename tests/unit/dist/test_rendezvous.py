@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from toolkit import rundir
 from toolkit.dist import rendezvous, session
@@ -30,6 +30,7 @@ def test_a_rank_that_is_alone_listens_on_the_loopback_only(tmp_path: Path, monke
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     store = rendezvous.open_store(0, 1, TIMEOUT, tmp_path)
+    assert isinstance(store, TCPStore)
     assert (refuses("127.0.0.1", store.port), refuses("127.0.0.2", store.port)) == (False, True)
 
 

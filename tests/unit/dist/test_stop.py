@@ -175,7 +175,7 @@ def test_a_dead_rank_is_not_waited_for_in_any_round_once_it_is_buried(gates: Cal
     first, second, _dead = gates(3)
     for gate in (first, second, _dead):
         gate.boundary(5)
-    _dead._acknowledge = lambda *_: None  # type: ignore[method-assign]  # says nothing more
+    _dead._acknowledge = lambda *_: None  # says nothing more
     second.request("save")
     acknowledged([first, second])
     first.bury(2)  # while they wait for it
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_after_its_acknowledgement_is_missed_in_the_next_round(
     first, second, dead = gates(3)
     first.request("save")
     agreed([first, second, dead])
-    dead._acknowledge = lambda *_: None  # type: ignore[method-assign]
+    dead._acknowledge = lambda *_: None
     first.bury(2)  # of the round that it has acknowledged and not come to
     assert [gate.boundary(0) for gate in (first, second)] == ["save"] * 2
     second.request(STOP)

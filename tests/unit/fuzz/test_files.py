@@ -175,12 +175,12 @@ def _said_by(read: Any, run: RunDir) -> str:
     warnings: list[str] = []
     log, kept = records.log, records.log.warning
     try:
-        log.warning = lambda text, *args: warnings.append(text % args)  # type: ignore[method-assign, assignment]
+        log.warning = lambda text, *args: warnings.append(text % args)
         read(run)
     except ToolkitError as error:
         return str(error)
     finally:
-        log.warning = kept  # type: ignore[method-assign]
+        log.warning = kept
     return "\n".join(warnings)
 
 

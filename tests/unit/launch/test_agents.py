@@ -78,7 +78,7 @@ class Site:
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", **environ}
         if self.attempt == 1:
             self.launcher.prepare(self.allocation.hosts, ["sh"], environ, self.events)
-        self.store = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
+        self.store: Any = self.launcher.start_store(self.attempt, 1, "127.0.0.1", environ, self.events)
         command = ["sh", "-c", script]
         return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
 

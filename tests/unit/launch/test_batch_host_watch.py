@@ -206,7 +206,7 @@ def test_a_job_that_is_cancelled_just_before_the_requeue_stays_so(world: World) 
         world.slurm.cancel(job_id)
         requeue(job_id, if_running=if_running)
 
-    world.slurm.requeue = cancelled_first  # type: ignore[method-assign]
+    world.slurm.requeue = cancelled_first
     batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None

@@ -437,7 +437,7 @@ def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -
     owner = ownership.read(run)
     assert owner is not None
     follow_up.close(run, "1", owner.token, slurm, "2")
-    assert [slurm.show_job(job).state for job in "23"] == ["RUNNING", "CANCELLED"]  # type: ignore[union-attr]
+    assert [slurm.show_job(job).state for job in "23"] == ["RUNNING", "CANCELLED"]
 
 
 def test_of_follow_up_jobs_those_behind_a_cancelled_one_are_cancelled_too(run: RunDir) -> None:
@@ -446,7 +446,7 @@ def test_of_follow_up_jobs_those_behind_a_cancelled_one_are_cancelled_too(run: R
     assert still_waiting(["2", "3"], slurm) == ["2", "3"]
     slurm.cancel("2")
     assert still_waiting(["2", "3"], slurm) == []
-    assert slurm.show_job("3").state == "CANCELLED"  # type: ignore[union-attr]
+    assert slurm.show_job("3").state == "CANCELLED"
     slurm.is_up = False
     assert still_waiting(["2", "3"], slurm) == ["2", "3"]
 

@@ -254,11 +254,13 @@ def test_slurm_says_how_long_a_job_has_waited(
     allocation = Allocation(("here",), (1,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
     start = journal.begin(JobRow("1", "RUNNING", submit_time=end + submit_s, start_time=end + start_s))
-    assert (start.since, start.best_step) == (pytest.approx(end), 7)
+    assert start.since == pytest.approx(end)
+    assert start.best_step == 7
     assert start.queue_s == pytest.approx(queue_s, abs=1e-3)
     assert start.ready == pytest.approx(time.time() if ready_s is None else end + ready_s, abs=1.0)
     again = journal.begin(None)
-    assert (again.submitted, again.queue_s, again.ready) == (None, 0.0, pytest.approx(time.time(), abs=1.0))
+    assert (again.submitted, again.queue_s) == (None, 0.0)
+    assert again.ready == pytest.approx(time.time(), abs=1.0)
 
 
 def test_the_first_step_is_dated_by_the_report_that_came_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from traceback import FrameSummary
+from typing import cast
 
 import pytest
 
@@ -23,6 +24,7 @@ from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Standing
 from toolkit.agent.stack_digest import Seen, awaits, collect, digest, from_json, group, merge
 from toolkit.launch import hang
+from toolkit.launch.agents import Agents
 from toolkit.launch.hang import blame, debug_environment
 from toolkit.rundir import RunDir
 from toolkit.stacks import main_stack
@@ -405,7 +407,7 @@ def test_of_ten_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
     count, culprit = 10_000, 54_321
     nodes = Nodes({f"node{node}": answer_of(node, culprit) for node in range(count)})
     begun = time.monotonic()
-    groups = hang.look(nodes, run, 1, unknown(count), {})
+    groups = hang.look(cast(Agents, nodes), run, 1, unknown(count), {})
     named, line = blame(groups)
     assert time.monotonic() - begun < 10
     assert len(groups) == 2
@@ -416,7 +418,7 @@ def test_of_ten_thousand_nodes_the_one_rank_that_works_is_named(run: RunDir) -> 
 def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)}, silent=["node1"])
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang.look(nodes, run, 1, unknown(3), known))
+    culprits, line = blame(hang.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == list(node_ranks(1))
     gone = "does not answer (stopped, or its node is gone), 40 s (ranks 9-15 as well)"
     assert line == f"{gone}; 16 others in all_reduce"
@@ -425,7 +427,7 @@ def test_a_node_that_is_silent_is_taken_for_the_one_that_all_wait_for(run: RunDi
 def test_a_node_that_does_not_answer_in_time_blames_nobody(run: RunDir) -> None:
     nodes = Nodes({f"node{node}": answer_of(node) for node in (0, 2)})
     known = {"node1": Digest(1, A_NODE, 0, 99, 7, 7)}
-    culprits, line = blame(hang.look(nodes, run, 1, unknown(3), known))
+    culprits, line = blame(hang.look(cast(Agents, nodes), run, 1, unknown(3), known))
     assert culprits == []
     assert "no time to read the stacks of 8 of 24 ranks; 16 ranks in all_reduce" in line
 

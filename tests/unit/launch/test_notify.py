@@ -15,8 +15,9 @@ from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.launch import entry, intent, notify, supervisor
+from toolkit.launch import entry, intent, notify
 from toolkit.launch.allocation import Allocation
+from toolkit.launch.ending import Ending
 from toolkit.launch.intent import Intent
 from toolkit.launch.supervisor import Supervisor
 from toolkit.logs import LOGGER
@@ -180,7 +181,7 @@ def test_it_is_called_when_the_supervisor_itself_fails(
 
 def test_a_run_that_goes_on_tells_nobody(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that Slurm takes back has no result; the one that Slurm starts after its end has told it already."""
-    monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: supervisor.Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
+    monkeypatch.setattr(Supervisor, "_run_attempts", lambda self: Ending("preempted", "requeue", ""))  # type: ignore[arg-type]
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1), Ranks(), None).run()
     run.write_result({"state": "completed"})
     Supervisor(run, JobConfig(), Allocation(("here",), (4,), 1, restart_count=1), Ranks(), None).run()

@@ -126,7 +126,7 @@ def test_what_waits_is_ended_with_its_follow_up_job_and_has_a_result(
     preempted(run, slurm)
     assert main([how, run.id]) == EXIT_DONE
     assert (run.result() or {})["state"] == state
-    assert [slurm.show_job(job).state for job in "23"] == ["CANCELLED"] * 2  # type: ignore[union-attr]
+    assert [slurm.show_job(job).state for job in "23"] == ["CANCELLED"] * 2
 
 
 def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: FakeSlurm) -> None:
@@ -172,7 +172,7 @@ def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunD
     slurm.cancel("4")
     assert first.requeue() is ending.Slurm.REQUEUED  # by itself: nobody follows any more
     assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
-    assert slurm.show_job(job).state == "PENDING"  # type: ignore[union-attr]
+    assert slurm.show_job(job).state == "PENDING"
 
 
 def waits_for(slurm: FakeSlurm, job: str) -> str:
@@ -229,7 +229,7 @@ def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, s
     comeback = Comeback(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
     comeback.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
     slurm.finish(job, exit_code=1)
-    assert slurm.show_job(job).state == "FAILED"  # type: ignore[union-attr]
+    assert slurm.show_job(job).state == "FAILED"
 
 
 # --------------------------------------------------------------------------------------------------- whose the run is
@@ -265,7 +265,7 @@ def test_what_an_earlier_owner_writes_too_late_is_corrected(run: RunDir) -> None
     claim = Claim.of_job(run, allocation("2"), token_of(run))
     run.write_owner(late)
     assert claim.holds()
-    assert ownership.read(run).job_id == "2"  # type: ignore[union-attr]
+    assert ownership.read(run).job_id == "2"
 
 
 def at_once(*calls: Callable[[], object]) -> list[object]:

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from toolkit import fsio
 from toolkit.agent.link import Message
-from toolkit.cluster.checks import Answer, Finding, Request, ok
-from toolkit.cluster.checks.verdict import Heard, judge
+from toolkit.cluster.checks import Answer, Finding, Request, ok, storage
+from toolkit.cluster.checks.verdict import Heard, Report, judge
 from toolkit.launch import preflight
 from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.allocation import Allocation
-from toolkit.launch.preflight import Report, check_nodes
+from toolkit.launch.preflight import check_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 
@@ -134,7 +135,7 @@ def test_nothing_is_said_of_healthy_nodes(tmp_path: Path) -> None:
 def test_one_sick_node_is_bad_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play, words: str
 ) -> None:
-    monkeypatch.setattr(preflight.storage, "SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(storage, "SEEN_WITHIN_S", 0.1)
     report = examined(tmp_path, {"node3": play})
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
@@ -201,7 +202,7 @@ def test_a_folder_that_we_cannot_write_to_ourselves_is_the_runs_trouble(tmp_path
 def test_a_folder_that_hangs_hangs_no_more_than_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(preflight, "FOLDER_LIMIT_S", 0.1)
-    monkeypatch.setattr(preflight.fsio, "make_dir", lambda _, parents: released.wait(20))
+    monkeypatch.setattr(fsio, "make_dir", lambda _, parents: released.wait(20))
     report = examined(tmp_path, {})
     released.set()
     assert "no answer within 0.1 s" in report.common[0]
@@ -258,10 +259,8 @@ def test_ten_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(mo
     nodes = 10_000
     hosts = [f"node{number}" for number in range(nodes)]
     reads: list[Path] = []
-    read_soon: Callable[..., str | None] = preflight.storage.read_soon
-    monkeypatch.setattr(
-        preflight.storage, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest)
-    )
+    read_soon: Callable[..., str | None] = storage.read_soon
+    monkeypatch.setattr(storage, "read_soon", lambda path, *rest: reads.append(path) or read_soon(path, *rest))
 
     class Many(Agents):
         def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:

@@ -11,13 +11,13 @@ import pytest
 
 from toolkit.launch.allocation import Allocation
 from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.talk import Complaint, Ended, Events, Said
+from toolkit.launch.talk import Complaint, Ended, Events, Said, Talk
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks
 
 
-class Nodes:
+class Nodes(Talk):
     """Two nodes with two ranks each, and the time."""
 
     def __init__(self) -> None:
@@ -110,7 +110,8 @@ def test_stacks_are_waited_for_until_each_node_has_answered_or_is_gone(caplog: p
 
 def test_lines_that_are_no_words_of_ours_change_nothing() -> None:
     nodes = Nodes()
-    for message in ([], 1, "x", {}, {"rank": "x"}, {"rank": 0, "is": "silent", "still_s": None}):
+    messages: list[Any] = [[], 1, "x", {}, {"rank": "x"}, {"rank": 0, "is": "silent", "still_s": None}]
+    for message in messages:
         nodes.says(message)
     assert not nodes.is_stuck()
     assert nodes.watch.standings() == []

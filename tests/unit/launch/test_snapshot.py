@@ -192,7 +192,9 @@ def test_links_of_packages_arrive_and_lead_neither_out_nor_in_a_circle(
     (data / "0.png").write_text("x")
     (project / "jobs/loop").symlink_to(".")
     (project / "alias").symlink_to("jobs")
-    for name, target in {"lib": outside, "twice": outside, "images": data, "all": "/", "gone": "/not/there"}.items():
+    targets: dict[str, Path | str]
+    targets = {"lib": outside, "twice": outside, "images": data, "all": "/", "gone": "/not/there"}
+    for name, target in targets.items():
         (project / name).symlink_to(target)
     if with_git:
         git(project, "init", "-q")

@@ -17,7 +17,7 @@ import pytest
 from toolkit.cluster.commands import Step
 from toolkit.launch import patience
 from toolkit.launch.srun import Srun, parse_srun_line
-from toolkit.launch.steps import LaunchFailed, NodeFailed, tethered
+from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, tethered
 
 TIMEOUT_S = 20
 
@@ -38,7 +38,7 @@ def test_srun_says_which_rank_ended_how(
     line: str, ranks: tuple[int, ...], host: str, how: str, number: signal.Signals | None
 ) -> None:
     ended = parse_srun_line(line + "\n", ["node1"] * 8)
-    assert ended is not None
+    assert isinstance(ended, RankEnded)
     assert (ended.ranks, ended.host, ended.signal) == (ranks, host, number)
     assert how in ended.how
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -301,7 +302,7 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
 def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a thousand people with `--follow` were 33 questions a second to the controller."""
     asked, now, status = list[float](), 1000.0, {"state": "queued", "updated": 0.0}
-    monkeypatch.setattr(submit.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
     monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
     monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)

@@ -44,7 +44,7 @@ class Store:
         Store.proposed = []
         Store.on_propose = lambda: None
 
-    on_propose: Callable[[], None]
+    on_propose: Callable[[], object]
 
     def propose(self, kind: str, by: str) -> None:
         assert not self._closed, "its pipe is closed"

@@ -18,6 +18,7 @@ from tests.unit.launch.test_supervisor import NodeAgents, Ranks, Store, complete
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.agent.tether import SIGNALS
+from toolkit.cluster.checks.verdict import Report
 from toolkit.cluster.commands import Settings
 from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
@@ -28,7 +29,6 @@ from toolkit.launch.allocation import Allocation
 from toolkit.launch.journal import Journal
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.ownership import Claim, Overtaken
-from toolkit.launch.preflight import Report
 from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
 from toolkit.launch.stop_path import Signalled
 from toolkit.launch.supervisor import Supervisor
@@ -289,7 +289,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
         slurm.cancel(job_id)
         requeue(job_id, if_running=if_running)
 
-    slurm.requeue = cancelled_first  # type: ignore[method-assign]
+    slurm.requeue = cancelled_first
     supervise(run, slurm, Ranks(stops))
     assert (run.result() or {})["state"] == run.status()["state"] == "cancelled"
     assert run.attempts()[0]["decision"] == "requeue"
@@ -377,7 +377,7 @@ def test_what_was_asked_of_ranks_that_are_taken_over_is_asked_again(run: RunDir,
     leave(run, state="stopping", stop="user")
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(stops), slurm).run("killed") == EXIT_STOPPED
     assert Store.proposed == ["stop"]
-    assert run.result()["state"] == "stopped"  # type: ignore[index]
+    assert run.result()["state"] == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -648,7 +648,7 @@ def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, prefl
     for _ in range(3):
         codes.append(supervise(run, slurm, Ranks(completes)))
         slurm.advance(200)
-        if slurm.show_job("1").state == "PENDING":  # type: ignore[union-attr]
+        if slurm.show_job("1").state == "PENDING":
             slurm.start("1", "node[1-3]")
     assert codes == [75, 75, 0]
     assert (run.result() or {})["state"] == "completed"
@@ -765,7 +765,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     assert entry._supervise(run, "slurm", None, None) == EXIT_STOPPED
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    assert slurm.show_job("1").restarts == (0 if follow_up else 1)  # type: ignore[union-attr]
+    assert slurm.show_job("1").restarts == (0 if follow_up else 1)
     assert run.result() is None
 
 
@@ -797,4 +797,4 @@ def test_an_expedited_job_is_not_held_in_the_queue_when_its_run_has_ended(
     with pytest.raises(SystemExit):
         entry.supervise(str(run.path), "slurm")
     slurm.finish(job, exit_code=EXIT_STOPPED)
-    assert slurm.show_job(job).state == state  # type: ignore[union-attr]
+    assert slurm.show_job(job).state == state

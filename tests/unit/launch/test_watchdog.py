@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,11 @@ def test_one_rank_that_gets_on_is_enough(what: str) -> None:
 
     def gets_on() -> None:
         moment = next(moments)
-        changed = {"step": {"done": 11 + moment}, "count": {"count": moment}, "phase": {"doing": f"phase {moment}"}}
+        changed: dict[str, dict[str, Any]] = {
+            "step": {"done": 11 + moment},
+            "count": {"count": moment},
+            "phase": {"doing": f"phase {moment}"},
+        }
         attempt.say(1, **{"done": 10, **changed[what]})
 
     assert attempt.pass_s(500, gets_on) is None

@@ -148,7 +148,7 @@ def test_a_resume_reads_the_end_of_a_long_file_only(tmp_path: Path, monkeypatch:
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 10_001)) + '{"step": 10001, "tr')
     parsed = list[bytes]()
     monkeypatch.setattr(sinks, "_READ_WHOLE_BYTES", 0)
-    monkeypatch.setattr(sinks.json, "loads", lambda text: parsed.append(text) or loads(text))
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
     before = path.stat().st_ino
     sink = JsonlSink(path, 9_990, Clock())
     sink.scalars(9_991, {"train/loss": 1.0})

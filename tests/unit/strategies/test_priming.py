@@ -46,14 +46,14 @@ class Keeps(nn.Module):
         self.table += 1
         self.hidden["kept beside"] += 1
         random.random(), np.random.rand(), torch.rand(1)
-        return self.norm(inputs)  # type: ignore[no-any-return]
+        return self.norm(inputs)
 
 
 def test_a_pass_that_is_undone_leaves_buffers_attributes_extra_state_and_random_numbers_as_they_were() -> None:
     module = Keeps()
     lists = module.seen, module.by_name, module.queue, module.table
     before = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
-    drawn = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    drawn = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].copy(), torch.get_rng_state()
     with undone(module, None, "no module"):
         module.eval().train()(OUTPUTS)
         module.eval()
@@ -65,7 +65,7 @@ def test_a_pass_that_is_undone_leaves_buffers_attributes_extra_state_and_random_
     assert not module.table.any()
     assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
     assert drawn[0] == random.getstate()
-    assert np.array_equal(drawn[1], np.random.get_state()[1])  # type: ignore[arg-type]
+    assert np.array_equal(drawn[1], np.random.get_state(legacy=False)["state"]["key"])
     assert torch.equal(drawn[2], torch.get_rng_state())
 
 

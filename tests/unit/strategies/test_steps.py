@@ -46,7 +46,7 @@ def test_the_loss_scale_goes_the_way_of_torchs_grad_scaler() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([parameter], 0.0), torch.amp.GradScaler("cpu", growth_interval=3)
     ours = LossScale(CPU)
-    ours.INTERVAL = 3  # type: ignore[misc]
+    ours.INTERVAL = 3
     for is_bad in [False] * 4 + [True, False, True, True] + [False] * 5 + [True] * 20:
         (scaler.scale(parameter * (torch.inf if is_bad else 1.0))).backward()
         scaler.step(optimizer)
@@ -71,13 +71,14 @@ def test_the_threshold_is_numpys_nth_smallest_magnitude(amount: float) -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Conv2d(2, 7, 3), nn.Linear(9, 31))
     with torch.no_grad():
-        model[0].weight.mul_(1e-20)  # subnormal in part
-        model[1].weight.mul_(1e20)
-    values = np.concatenate([layer.weight.detach().abs().flatten().numpy() for layer in model])
+        model.get_parameter("0.weight").mul_(1e-20)  # subnormal in part
+        model.get_parameter("1.weight").mul_(1e20)
+    weights = [model.get_parameter("0.weight"), model.get_parameter("1.weight")]
+    values = np.concatenate([weight.detach().abs().flatten().numpy() for weight in weights])
     last = np.sort(values)[round(amount * values.size) - 1]
     pruning = Pruning(model, PruningConfig(amount, start_step=1, end_step=1), None)
     pruning.follow()
-    left = np.concatenate([layer.weight.detach().abs().flatten().numpy() for layer in model])
+    left = np.concatenate([weight.detach().abs().flatten().numpy() for weight in weights])
     np.testing.assert_array_equal(left, np.where(values <= last, 0.0, values))
 
 
@@ -136,6 +137,7 @@ def test_no_part_of_a_step_makes_the_host_wait_for_the_device(optimizer: Any, st
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
     pruning = PruningConfig(0.5, structured=structured, start_step=1, end_step=9, every_steps=2)
+    bad: dict[str, Any]
     bad = {"skip_bad_steps": True, "spike_factor": 3.0, "precision": "fp16", "clip_norm": 1.0, "ema_decay": 0.9}
     made = optimizer(model.parameters(), 0.1, fused=True, **options)
     update = Update(model, made, TrainConfig(**bad, pruning=pruning))
@@ -162,11 +164,11 @@ def test_a_tied_weight_has_its_average_under_each_of_its_names() -> None:
     update = Update(model, torch.optim.SGD(model.parameters(), 0.1), TrainConfig(ema_decay=0.5))
     state = update.state()
     assert state.keys() == {"ema/decay", "ema/steps", "ema/0.weight", "ema/1.weight"}
-    before = model[0].weight.detach().clone()
+    before = model.get_parameter("0.weight").detach().clone()
     update.evaluating()
     update.evaluating()
     update.begin()
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model.get_parameter("0.weight"), before)
 
 
 def averaged(dtype: torch.dtype, steps: int, decay: float, **options: Any) -> tuple[Update, list[float]]:

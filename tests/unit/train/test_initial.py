@@ -116,7 +116,7 @@ def test_of_a_run_with_an_average_it_starts_from_that_and_says_so(
     config = ModelConfig(init_from=str(tmp_path), init_weights=which)
     with caplog.at_level("INFO"):
         model = initialised(lambda: nn.Linear(2, 2, bias=False), config, session_of(tmp_path / "run"))
-    assert (model.weight == expected).all()
+    assert (model.get_parameter("weight") == expected).all()
     assert f"initial weights ({'raw' if which == 'raw' else 'the moving average'}) from" in caplog.text
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "w.pt")
     config.init_from, config.init_weights = str(tmp_path / "w.pt"), "average"

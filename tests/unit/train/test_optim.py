@@ -111,9 +111,10 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
         for block in self.blocks:
+            assert isinstance(block, nn.Sequential)
             into, norm, out = block
             hidden = hidden + out(norm(into(hidden).unflatten(-1, (2, 4))).flatten(-2).tanh())
-        return self.head(hidden * self.scale)  # type: ignore[no-any-return]
+        return self.head(hidden * self.scale)
 
 
 def settings_of(optimizer: Optimizer, model: nn.Module, setting: str) -> dict[str, Any]:
@@ -123,7 +124,11 @@ def settings_of(optimizer: Optimizer, model: nn.Module, setting: str) -> dict[st
 
 def test_a_parameter_has_each_setting_from_the_last_pattern_that_gives_it() -> None:
     model = Language()
-    groups = {"*.bias": {"weight_decay": 0, "lr_scale": 2}, "head.*": {"lr_scale": 10}, "blocks.0.*": {}}
+    groups: dict[str, dict[str, Any]] = {
+        "*.bias": {"weight_decay": 0, "lr_scale": 2},
+        "head.*": {"lr_scale": 10},
+        "blocks.0.*": {},
+    }
     optimizer = build_optimizer(OptimConfig("adamw", lr=0.5, weight_decay=0.25, groups=groups), model)
     rates, decays = settings_of(optimizer, model, "lr"), settings_of(optimizer, model, "weight_decay")
     assert len(optimizer.param_groups) == 4
@@ -198,7 +203,7 @@ def test_a_pattern_says_which_of_the_two_a_parameter_is_for() -> None:
         of_muon(Language(), arguments={"ns_coefficient": 1})
 
 
-def steps_of(model: nn.Module, step: Callable[[int], None], count: int = 4) -> dict[str, Tensor]:
+def steps_of(model: nn.Module, step: Callable[[int], object], count: int = 4) -> dict[str, Tensor]:
     for n in range(count):
         tokens = torch.randint(5, (7, 3), generator=torch.Generator().manual_seed(n))
         model.zero_grad()

@@ -80,7 +80,7 @@ def test_any_tree_of_plain_values_comes_back_the_same(tree: Any) -> None:
         torch.Size([2, 3]),
         torch.arange(6).view(2, 3).t(),
         torch.tensor(1.5, dtype=torch.bfloat16),
-        np.random.RandomState(1).get_state()[1],
+        np.random.RandomState(1).get_state(legacy=False)["state"]["key"],
     ],
 )
 def test_what_json_has_no_word_for_comes_back_too(value: Any) -> None:

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.checkpoint.ranks import file_operations, load_alone, weights
+from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
 from toolkit.activity import Activity
+from toolkit.checkpoint import policy
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
+from toolkit.dist.state import Json
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import state
 from toolkit.train.state import PATIENCE_S, Checkpoints, refuse_other_identity
@@ -121,7 +123,7 @@ def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path
 def test_a_checkpoint_that_does_not_know_its_data_is_resumed_and_the_next_one_does(checkpoints: Checkpoints) -> None:
     checkpoints.save(10, REACHED)
     checkpoints.include(loader_of("100 samples"))
-    checkpoints._strategy.loaded = lambda values: None  # type: ignore[method-assign]
+    checkpoints._strategy.loaded = lambda values: None
     loaded = checkpoints.resume()
     assert loaded is not None
     checkpoints.save(20, REACHED)
@@ -167,7 +169,7 @@ def test_what_is_saved_after_a_failure_is_whole(checkpoints: Checkpoints, tmp_pa
     assert loaded is not None
     assert (loaded.step, loaded.meta["samples"]) == (20, 640)
     assert loaded.meta["identity"] == {"model.name": "mlp"}
-    assert torch.equal(loaded_state["model/weight"].value, torch.full((3, 4), 7.0))
+    assert torch.equal(tensor_of(loaded_state["model/weight"]), torch.full((3, 4), 7.0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000020"]
 
 
@@ -237,7 +239,7 @@ def test_what_is_no_checkpoint_error_is_nobodys_to_hide(checkpoints: Checkpoints
     def broken() -> None:
         raise ZeroDivisionError
 
-    checkpoints._strategy = SimpleNamespace(state=broken)  # type: ignore[assignment]
+    checkpoints._strategy = SimpleNamespace(state=broken)
     with pytest.raises(ZeroDivisionError):
         checkpoints.save(10, REACHED)
 
@@ -272,7 +274,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 def live(checkpoints: Checkpoints) -> torch.Tensor:
     """The weights of a run that saves in the background and has saved once."""
     tensors = weights(7.0)
-    checkpoints._strategy = SimpleNamespace(state=lambda: tensors)  # type: ignore[assignment]
+    checkpoints._strategy = SimpleNamespace(state=lambda: tensors)
     checkpoints._background = True
     checkpoints.save(10, REACHED)
     value = tensors["model/weight"].value
@@ -377,8 +379,8 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     checkpoints: Checkpoints, every_steps: Any, every_min: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(state.policy, "interval_s", lambda *_: 0.01)
-    checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc]
+    monkeypatch.setattr(policy, "interval_s", lambda *_: 0.01)
+    checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
     checkpoints._every_steps, checkpoints._every_min = every_steps, every_min
     assert checkpoints.due(10) == (every_steps == 10)
     checkpoints.resume()
@@ -398,7 +400,7 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
     assert found == [True, True, False, False, False]
     checkpoints.save(10, REACHED)
     checkpoints._best = None
-    checkpoints._strategy.loaded = lambda values: None  # type: ignore[method-assign]
+    checkpoints._strategy.loaded = lambda values: None
     checkpoints.resume()
     assert [checkpoints.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
     assert not checkpoints.is_best({"eval/accuracy": 1.0})
@@ -407,7 +409,7 @@ def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_
 
 def test_a_run_goes_on_with_another_strategy_of_the_same_state_and_with_no_other() -> None:
     for strategy in ("fsdp", "tensor", "pipeline", "auto"):
-        saved = {"strategy.name": "ddp", "strategy.mesh": {}}
+        saved: dict[str, Json] = {"strategy.name": "ddp", "strategy.mesh": {}}
         refuse_other_identity(saved, {"strategy.name": strategy, "strategy.mesh": {"replicas": 2}}, Path("here"))
     refuse_other_identity({"strategy.compression": "bf16"}, {"strategy.compression": "none"}, Path("here"))
     others = (
