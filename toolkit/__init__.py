@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from toolkit.data.datasets import Dataset, build_datasets
     from toolkit.data.stream import Streams
     from toolkit.data.text import TextWindows, pack_text
-    from toolkit.dist.batch import Batch, Share
     from toolkit.errors import ConfigError
-    from toolkit.launch.submit import Run, submit
+    from toolkit.launch.submission.submit import Run, submit
+    from toolkit.ranks.batch import Batch, Share
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
     from toolkit.train.job import Job
     from toolkit.train.own_loop import TrainingRun, start
 
 _HOMES = {
-    "Batch": "toolkit.dist.batch",
+    "Batch": "toolkit.ranks.batch",
     "ConfigError": "toolkit.errors",
     "Custom": "toolkit.strategies",
     "Dataset": "toolkit.data.datasets",
@@ -55,8 +55,8 @@ _HOMES = {
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
     "Rows": "toolkit.strategies.objective",
-    "Run": "toolkit.launch.submit",
-    "Share": "toolkit.dist.batch",
+    "Run": "toolkit.launch.submission.submit",
+    "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
     "TextWindows": "toolkit.data.text",
     "TrainingRun": "toolkit.train.own_loop",
@@ -64,7 +64,7 @@ _HOMES = {
     "load_config": "toolkit.config",
     "pack_text": "toolkit.data.text",
     "start": "toolkit.train.own_loop",
-    "submit": "toolkit.launch.submit",
+    "submit": "toolkit.launch.submission.submit",
 }
 
 

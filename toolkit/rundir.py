@@ -16,8 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, records, trust
-from toolkit.cluster import hostlist
+from toolkit import fsio, hostlist, records, trust
 from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError, nearest
 from toolkit.records import (
     COUNT,
@@ -38,12 +37,12 @@ from toolkit.records import (
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
 OWNER_VARIABLE = "TOOLKIT_OWNER"
-#: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.witness.
+#: Asks the ranks to record every step, and says how to disturb the run: see toolkit.train.trace.
 WITNESS_VARIABLE = "TOOLKIT_WITNESS"
 
 
 _METRICS = MapOf(OrNull(NUMBER))
-#: Seconds by name, see `toolkit.launch.goodput`.
+#: Seconds by name, see `toolkit.metrics.goodput`.
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
 _STRAGGLER = Record({"host": WORD, "ranks": ListOf(COUNT), "ratio": NUMBER, "since": MOMENT, "until": OrNull(MOMENT)})
 #: Rank 0's report, see `toolkit.train.loop`.
@@ -69,7 +68,7 @@ def _hosts(text: str) -> tuple[str, ...] | None:
         return None
 
 
-#: The files of a run, see `toolkit.launch.journal`.
+#: The files of a run, see `toolkit.launch.record.journal`.
 _START = Record({"since": MOMENT, "submitted": OrNull(MOMENT), "queue_s": NUMBER, "ready": MOMENT, "best_step": COUNT})
 _STATUS_KEYS = Record(
     {
@@ -314,7 +313,7 @@ class RunDir:
         fsio.append_json_line(self.path / "attempts.jsonl", {**line, "nodes": hostlist.compress(line["nodes"])})
 
     def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
-        """Return ``owner.json``: who has the run now, see `toolkit.launch.ownership`. Empty if there is no owner."""
+        """Return ``owner.json``: who has the run now. Empty if there is no owner. See `launch.record.ownership`."""
         owner: dict[str, Any] = records.read_or(self.path / "owner.json", _OWNER, {}, damage)
         return owner
 

@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from toolkit.chaos import VARIABLE as CHAOS_VARIABLE
 from toolkit.chaos import watch
-from toolkit.cluster.fake import FakeSlurm
+from toolkit.slurm.fake import FakeSlurm
 
 __all__ = ["CHAOS_VARIABLE", "FakeSlurm", "watch"]

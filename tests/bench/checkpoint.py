@@ -27,11 +27,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from toolkit import logs
-from toolkit.activity import Activity
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import CheckpointConfig
-from toolkit.dist.state import Replicated
+from toolkit.hang.activity import Activity
+from toolkit.ranks.state import Replicated
 from toolkit.train.state import Checkpoints
 
 TENSORS = 16

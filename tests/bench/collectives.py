@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def be_rank(folder: Path, rounds: int) -> None:
-    from toolkit.dist import mpi
+    from toolkit.ranks import mpi
 
     torch.set_num_threads(1)
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))

@@ -26,7 +26,7 @@ from typing import Any
 from torch.utils.data.distributed import DistributedSampler
 
 from toolkit.data.sampler import TrainSampler
-from toolkit.dist.batch import Share
+from toolkit.ranks.batch import Share
 
 RANKS, RANK, BATCH = 8, 3, 64
 READ_ON = 2000

@@ -33,11 +33,11 @@ from toolkit import config as configs
 from toolkit.config import DataConfig, StrategyConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader
-from toolkit.dist.batch import Share
-from toolkit.dist.report import NullReporter
-from toolkit.dist.session import Session
-from toolkit.dist.stop import Gate
-from toolkit.dist.stop_store import connector
+from toolkit.ranks.batch import Share
+from toolkit.ranks.report import NullReporter
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import Gate
+from toolkit.ranks.stop_store import connector
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 

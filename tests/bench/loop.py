@@ -34,9 +34,9 @@ from toolkit.agent.reports import Inbox, Outbox, address
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
-from toolkit.dist.report import AgentReporter, NullReporter, Reporter
-from toolkit.dist.session import Session
-from toolkit.dist.stop import Gate
+from toolkit.ranks.report import AgentReporter, NullReporter, Reporter
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Trainer

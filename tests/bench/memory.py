@@ -21,9 +21,9 @@ from tests.dist.ranks import run_ranks
 from toolkit.agent import state_memory
 from toolkit.agent.state_memory import NodeFiles
 from toolkit.checkpoint.memory import Memory
-from toolkit.dist.collectives import sum_by_name
-from toolkit.dist.session import Session
-from toolkit.dist.state import Sharded, State
+from toolkit.ranks.collectives import sum_by_name
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Sharded, State
 
 RANKS, TENSORS = 2, 16
 #: They pay for new memory.

@@ -27,8 +27,8 @@ from jobs.gpt import GPT
 from jobs.language_model import next_byte
 from tests.dist.ranks import run_ranks
 from toolkit.config import PipelineConfig, StrategyConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 
 NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))

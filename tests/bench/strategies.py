@@ -22,8 +22,8 @@ from jobs.gpt import GPT
 from jobs.language_model import next_byte
 from tests.dist.ranks import run_ranks
 from toolkit.config import MeshConfig, StrategyConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 
 NEXT_BYTE = of_pairs(lambda outputs, targets: (next_byte(outputs, targets), None))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from tests.dist import strategy_cases
 from tests.dist.strategy_cases import CLASSES, rates
 from toolkit.config import MeshConfig, StrategyConfig
-from toolkit.dist.batch import Batch, Share
+from toolkit.ranks.batch import Batch, Share
 from toolkit.strategies import Criterion
 from toolkit.train.objectives import cross_entropy
 

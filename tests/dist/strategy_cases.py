@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit.config import LocalSgdConfig, MeshConfig, StrategyConfig, TrainConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
-from toolkit.dist.state import Sharded
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Sharded
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.custom import Custom
 from toolkit.train.objectives import cross_entropy

@@ -12,7 +12,7 @@ import torch
 from tests.dist import contract, parallel_cases
 from tests.dist.mpi import mpirun
 from tests.dist.ranks import run_ranks
-from toolkit.dist.session import Session
+from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 

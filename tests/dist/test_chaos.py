@@ -23,8 +23,8 @@ from tests.waiting import PATIENCE
 from toolkit import chaos, rundir
 from toolkit.chaos import Fault
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 

@@ -37,9 +37,9 @@ from toolkit.checkpoint.writer import save
 from toolkit.config import DataConfig, StrategyConfig, TrainConfig
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import build_loader, eval_batches
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.compression import BLOCK, Piece, Wire, build_scheme
 from toolkit.train.evaluate import evaluate

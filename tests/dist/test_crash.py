@@ -18,7 +18,7 @@ CRASH = """
 import os, sys, torch.distributed as dist
 from torch.distributed import distributed_c10d
 from toolkit.config import DistConfig
-from toolkit.dist.session import open_session
+from toolkit.ranks.session import open_session
 def wait_for_ever(*_):
     print("waits", flush=True)
     sys.stdin.read()

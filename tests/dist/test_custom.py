@@ -18,9 +18,9 @@ from tests.dist import test_trainer as trainer
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, global_batch, part, snapshot
 from toolkit.config import StrategyConfig, load_config, validate
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies import Custom, Strategy, build_strategy
 from toolkit.train import run_job
 from toolkit.train.loop import Result

@@ -9,8 +9,8 @@ import pytest
 
 from tests.dist.ranks import run_ranks
 from toolkit.config import CheckpointConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.train.state import Checkpoints
 
 pytestmark = pytest.mark.dist

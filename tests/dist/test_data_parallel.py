@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import OPTIMIZERS, oracle, part, plain_model, rates, snapshot
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.objectives import cross_entropy

@@ -17,12 +17,12 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.agent import learnt
-from toolkit.launch import foreign
-from toolkit.launch.agent_launcher import MODULE, AgentLauncher
-from toolkit.launch.agent_starters import LocalAgent
-from toolkit.launch.agents import Agents
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import RankEnded, StepEnded
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import foreign
+from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
+from toolkit.launch.start.agent_starters import LocalAgent
+from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.steps import RankEnded, StepEnded
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 60 * PATIENCE

@@ -31,8 +31,8 @@ from tests.dist.strategy_cases import (
 )
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy

@@ -18,7 +18,7 @@ from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images,
 from toolkit.checkpoint import weights
 from toolkit.config import ModelConfig, StrategyConfig
 from toolkit.data.loader import Loader
-from toolkit.dist.session import Session
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.initial import initialised
 from toolkit.train.objectives import cross_entropy

@@ -20,8 +20,8 @@ from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import logged
 from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.session import Session
 from toolkit.train import run_job
 
 pytestmark = pytest.mark.dist

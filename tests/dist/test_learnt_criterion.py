@@ -22,8 +22,8 @@ from tests.dist.strategy_cases import (
     snapshot,
 )
 from toolkit.config import TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.update import Update
 

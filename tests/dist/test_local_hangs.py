@@ -17,9 +17,9 @@ import pytest
 from tests import hangs
 from tests.dist.test_local_runs import END_S, TOOLKIT, nobody_left, ranks, reached, the_run
 from tests.waiting import PATIENCE, processes_with, wait_for
-from toolkit.launch import node_watch
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.silence import SilenceWatch, start_watch
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.watch import node_watch
+from toolkit.launch.watch.silence import SilenceWatch, start_watch
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist

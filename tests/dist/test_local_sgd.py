@@ -35,11 +35,11 @@ from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig, LocalSgdConfig, StrategyConfig, TrainConfig, load_config
 from toolkit.data.datasets import build_datasets
 from toolkit.data.loader import Loader, build_loader, eval_batches
-from toolkit.dist import collectives
-from toolkit.dist.batch import Share
-from toolkit.dist.session import Session
-from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
+from toolkit.ranks import collectives
+from toolkit.ranks.batch import Share
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import STOP
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import total_steps

@@ -23,9 +23,9 @@ from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.reader import Loaded
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
-from toolkit.dist.session import Session
-from toolkit.dist.state import Json, State
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json, State
 from toolkit.train.state import Checkpoints
 
 pytestmark = pytest.mark.dist

@@ -26,7 +26,7 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.diagnose.resume_check import Plan, compare
-from toolkit.dist.session import Session
+from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.loop import Trainer

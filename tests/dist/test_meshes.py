@@ -23,9 +23,9 @@ from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, pa
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
 from toolkit.config import MeshConfig, StrategyConfig, TrainConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, auto, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 

@@ -18,8 +18,8 @@ from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.data.permutation import Order
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 

@@ -16,9 +16,9 @@ from tests.dist.ranks import run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, SUBJECTS, Residual, global_batch, part, rates, snapshot
 from tests.dist.test_trainer import assert_same, die_after, train
 from toolkit.config import OptimConfig, TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer

@@ -20,10 +20,10 @@ from tests.dist.ranks import run_ranks
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
-from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy

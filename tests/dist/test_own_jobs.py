@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import toolkit
 from nets import net
 from toolkit.config import filled
-from toolkit.dist.session import open_session
+from toolkit.ranks.session import open_session
 
 @dataclass
 class Block:

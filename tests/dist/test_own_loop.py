@@ -30,9 +30,9 @@ from tests.dist.ranks import run_ranks
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.store import committed, newest_step
 from toolkit.config import JobConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.train.own_loop import TrainingRun
 from toolkit.train.seeds import prepare, reseed
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tests.dist.ranks import run_ranks
 from tests.dist.test_trainer import CONFIG, logged, plain_model, train
-from toolkit.dist.report import NullReporter
-from toolkit.dist.session import Session
 from toolkit.metrics import pace
 from toolkit.metrics.stragglers import Stragglers
+from toolkit.ranks.report import NullReporter
+from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 

@@ -26,10 +26,10 @@ from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
-from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import STOP
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.objective import Measure, Sums
 from toolkit.strategies.parameter_server.mail import Kind, Mail
@@ -78,7 +78,7 @@ def scaled_oracle() -> dict[str, Tensor]:
 
 
 def whole_share() -> Any:
-    from toolkit.dist.batch import Share
+    from toolkit.ranks.batch import Share
 
     return Share(0, 1)
 

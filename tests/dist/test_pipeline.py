@@ -39,8 +39,8 @@ from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
 from toolkit.config import MeshConfig, PipelineConfig, StrategyConfig, TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy

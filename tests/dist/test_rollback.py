@@ -20,9 +20,9 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.data.permutation import Order
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tests.dist.ranks import run_ranks
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import build_loader
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy

@@ -27,9 +27,9 @@ from tests.dist.strategy_cases import (
     whole,
 )
 from toolkit.config import PruningConfig, StrategyConfig, TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.layouts import local
 from toolkit.strategies.update.parts import Parts

@@ -29,8 +29,8 @@ from tests.dist.test_steps import (
     warmed_up,
 )
 from toolkit.config import MeshConfig, ParameterServerConfig, PipelineConfig, PruningConfig, StrategyConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies.update.verdict import MADE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy

@@ -18,10 +18,10 @@ from torch.distributed import TCPStore
 
 from tests.dist.ranks import run_ranks
 from tests.waiting import wait_for
-from toolkit.dist.session import Session
-from toolkit.dist.stop import STOP, Gate, propose
-from toolkit.dist.stop_store import StoreTransport, connector
 from toolkit.errors import ToolkitError
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import STOP, Gate, propose
+from toolkit.ranks.stop_store import StoreTransport, connector
 
 pytestmark = pytest.mark.dist
 LIMIT_S = 20.0

@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 from tests.waiting import PATIENCE
 from toolkit import rundir
 from toolkit.agent import reports
-from toolkit.launch import store
-from toolkit.launch.store import StoreHost
+from toolkit.launch.start import store
+from toolkit.launch.start.store import StoreHost
 
 pytestmark = pytest.mark.dist
 TIMEOUT = timedelta(seconds=30)
@@ -56,7 +56,7 @@ SESSION = """
 import os
 from pathlib import Path
 from toolkit.config import DistConfig
-from toolkit.dist.session import open_session
+from toolkit.ranks.session import open_session
 
 with open_session(DistConfig()) as session:
     session.store.set("seen", "1")

@@ -34,8 +34,8 @@ from tests.dist.strategy_cases import (
     snapshot,
 )
 from toolkit.config import StrategyConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy

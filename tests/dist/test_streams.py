@@ -17,8 +17,8 @@ from tests.unit.data.streams import YieldedLines
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.stream import StreamLoader
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy

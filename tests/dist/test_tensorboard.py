@@ -27,9 +27,9 @@ from tests.waiting import wait_for
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig
 from toolkit.data.loader import Loader
-from toolkit.dist.session import Session
-from toolkit.launch.goodput import PARTS
 from toolkit.metrics import sinks
+from toolkit.metrics.goodput import PARTS
+from toolkit.ranks.session import Session
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist

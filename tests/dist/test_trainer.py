@@ -25,9 +25,9 @@ from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
-from toolkit.dist.session import Session
-from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
+from toolkit.ranks.session import Session
+from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Result, Trainer

@@ -13,9 +13,9 @@ from torch.distributed import TCPStore
 from tests.scale import Curve
 from toolkit.agent.link import Link
 from toolkit.agent.progress import Digest, NodeProgress, Report, merge, parse
-from toolkit.dist.stop import PREFIX, STOP, Gate, _Round, propose
-from toolkit.dist.stop_store import StoreTransport
-from toolkit.launch.watchdog import Watchdog
+from toolkit.hang.watchdog import Watchdog
+from toolkit.ranks.stop import PREFIX, STOP, Gate, _Round, propose
+from toolkit.ranks.stop_store import StoreTransport
 
 A_NODE = 8
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tests.scale import Curve
 from tests.waiting import wait_for
-from toolkit.cluster.reachable import answers, unreachable
+from toolkit.slurm.reachable import answers, unreachable
 
 HERE = "127.0.0.1"
 

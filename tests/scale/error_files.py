@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 from tests.scale import Curve
 from toolkit import fsio
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.attempt import Attempt
-from toolkit.launch.judging import add_error_files
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.judging import add_error_files
 from toolkit.rundir import RunDir
 
 

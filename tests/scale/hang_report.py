@@ -10,12 +10,12 @@ from typing import cast
 from unittest.mock import patch
 
 from tests.scale import Curve
-from toolkit import rundir, stacks
-from toolkit.agent import stack_digest
+from toolkit import rundir
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Standing
-from toolkit.launch import hang
-from toolkit.launch.agents import Agents
+from toolkit.hang import stack_digest, stacks
+from toolkit.launch.start.agents import Agents
+from toolkit.launch.watch import hang
 
 DELAY_S = 0.0005
 A_NODE = 8

@@ -26,10 +26,10 @@ from toolkit import open_files, rundir
 from toolkit.agent import progress
 from toolkit.agent.link import HEARTBEAT_S, Link
 from toolkit.agent.progress import Digest
-from toolkit.launch import agents as launched
-from toolkit.launch.agents import Agents, Endpoint
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import Progress
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import agents as launched
+from toolkit.launch.start.agents import Agents, Endpoint
+from toolkit.launch.start.steps import Progress
 
 RANKS_A_NODE = 8
 WATCHED_S, LIMIT_S = 10.0, 300.0

@@ -13,12 +13,13 @@ from tests.scale import Curve
 from tests.unit.launch.test_supervisor import Ranks
 from toolkit import config as configs
 from toolkit import fsio, rundir
-from toolkit.agent.tether import SIGNALS
-from toolkit.cluster.fake import FakeSlurm
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
-from toolkit.launch import attempt_loop, slurm_job, supervisor
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import NodeFailed, RankEnded
+from toolkit.launch.job import slurm_job
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.steps import NodeFailed, RankEnded
+from toolkit.launch.supervise import attempt_loop, supervisor
+from toolkit.slurm.fake import FakeSlurm
 
 RANKS_A_NODE = 8
 

@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit.agent.link import Message
-from toolkit.cluster.checks import Answer, Request, ok
-from toolkit.launch import preflight
-from toolkit.launch.agent_requests import NodeAnswered
-from toolkit.launch.allocation import Allocation
+from toolkit.health import Answer, Request, ok
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import preflight
+from toolkit.launch.start.agent_requests import NodeAnswered
 
 CHECKS = ("cpus", "cpus taken", "limits", "network", "shared folder", "run folder space", "temp space", "look-up")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.scale import Curve
-from toolkit.launch import snapshot
+from toolkit.launch.submission import snapshot
 
 #: What takes a path, or changes what a path leads to. ``fstat`` of an open file is answered without the server.
 CALLS = [(os, name) for name in ("stat", "lstat", "open", "chmod", "fchmod", "access", "readlink", "mkdir", "rename")]

@@ -11,7 +11,7 @@ from typing import Any
 from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
-from toolkit.launch import ownership
+from toolkit.launch.record import ownership
 from toolkit.rundir import RunDir
 
 START_S = 60

@@ -1,4 +1,4 @@
-"""`toolkit.cluster` on a real Slurm: what its commands say and what its ranks derive."""
+"""`toolkit.slurm` on a real Slurm: what its commands say and what its ranks derive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.box import Box
-from toolkit.cluster.placement import derive, launch_key
-from toolkit.cluster.states import Phase, phase
 from toolkit.config.sbatch_flags import FLAGS
+from toolkit.slurm.placement import derive, launch_key
+from toolkit.slurm.states import Phase, phase
 
 pytestmark = pytest.mark.slurm
 
@@ -42,7 +42,7 @@ def environments(folder: Path) -> list[dict[str, str]]:
 
 def ask(box: Box, code: str) -> Any:
     """The JSON that Python prints on the login side, where ``s`` is a Slurm."""
-    head = "import json, dataclasses; from toolkit.cluster.commands import Slurm; s = Slurm()\n"
+    head = "import json, dataclasses; from toolkit.slurm.commands import Slurm; s = Slurm()\n"
     return json.loads(box.run([sys.executable, "-c", head + code]).stdout)
 
 
@@ -73,7 +73,7 @@ def test_a_step_on_part_of_an_allocation_stands_where_its_host_file_says(box: Bo
     (shared / "hosts").write_text("\n".join(order) + "\n")
     supervisor = f"""
 import os
-from toolkit.cluster.commands import Step, srun_argv, step_environment
+from toolkit.slurm.commands import Step, srun_argv, step_environment
 step = Step(["python3", "{shared}/dump.py", "{shared}"], {order}, 1, "{shared}/rank-%t.log")
 os.environ["SLURM_NTASKS_PER_NODE"] = "2"
 environ = step_environment(os.environ) | {{"SLURM_HOSTFILE": "{shared}/hosts", "TOOLKIT_ATTEMPT": "0"}}

@@ -76,7 +76,7 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
     run = site.only_run()
     reached(run, 40)
     inside = [line for line in log.read_text().splitlines() if line.startswith(f"{image}: ")]
-    assert sum("toolkit.dist.store_host" in line for line in inside) == 1, out
+    assert sum("toolkit.ranks.store_host" in line for line in inside) == 1, out
     assert sum("-m toolkit run " in line for line in inside) == (2 if runtime == "apptainer" else 1)
     assert all(f"env PYTHONPATH={run.code} PYTHONNOUSERSITE=1 python3 -P -m toolkit" in line for line in inside)
 
@@ -87,7 +87,7 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
     first, second = run.attempts()
     assert (first["cause"], first["decision"]) == ("crashed", "restart")
     assert second["step_start"] >= 20
-    assert log.read_text().count("toolkit.dist.store_host") == 2
+    assert log.read_text().count("toolkit.ranks.store_host") == 2
     assert "supervise" not in log.read_text()
     site.box.wait_job(site.job_of(run), END_S)
     assert not [command for _, command in site.processes() if "store_host" in command]

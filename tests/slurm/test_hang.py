@@ -17,7 +17,7 @@ from tests import hangs
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
-from toolkit import stacks
+from toolkit.hang import stacks
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.box import Box
-from toolkit.cluster.hostlist import compress, expand
+from toolkit.hostlist import compress, expand
 
 pytestmark = pytest.mark.slurm
 

@@ -92,7 +92,7 @@ def test_make_train_is_a_real_job_where_sbatch_answers(site: Site) -> None:
 
 #: The least that a job of one's own has to do: rank 0 hands over a result.
 TINY = """
-from toolkit.dist.session import open_session
+from toolkit.ranks.session import open_session
 def main(config):
     with open_session(config.dist) as session:
         print("the old code runs")
@@ -103,7 +103,7 @@ ODD_FOLDER = """it's "my" $HOME `touch /tmp/hurt`; ${A=$(touch /tmp/hurt)} #x & 
 
 
 TINY = """
-from toolkit.dist.session import open_session
+from toolkit.ranks.session import open_session
 def main(config):
     print("the old code runs", flush=True)
     with open_session(config.dist) as session:

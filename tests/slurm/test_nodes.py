@@ -22,7 +22,7 @@ from tests.slurm.site import END_S, Site, attempts_of, nothing_lost, pid_of_supe
 from tests.slurm.test_faults import tensors
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
-from toolkit.cluster import hostlist
+from toolkit import hostlist
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]

@@ -24,7 +24,7 @@ from tests.slurm.conftest import visit
 from tests.slurm.site import END_S, START_S, Site, attempts_of, nothing_lost, pid_of_supervisor, reached
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import newest_step
-from toolkit.launch import ownership
+from toolkit.launch.record import ownership
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(7)]
@@ -575,7 +575,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
 def test_a_controller_that_was_away_when_the_nodes_checks_ended_delays_the_ranks_only(site: Site) -> None:
     """The agents have started by then, and nothing more is asked of it."""
     run = submit(site, slow_project(site, 0.01), "train.max_steps=50")
-    checks = "toolkit.cluster.checks"
+    checks = "toolkit.health"
     wait_for(lambda: any(checks in command for _, command in site.processes()), START_S, "the checks of the nodes")
     site.box._stop_daemon("login", "slurmctld")
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import came_back, completed
-from toolkit.launch.goodput import PARTS, moment
+from toolkit.metrics.goodput import PARTS, moment
 
 pytestmark = pytest.mark.slurm
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.unit.dist.simulation import case_of, faults, play
+from tests.unit.ranks.simulation import case_of, faults, play
 
 pytestmark = pytest.mark.soak
 RANKS = 64

@@ -17,7 +17,7 @@ import pytest
 from toolkit import error_file, fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
-from toolkit.launch.steps import open_log
+from toolkit.launch.start.steps import open_log
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.rundir import RunDir
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit import stacks
+from toolkit.hang import stacks
 
 
 def dump(*entries: str) -> bytes:

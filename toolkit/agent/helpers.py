@@ -12,7 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
-from toolkit.agent.tether import die_with
+from toolkit.agent.die_with_parent import die_with
 
 
 class Helpers:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit import fsio
-from toolkit.agent.tether import die_with
+from toolkit.agent.die_with_parent import die_with
 from toolkit.records import TEXT, ListOf, Null, Record, read_or
 
 NAME = "imports.json"

@@ -43,13 +43,14 @@ from functools import partial
 from pathlib import Path
 
 from toolkit import fsio, logs
-from toolkit.agent import connections, gpus, learnt, progress, sickness
+from toolkit.agent import connections, gpus, learnt, progress
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import Helpers
 from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, address, token_of
-from toolkit.agent.tether import SIGNALS
+from toolkit.health import sickness
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CONNECT_S = 30.0
@@ -61,7 +62,7 @@ TAKE_OVER_S = 10.0
 INBOX_PATIENCE_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
-#: Checks the node's health, see toolkit.agent.sickness. It starts late enough not to delay the first ranks.
+#: Checks the node's health, see toolkit.health.sickness. It starts late enough not to delay the first ranks.
 HEALTH_COMMAND = (sys.executable, "-I", "-S", sickness.__file__)
 HEALTH_AFTER_S = 10.0
 #: Finds the CPUs near the GPUs, see toolkit.agent.gpus.
@@ -297,7 +298,7 @@ class Agent:
             with contextlib.suppress(ValueError):  # the helper has failed: see the agent's log
                 self._answer(order, groups=json.loads(text))
 
-        command = [sys.executable, "-P", "-m", "toolkit.agent.stack_digest"]
+        command = [sys.executable, "-P", "-m", "toolkit.hang.stack_digest"]
         self._helpers.ask(command, take, json.dumps(asked).encode())
 
     def _reap(self) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.agent import cpus, state_memory
+from toolkit.agent.die_with_parent import SIGNALS, die_with
 from toolkit.agent.link import Message
-from toolkit.agent.tether import SIGNALS, die_with
 from toolkit.agent.zygote import Order, opened
 from toolkit.agent.zygote_client import ZygoteClient
 

@@ -28,7 +28,7 @@ class Report:
 
     attempt: int
     rank: int
-    phase: str  #: see :mod:`toolkit.activity`
+    phase: str  #: see :mod:`toolkit.hang.activity`
     step: int | None  #: steps done; None: not even one in this attempt
     count: int
     fields: Mapping[str, Any] | None = None

@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
 from toolkit.agent import learnt
-from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS, die_with
+from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS, die_with
 
 #: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
 #: fork: each rank runs them itself.
@@ -45,7 +45,7 @@ MODULES = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
-    "toolkit.launch.rank",
+    "toolkit.launch.start.rank",
     "toolkit.train.run_job",
     "toolkit.train.own_loop",
 )

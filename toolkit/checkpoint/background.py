@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.exchange import KeyValue, describe
-from toolkit.dist.state import Entry, State, is_written_by
 from toolkit.errors import CheckpointError
+from toolkit.ranks.state import Entry, State, is_written_by
 
 
 class Staging:

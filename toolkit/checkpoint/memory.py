@@ -47,9 +47,9 @@ from toolkit.checkpoint.memory_links import Receiver, Role, Sender
 from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
 from toolkit.checkpoint.reader import Loaded, fill_state
 from toolkit.checkpoint.writer import KINDS
-from toolkit.cluster import network
-from toolkit.dist.state import Entry, Json, Replicated, Sharded, State
 from toolkit.errors import CheckpointError, ToolkitError, listing
+from toolkit.ranks.state import Entry, Json, Replicated, Sharded, State
+from toolkit.slurm import network
 
 KEY = "checkpoint.memory_every_steps"
 #: Seconds that the ranks wait for each other at a start.

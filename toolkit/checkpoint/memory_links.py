@@ -26,7 +26,7 @@ from toolkit import logs
 from toolkit.agent.connections import notice_death
 from toolkit.checkpoint.manifest import IN_MEMORY
 from toolkit.checkpoint.memory_file import START, MemoryFile
-from toolkit.cluster import network
+from toolkit.slurm import network
 
 _TOKEN_BYTES = 32
 _HEAD = struct.Struct("<BQI")  #: the role, the end of the tensors, the size of the description

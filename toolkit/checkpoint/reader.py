@@ -35,8 +35,8 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
-from toolkit.dist.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
 from toolkit.errors import CheckpointError, listing
+from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
 
 #: Number of tensors that a rank reads at the same time.
 READERS = 4

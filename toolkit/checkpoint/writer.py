@@ -32,8 +32,8 @@ from toolkit.checkpoint.manifest import (
     parse_value,
 )
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.dist.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by
 from toolkit.errors import CheckpointError, listing
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by
 
 log = logs.get(__name__)
 

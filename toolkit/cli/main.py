@@ -274,7 +274,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from toolkit.launch import submit
+    from toolkit.launch.submission import submit
 
     if args.dry_run:
         print(submit.dry_run(args.config, args.overrides, executor=args.executor))
@@ -294,7 +294,7 @@ def _new(args: argparse.Namespace) -> int:
 
 def _resume(args: argparse.Namespace) -> int:
     from toolkit import rundir
-    from toolkit.launch import submit
+    from toolkit.launch.submission import submit
 
     return _see_through(submit.resume(_trusted(rundir.find(args.run), args), args.overrides), args)
 
@@ -316,14 +316,14 @@ def _see_through(run: Any, args: argparse.Namespace) -> int:
 
 
 def _supervise(args: argparse.Namespace) -> int:
-    from toolkit.launch import door
+    from toolkit.launch.submission import inside_allocation
 
-    door.supervise(args.config, args.overrides)
+    inside_allocation.supervise(args.config, args.overrides)
     return EXIT_DONE
 
 
 def _run(args: argparse.Namespace) -> int:
-    from toolkit.launch.rank import run_rank
+    from toolkit.launch.start.rank import run_rank
 
     return run_rank(args.config, args.overrides)
 
@@ -351,7 +351,7 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _exec(args: argparse.Namespace) -> int:
-    from toolkit.launch import submit
+    from toolkit.launch.submission import submit
 
     if not args.words:
         raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
@@ -383,8 +383,8 @@ def _cancel(args: argparse.Namespace) -> int:
 
 def _end(name: str, how: str, text: str) -> int:
     from toolkit import rundir
-    from toolkit.launch import intent
-    from toolkit.launch.submit import attach
+    from toolkit.launch.record import request
+    from toolkit.launch.submission.submit import attach
 
     run = rundir.find(name)
     result = run.result()
@@ -392,9 +392,9 @@ def _end(name: str, how: str, text: str) -> int:
         print(f"run {run.id} has already ended: {result['state']}")
         return EXIT_DONE
     # Asking again is harmless, but the answer should say so.
-    before = intent.asked(run)
+    before = request.asked(run)
     getattr(attach(run), how)()
-    if before in (how, intent.Intent.CANCEL):
+    if before in (how, request.Intent.CANCEL):
         text = f"{before} was asked for before; it has been told again, which changes nothing"
     print(f"run {run.id}: {text.format(run=run.id)}")
     return EXIT_DONE

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from toolkit import fsio, rundir
 from toolkit.cli import slow
 from toolkit.errors import RequestError, ToolkitError
-from toolkit.launch import goodput, intent, ownership
+from toolkit.launch.record import ownership, request
+from toolkit.metrics import goodput
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
-    from toolkit.cluster.commands import JobStatus
+    from toolkit.slurm.commands import JobStatus
 
 #: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
 #: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
@@ -65,7 +66,7 @@ def _row(run: RunDir) -> dict[str, Any]:
     damage: list[str] = []
     # Damaged files are reported in the row, not raised.
     status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
-    jobs, asked = ownership.jobs_of(run, damage), intent.asked(run, damage)
+    jobs, asked = ownership.jobs_of(run, damage), request.asked(run, damage)
     progress = status.get("progress") or {}
     state = result.get("state") or status.get("state") or "unknown"
     return {
@@ -104,7 +105,7 @@ def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
 
     A controller that does not answer leaves all of them unknown, which never means "dead".
     """
-    from toolkit.cluster.commands import Slurm
+    from toolkit.slurm.commands import Slurm
 
     try:
         answers = Slurm().show_jobs(job_ids)
@@ -114,8 +115,8 @@ def _ask_slurm(job_ids: list[str]) -> dict[str, JobStatus]:
 
 
 def _honest_state(row: dict[str, Any]) -> str:
-    from toolkit.cluster import states
-    from toolkit.cluster.states import Phase
+    from toolkit.slurm import states
+    from toolkit.slurm.states import Phase
 
     state = str(row["state"])
     # Slurm has said nothing of it, and its own status is recent.
@@ -141,7 +142,7 @@ def _launch_failure(row: dict[str, Any], job: JobStatus | None) -> str | None:
 
     Slurm ends such a job, and no program of the toolkit runs then.
     """
-    from toolkit.cluster import hostlist
+    from toolkit import hostlist
 
     if job is None or not job.is_over or job.reason != "JobLaunchFailure":
         return None
@@ -291,8 +292,8 @@ def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
 
 def environment_facts() -> dict[str, Any]:
     """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
-    from toolkit.cluster import network, placement
-    from toolkit.cluster.rank_environment import environment
+    from toolkit.slurm import network, placement
+    from toolkit.slurm.rank_environment import environment
 
     place = placement.derive(os.environ, socket.gethostname())
     facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.cluster import hostlist
+from toolkit import hostlist
 
 
 def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ from typing import Any
 from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import loss_remark, status_rows, table
-from toolkit.launch import ending, goodput, nodes
-from toolkit.launch.error_files import read_error_files
+from toolkit.launch.job import nodes
+from toolkit.launch.supervise import ending
+from toolkit.launch.supervise.error_files import read_error_files
+from toolkit.metrics import goodput
 from toolkit.rundir import RunDir
 
 #: The number of last lines of a traceback that are shown; the whole one is in the rank's log.

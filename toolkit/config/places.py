@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from toolkit import fsio
-from toolkit.cluster import container
 from toolkit.config.schema import JobConfig
 from toolkit.errors import ConfigError
+from toolkit.slurm import container
 
 
 def check_places(config: JobConfig) -> None:

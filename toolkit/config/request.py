@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from toolkit.cluster import container
 from toolkit.config.sbatch_flags import check_extra, check_hosts
 from toolkit.config.schema import JobConfig
 from toolkit.errors import ConfigError
+from toolkit.slurm import container
 
 
 def check_cluster(config: JobConfig) -> None:

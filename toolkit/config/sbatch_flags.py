@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 
-from toolkit.cluster import commands, hostlist
+from toolkit import hostlist
 from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ConfigError, RequestError, SlurmError, nearest
+from toolkit.slurm import commands
 
 _LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()[1:]
 #: Whether a value follows a flag, by the flag's long name: value, none or optional.

@@ -29,7 +29,7 @@ SPLITS = ("global", "blocks", "hash")
 #: Strategies whose ranks compute a step up to its backward pass before they wait for each other.
 OWN_TIME = ("ddp",)
 #: ``job`` of a run whose ranks run a script that does not know the toolkit: `toolkit exec`.
-FOREIGN_JOB = "toolkit.launch.foreign"
+FOREIGN_JOB = "toolkit.launch.start.foreign"
 
 #: Keys that a resume may not change: the data order and the shape of the state follow from them.
 FIXED_ON_RESUME = (
@@ -78,7 +78,7 @@ class ClusterConfig:
     signal_delay_s: int = 120  #: the run commits a checkpoint so long before the time limit
     preflight: bool = True  #: check the nodes before the ranks start
     setup: list[str] = field(default_factory=list)  #: lines for the shell of the job's script, such as module load cuda
-    container: str | None = None  #: an image in which the ranks run, see cluster/container.py
+    container: str | None = None  #: an image in which the ranks run, see slurm/container.py
     container_mounts: list[str] = field(default_factory=list)  #: more folders that they see
     extra: dict[str, Any] = field(default_factory=dict)  #: any other option of sbatch: {mail-type: FAIL}
 
@@ -282,7 +282,9 @@ class JobConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    notify: list[str] = field(default_factory=list)  #: a command that is called at the run's end, see launch/notify.py
+    notify: list[str] = field(
+        default_factory=list
+    )  #: a command that is called at the end: launch/record/notify.py
 
 
 def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:

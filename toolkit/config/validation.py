@@ -111,7 +111,7 @@ def _check_training(
         origin.find(config.model.init_from)
     ranks = ranks or config.cluster.nodes * config.cluster.tasks_per_node
     check_batch(config, ranks)
-    from toolkit.data.catalog import check_datasets, data_root
+    from toolkit.config.catalog import check_datasets, data_root
 
     check_datasets(config.data)
     if login_node and config.data.root is not None and not data_root(config.data.root).is_dir():

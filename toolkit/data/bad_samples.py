@@ -11,9 +11,9 @@ import dataclasses
 import json
 
 from toolkit import fsio, logs, records
-from toolkit.dist.batch import BadSample, Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.batch import BadSample, Batch
+from toolkit.ranks.session import Session
 from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 

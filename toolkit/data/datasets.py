@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit import fsio
-from toolkit.data import catalog
+from toolkit.config import catalog
 from toolkit.data.loader import BatchedSamples, Samples
 from toolkit.data.memory import Augmented, InMemory, RandomShift, Synthetic
 from toolkit.data.permutation import order

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from toolkit.dist import nested
+from toolkit.ranks import nested
 
 #: How many samples of a data set in memory, or names of a list of files, are read; evenly spaced.
 SAMPLES, NAMES = 64, 10_000

@@ -14,9 +14,9 @@ from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
 from toolkit.data.workers import PREFETCH, Collate, InlineSource, Reader, Samples, WorkerSource
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.state import Json
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.state import Json
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig

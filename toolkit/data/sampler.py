@@ -21,7 +21,7 @@ import numpy as np
 
 from toolkit.data.permutation import BLOCK, GivenOrder, Indices, Order
 from toolkit.data.split import PartOrder
-from toolkit.dist.batch import Share
+from toolkit.ranks.batch import Share
 
 #: Number of past changes of the bounds that are kept: workers hold steps from before one change at most.
 KEPT_CUTS = 4

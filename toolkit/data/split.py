@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from toolkit.data.permutation import Indices, Order, hash64, mix_array
-from toolkit.dist.batch import Share
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
 
 #: Keeps these hashes apart from those that other parts of the package make.
 _PART = 0x50415254

@@ -25,9 +25,9 @@ import torch
 from toolkit.data.randomness import seed_sample
 from toolkit.data.sampler import Part
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.state import Json
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.state import Json
 
 if TYPE_CHECKING:
     from toolkit.config import DataConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit import fsio
-from toolkit.data import catalog
+from toolkit.config import catalog
 from toolkit.data.permutation import Indices
 from toolkit.errors import ConfigError
 

@@ -23,14 +23,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from toolkit import stacks
-from toolkit.agent.tether import PR_SET_PDEATHSIG, SIGNALS
+from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import generators_kept, seed_sample
 from toolkit.data.sampler import Part, Sampler
-from toolkit.dist import nested
-from toolkit.dist.batch import BadSample, Batch
 from toolkit.errors import JobFailedError
+from toolkit.hang import stacks
+from toolkit.ranks import nested
+from toolkit.ranks.batch import BadSample, Batch
 
 NO_SAMPLE = -1
 #: Number of batches that each worker is ahead; the loader relies on it, see ``Loader.ahead``.

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import logs, rundir
-from toolkit.cluster.checks import FIRST_NODE, LAUNCHER, Request
-from toolkit.cluster.checks.verdict import Report, judge, prevented
-from toolkit.cluster.commands import Slurm, srun_nodes_argv, submit_environment
 from toolkit.config import JobConfig
 from toolkit.diagnose.step_checks import Start, ask_nodes
 from toolkit.errors import RequestError, SlurmError
-from toolkit.launch import submit
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.preflight import SharedFolder, command
-from toolkit.launch.talk import Talk, talk_with_nodes
+from toolkit.health import FIRST_NODE, LAUNCHER, Request
+from toolkit.health.verdict import Report, judge, prevented
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.line_channel import Talk, talk_with_nodes
+from toolkit.launch.start.preflight import SharedFolder, command
+from toolkit.launch.submission import submit
+from toolkit.slurm.commands import Slurm, srun_nodes_argv, submit_environment
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {

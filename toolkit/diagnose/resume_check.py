@@ -1,7 +1,7 @@
 """`toolkit resume-check`: whether a run of this config that is killed and resumed equals an undisturbed run.
 
 The config is trained for some steps twice. The second run is interrupted in a random place and comes back as it always
-does. In both runs a witness (`toolkit.train.witness`) records what every rank was given and computed, in every step.
+does. In both runs a witness (`toolkit.train.trace`) records what every rank was given and computed, in every step.
 The two records are compared, by the first step in which they differ.
 """
 
@@ -20,7 +20,7 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import JobFailedError, RequestError, listing
-from toolkit.launch import submit
+from toolkit.launch.submission import submit
 from toolkit.rundir import RunDir
 
 #: What a witness records, in the order in which one follows from the other, and what the page calls it.

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty
 
-from toolkit.cluster import hostlist
-from toolkit.cluster.checks import ANSWER_HEAD, Answer, Request
-from toolkit.cluster.checks.verdict import Heard
-from toolkit.launch.preflight import LIMIT_S
-from toolkit.launch.srun import parse_srun_line
-from toolkit.launch.steps import LaunchFailed, RankEnded
-from toolkit.launch.talk import Complaint, Ended, Said, Talk, without_label
+from toolkit import hostlist
+from toolkit.health import ANSWER_HEAD, Answer, Request
+from toolkit.health.verdict import Heard
+from toolkit.launch.start.line_channel import Complaint, Ended, Said, Talk, without_label
+from toolkit.launch.start.preflight import LIMIT_S
+from toolkit.launch.start.srun import parse_srun_line
+from toolkit.launch.start.steps import LaunchFailed, RankEnded
 
 #: srun starts all tasks within this many seconds of each other.
 LAUNCH_SPREAD_S = 5.0

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit import activity, logs, signals
-from toolkit.dist.session import open_beside
-from toolkit.dist.state import Json
+from toolkit import logs, signals
 from toolkit.errors import ConfigError, StoppedError
+from toolkit.hang import activity
+from toolkit.ranks.session import open_beside
+from toolkit.ranks.state import Json
 from toolkit.train.log_window import means_by_tag
 from toolkit.train.own_loop import OwnState, TrainingRun, join_once
 from toolkit.train.state import Checkpoints

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.cluster import hostlist
-from toolkit.dist.session import Session
-from toolkit.launch import goodput
-from toolkit.launch.goodput import PARTS, Start
+from toolkit import hostlist
+from toolkit.metrics import goodput
+from toolkit.metrics.goodput import PARTS, Start
 from toolkit.metrics.timesheet import Timesheet
+from toolkit.ranks.session import Session
 from toolkit.rundir import RunDir
 
 _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "steps lost")

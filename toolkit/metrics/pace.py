@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from toolkit.dist.session import Session
 from toolkit.metrics.stragglers import Stragglers, usual_of
+from toolkit.ranks.session import Session
 
 #: In a larger world a curve for each rank would fill the event file, and no screen could show them.
 MOST_CURVES = 64

@@ -24,7 +24,7 @@ from toolkit.records import COUNT, Record
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.dist.state import Json
+    from toolkit.ranks.state import Json
 
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,})\..*")
 

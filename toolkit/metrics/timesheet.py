@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from toolkit.launch.goodput import MEASURED
+from toolkit.metrics.goodput import MEASURED
 
 
 class Timesheet:

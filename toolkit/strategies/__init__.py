@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.config import StrategyConfig, TrainConfig, check_step, mesh_of
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, nearest
+from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.alone import Alone, data_parallel

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.records import COUNT, TEXT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.blocks import blocks

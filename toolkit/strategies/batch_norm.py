@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from toolkit import logs
-from toolkit.dist.collectives import sum_across_ranks
+from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.strategies.protocol import ModelFactory
 
 log = logs.get(__name__)

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.config import StrategyConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.collectives import broadcast_tensors, sum_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.modes import evaluating, in_training
 from toolkit.strategies.objective import Measure, Sums, measured

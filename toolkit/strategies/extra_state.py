@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.priming import has_extra_state
 
 SUFFIX = "_extra_state"  #: torch's suffix in a state_dict

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.dist.collectives import broadcast_tensors
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.strategies.objective import Objective
 
 

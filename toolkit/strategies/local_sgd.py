@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from toolkit.config import LocalSgdConfig, TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import sum_across_ranks, sum_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, PerRank, Replicated
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, weights_of

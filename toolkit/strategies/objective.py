@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from toolkit.dist.batch import Batch
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import Batch
 
 #: A pass through the model, with whatever arguments its ``forward`` takes.
 Forward: TypeAlias = Callable[..., Any]

@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit import logs
 from toolkit.config import TrainConfig
-from toolkit.dist import nested
-from toolkit.dist.batch import Batch
 from toolkit.errors import ConfigError, JobFailedError, listing
+from toolkit.ranks import nested
+from toolkit.ranks.batch import Batch
 from toolkit.strategies.layouts import local
 from toolkit.strategies.objective import HOW, Forward, Loss, Objective, TrialPass
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.collectives import gather_by_name, sum_by_name
-from toolkit.dist.state import Json, State
 from toolkit.metrics.stopwatch import Stopwatch
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.collectives import gather_by_name, sum_by_name
+from toolkit.ranks.state import Json, State
 from toolkit.strategies.objective import Measure, Objective, Sums
 
 ModelFactory: TypeAlias = Callable[[], nn.Module]

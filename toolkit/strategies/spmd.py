@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.activity import PRIMING
 from toolkit.config import TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, Json
 from toolkit.errors import ConfigError
+from toolkit.hang.activity import PRIMING
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json
 from toolkit.strategies.batch_norm import synchronised
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import Layout, entry, local

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from toolkit import logs
-from toolkit.dist.batch import Share
-from toolkit.dist.state import Json
 from toolkit.errors import ConfigError
 from toolkit.metrics.pace import MOST_CURVES
+from toolkit.ranks.batch import Share
+from toolkit.ranks.state import Json
 
 #: Weight of the newest window in the smoothed speed: one window may hold a garbage collection or a burst on the disk.
 FRESH = 0.5

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.config import STRATEGIES, JobConfig, all_keys, dump_config, leaves, value_of
-from toolkit.dist import nested
-from toolkit.dist.batch import Batch
 from toolkit.metrics.sinks import Sink
+from toolkit.ranks import nested
+from toolkit.ranks.batch import Batch
 
 _IMAGES = 16
 #: Keys by which runs are not compared. TensorBoard shows only the first columns without scrolling.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.dist.batch import Batch
 from toolkit.errors import ConfigError, RankLostError, ToolkitError
+from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import WEIGHT, Measure, Sums
 from toolkit.strategies.protocol import Strategy
 

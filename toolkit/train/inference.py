@@ -22,9 +22,9 @@ from toolkit.checkpoint import whole
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.config import FOREIGN_JOB, JobConfig, is_loop, load_config
 from toolkit.data.pictures import Pictures
-from toolkit.dist.batch import Batch, Share
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch.job import job_class, load, params_of
+from toolkit.launch.start.user_job import job_class, load, params_of
+from toolkit.ranks.batch import Batch, Share
 from toolkit.rundir import RunDir, refuse_code_of_others
 from toolkit.strategies.extra_state import modules_with_extra_state
 from toolkit.strategies.layouts import autocast

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from toolkit import activity, logs, origin
+from toolkit import logs, origin
 from toolkit.checkpoint import weights, whole
 from toolkit.checkpoint.store import committed
 from toolkit.checkpoint.weights import Weights
 from toolkit.config import ModelConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, RequestError, listing
+from toolkit.hang import activity
 from toolkit.origin import Origin
+from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import ModelFactory
 
 #: What wrappers put in front of a model's names: DataParallel and DDP, torch.compile, a trainer's attribute.

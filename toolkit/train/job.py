@@ -29,7 +29,7 @@ from toolkit.config import JobConfig
 from toolkit.data.datasets import Dataset
 from toolkit.data.pictures import Pictures
 from toolkit.data.stream import Streams
-from toolkit.dist.batch import Batch
+from toolkit.ranks.batch import Batch
 from toolkit.strategies import Custom
 from toolkit.strategies.objective import Forward, Loss, Losses, Rows
 from toolkit.train.hooks import Hooks

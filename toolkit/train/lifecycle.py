@@ -11,17 +11,17 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Protocol
 
-from toolkit import activity
 from toolkit.agent import learnt
 from toolkit.checkpoint.reader import Loaded
-from toolkit.dist.session import Session
-from toolkit.dist.state import Json
-from toolkit.dist.stop import STOP
 from toolkit.errors import StoppedError
+from toolkit.hang import activity
 from toolkit.metrics.history import History
 from toolkit.metrics.meters import Throughput
 from toolkit.metrics.sinks import NullSink, Sink, build_sinks
 from toolkit.metrics.timesheet import Timesheet
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
+from toolkit.ranks.stop import STOP
 from toolkit.train.state import SAVE, Checkpoints
 
 

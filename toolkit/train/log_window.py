@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.dist.collectives import gather_rows, sum_across_ranks
-from toolkit.dist.state import Entry, PerRank
 from toolkit.errors import ConfigError
+from toolkit.ranks.collectives import gather_rows, sum_across_ranks
+from toolkit.ranks.state import Entry, PerRank
 
 #: Name of a window's sums in a checkpoint, before the rank.
 WINDOW = "log"

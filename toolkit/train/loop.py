@@ -12,16 +12,17 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from toolkit import activity, logs
+from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import BadSamples
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
-from toolkit.dist.state import Json
-from toolkit.dist.stop import STOP
 from toolkit.errors import RankLostError
+from toolkit.hang import activity
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
+from toolkit.ranks.stop import STOP
 from toolkit.strategies.protocol import StepOutput, Strategy
 from toolkit.train.balance import build_balance
 from toolkit.train.hooks import Hooks
@@ -31,7 +32,7 @@ from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
 from toolkit.train.state import Checkpoints, conditions
-from toolkit.train.witness import summoned
+from toolkit.train.trace import summoned
 
 log = logs.get(__name__)
 

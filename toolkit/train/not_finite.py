@@ -15,11 +15,12 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from toolkit import activity, logs
+from toolkit import logs
 from toolkit.config import TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
+from toolkit.hang import activity
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import InRounds, Strategy
 from toolkit.train.seeds import reseed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.dist.batch import Batch
+from toolkit.ranks.batch import Batch
 from toolkit.strategies.objective import Forward
 
 

@@ -27,18 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import activity, logs, signals
+from toolkit import logs, signals
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import JobConfig, dump_config, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
-from toolkit.dist.batch import Share
-from toolkit.dist.collectives import gather_rows
-from toolkit.dist.session import Session, open_session
-from toolkit.dist.state import Entry, Json
-from toolkit.dist.stop import STOP
 from toolkit.errors import ConfigError, StoppedError
-from toolkit.launch.rank import joined
+from toolkit.hang import activity
+from toolkit.launch.start.rank import joined
+from toolkit.ranks.batch import Share
+from toolkit.ranks.collectives import gather_rows
+from toolkit.ranks.session import Session, open_session
+from toolkit.ranks.state import Entry, Json
+from toolkit.ranks.stop import STOP
 from toolkit.train.describe import own_hparams
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
 from toolkit.train.lifecycle import Lifecycle
@@ -47,7 +48,7 @@ from toolkit.train.not_finite import weights_are_finite
 from toolkit.train.resumable import Resumables, is_compiled
 from toolkit.train.seeds import prepare
 from toolkit.train.state import Checkpoints, conditions
-from toolkit.train.witness import summoned
+from toolkit.train.trace import summoned
 
 #: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"

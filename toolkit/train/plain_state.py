@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from toolkit.dist.state import Json
 from toolkit.errors import ConfigError
+from toolkit.ranks.state import Json
 
 
 def encode(value: Any, where: str, tensors: list[Tensor]) -> Json:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from toolkit import __version__, fsio, logs
 from toolkit.checkpoint.export import export as export_weights
 from toolkit.data.loader import eval_batches
-from toolkit.dist.batch import Share
 from toolkit.errors import JobFailedError, RequestError
+from toolkit.ranks.batch import Share
 from toolkit.strategies.objective import given_to_model
 from toolkit.train.inference import Trained
 

@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
 from toolkit.checkpoint.tensors import to_bytes
-from toolkit.dist.collectives import broadcast_tensors, gather_rows, sum_by_name
-from toolkit.dist.state import Entry, Json, PerRank, Replicated
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.collectives import broadcast_tensors, gather_rows, sum_by_name
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated
 from toolkit.strategies.extra_state import SUFFIX, ExtraState
 from toolkit.strategies.layouts import entry, local
 from toolkit.train import plain_state

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from toolkit.config import JobConfig
 from toolkit.data.loader import build_loader, eval_batches
 from toolkit.data.stream import Streams, build_stream_loader
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session, open_session
 from toolkit.errors import JobFailedError
 from toolkit.metrics.sinks import Sink
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session, open_session
 from toolkit.strategies import Custom, Objective, Strategy, build_strategy
 from toolkit.strategies.objective import Forward
 from toolkit.train.describe import describe_run

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.session import Session
 from toolkit.records import COUNT, Record
 from toolkit.rundir import RunDir
 from toolkit.strategies.update.verdict import MADE, OVERFLOW, WHY

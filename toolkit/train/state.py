@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit import activity, fsio, logs, trust
+from toolkit import fsio, logs, trust
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.background import Flight, Line, Staging
 from toolkit.checkpoint.manifest import Manifest
@@ -28,10 +28,11 @@ from toolkit.checkpoint.second_place import SecondPlace
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
 from toolkit.config import FIXED_ON_RESUME, SAME_STATE, CheckpointConfig, JobConfig, goes_on_with, value_of
-from toolkit.dist.collectives import gather_rows
-from toolkit.dist.session import Session
-from toolkit.dist.state import Json, PerRank, State
 from toolkit.errors import CheckpointError, ConfigError, listing
+from toolkit.hang import activity
+from toolkit.ranks.collectives import gather_rows
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json, PerRank, State
 from toolkit.rundir import RunDir
 from toolkit.strategies.protocol import REPLICA, InRounds
 

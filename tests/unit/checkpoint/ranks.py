@@ -16,7 +16,7 @@ from toolkit import chaos
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import Entry, Replicated, State
+from toolkit.ranks.state import Entry, Replicated, State
 
 
 def on_ranks(count: int, body: Callable[[int, HashStore], Any]) -> list[Any]:

@@ -20,8 +20,8 @@ from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import PerRank, Replicated
 from toolkit.errors import CheckpointError
+from toolkit.ranks.state import PerRank, Replicated
 
 pytestmark = pytest.mark.chaos
 

@@ -24,8 +24,8 @@ from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import Entry, PerRank, Replicated, Sharded, State
 from toolkit.errors import CheckpointError, RequestError
+from toolkit.ranks.state import Entry, PerRank, Replicated, Sharded, State
 
 FORMS = {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import on_ranks, tensor_of
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 GOLDEN = Path(__file__).parent / "format-1"
 #: What rank 0 and rank 1 saved in step 42, written down without torch: bits where numpy has no such type.

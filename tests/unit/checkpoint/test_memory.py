@@ -22,7 +22,7 @@ from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
 from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
 from toolkit.checkpoint.reader import Loaded
-from toolkit.dist.state import PerRank, Replicated, Sharded, State
+from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 #: How many ranks each node has.
 ONE_NODE, TWO_NODES, FOUR_RANKS = (2,), (1, 1), (2, 2)

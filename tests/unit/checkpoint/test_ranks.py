@@ -16,8 +16,8 @@ from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore, file_errors
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import PerRank, Replicated, Sharded, State
 from toolkit.errors import CheckpointError
+from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
 def own(rank: int, value: float = 0.0) -> State:

@@ -21,7 +21,7 @@ from toolkit.checkpoint.manifest import Part
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import Sharded, State
+from toolkit.ranks.state import Sharded, State
 
 #: One rank's rectangle: a slice for each dimension.
 Cut = tuple[slice, ...]

@@ -13,8 +13,8 @@ from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks, tensor_of, 
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
-from toolkit.dist.state import PerRank, Replicated, Sharded, State
 from toolkit.errors import CheckpointError
+from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
 
 def dense_dtypes() -> list[torch.dtype]:

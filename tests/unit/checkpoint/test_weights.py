@@ -19,8 +19,8 @@ from toolkit import origin, rundir
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.weights import read
-from toolkit.dist.state import Replicated
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.ranks.state import Replicated
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

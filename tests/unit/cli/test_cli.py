@@ -12,11 +12,11 @@ import pytest
 from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
-from toolkit.cluster import commands
-from toolkit.cluster.commands import JobStatus
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch import intent
-from toolkit.launch.intent import Intent
+from toolkit.launch.record import request
+from toolkit.launch.record.request import Intent
+from toolkit.slurm import commands
+from toolkit.slurm.commands import JobStatus
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_run_that_was_ended_before_its_supervisor_could_say_so_is_told_with_wh
     run = rundir.create("digits")
     run.config.write_text("")
     run.write_status({"state": "queued", "job_id": "7", "updated": time.time()})
-    intent.ask(run, wish)
+    request.ask(run, wish)
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "CANCELLED", None)})
     assert cli.main(["why", run.id]) == EXIT_DONE
     out = capsys.readouterr().out

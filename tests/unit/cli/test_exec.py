@@ -9,7 +9,7 @@ import pytest
 from toolkit.cli import follow
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
-from toolkit.launch import submit
+from toolkit.launch.submission import submit
 
 Call = tuple[str, list[str], list[str], dict[str, Any]]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from toolkit import rundir
 from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
-from toolkit.launch.goodput import PARTS
-from toolkit.launch.submit import Run
+from toolkit.launch.submission.submit import Run
+from toolkit.metrics.goodput import PARTS
 
 TRAINING: dict[str, Any] = {
     "state": "running",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.dist.batch import Share
+from toolkit.ranks.batch import Share
 
 
 def length_of(share: Share) -> int:

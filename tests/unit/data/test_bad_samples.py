@@ -20,8 +20,8 @@ from toolkit.data.bad_samples import NAMED, BadSamples
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import TRIES
-from toolkit.dist.batch import BadSample, Batch, Share
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import BadSample, Batch, Share
 
 # ------------------------------------------------------------------------------------------------------ replacing
 

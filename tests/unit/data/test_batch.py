@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.dist.batch import Batch, Share
+from toolkit.ranks.batch import Batch, Share
 
 
 def batch_of(count: int) -> Batch:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import DATASETS, DataConfig
-from toolkit.data import catalog
+from toolkit.config import DATASETS, DataConfig, catalog
 from toolkit.errors import ConfigError, DataMissingError
 
 
@@ -16,7 +15,7 @@ def test_the_catalogue_has_what_a_config_may_name() -> None:
 
 
 def test_checking_files_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, toolkit.data.catalog; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, toolkit.config.catalog; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

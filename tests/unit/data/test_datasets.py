@@ -22,8 +22,8 @@ from toolkit.data import datasets
 from toolkit.data.datasets import Datasets, build_datasets, fetch
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.data.memory import RandomShift
-from toolkit.dist.batch import Batch, Share
 from toolkit.errors import DataMissingError, RequestError
+from toolkit.ranks.batch import Batch, Share
 
 
 def all_of(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:

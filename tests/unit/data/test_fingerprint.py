@@ -9,7 +9,7 @@ from torch import Tensor
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.loader import Loader
 from toolkit.data.memory import Augmented, InMemory
-from toolkit.dist.batch import Share
+from toolkit.ranks.batch import Share
 
 
 def images(count: int, moved: float = 0.0, first_class: int = 0) -> InMemory:

@@ -10,8 +10,8 @@ import torch
 
 from toolkit.data.loader import Loader
 from toolkit.data.memory import InMemory
-from toolkit.dist.batch import Share
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
 
 SIZE, BATCH = 10, 4
 SET = InMemory(torch.arange(SIZE).float().view(SIZE, 1, 1, 1), torch.arange(SIZE))

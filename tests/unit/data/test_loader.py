@@ -16,8 +16,8 @@ from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.sampler import eval_calls
-from toolkit.dist.batch import Batch, Share
 from toolkit.errors import JobFailedError
+from toolkit.ranks.batch import Batch, Share
 
 
 def loader(dataset: Any, *, batch: int = 8, index: int = 0, count: int = 1, **more: Any) -> Loader:

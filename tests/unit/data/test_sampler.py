@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from toolkit.data.permutation import BLOCK, Order, order
 from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls
-from toolkit.dist.batch import Share
+from toolkit.ranks.batch import Share
 
 SIZES = st.integers(1, 50)
 BATCHES = st.integers(1, 70)

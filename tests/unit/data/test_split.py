@@ -18,8 +18,8 @@ from toolkit.data.permutation import hash64, mix
 from toolkit.data.sampler import TrainSampler
 from toolkit.data.split import part_of, samples_of
 from toolkit.data.stream import build_stream_loader
-from toolkit.dist.batch import Share
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
 
 SPLITS = ["blocks", "hash"]
 WORLDS = st.integers(1, 6)

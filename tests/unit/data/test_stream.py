@@ -16,9 +16,9 @@ from toolkit.config import DataConfig
 from toolkit.data.loader import Loader
 from toolkit.data.randomness import seed_sample
 from toolkit.data.stream import StreamLoader, build_stream_loader
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.state import Json
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.state import Json
 from toolkit.train.loop import Batches
 
 SHARE = Share(1, 3)

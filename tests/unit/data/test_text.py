@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.config import DataConfig
-from toolkit.data import catalog, text
+from toolkit.config import DataConfig, catalog
+from toolkit.data import text
 from toolkit.data.datasets import build_datasets
 from toolkit.errors import ConfigError, DataMissingError
 

@@ -19,8 +19,8 @@ from tests.unit.data.samples import Damaged, Noisy
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.permutation import order
 from toolkit.data.workers import stacked
-from toolkit.dist.batch import Batch, Share
 from toolkit.errors import JobFailedError
+from toolkit.ranks.batch import Batch, Share
 
 DEADLINE_S = 20.0
 

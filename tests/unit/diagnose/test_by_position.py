@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from toolkit.diagnose.resume_check import _by_position
-from toolkit.dist.batch import Batch
-from toolkit.train.witness import Witness
+from toolkit.ranks.batch import Batch
+from toolkit.train.trace import Witness
 
 PAIR = {"positions": [4, 5], "samples": [7, 8], "inputs": ["a", "b"], "targets": ["c", "d"]}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.main import main
-from toolkit.cluster.checks import Finding
-from toolkit.cluster.checks.verdict import Heard, judge
-from toolkit.cluster.fake import FakeSlurm
 from toolkit.diagnose import doctor
+from toolkit.health import Finding
+from toolkit.health.verdict import Heard, judge
+from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.fixture(autouse=True)

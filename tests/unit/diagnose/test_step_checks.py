@@ -10,11 +10,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from toolkit.cluster.checks import Answer, Finding, Request, ok
-from toolkit.cluster.checks.verdict import Report, judge
 from toolkit.diagnose import step_checks
 from toolkit.diagnose.step_checks import ask_nodes
-from toolkit.launch.talk import Complaint, Ended, Events, Said, Talk
+from toolkit.health import Answer, Finding, Request, ok
+from toolkit.health.verdict import Report, judge
+from toolkit.launch.start.line_channel import Complaint, Ended, Events, Said, Talk
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 REQUEST = Request("/runs/.preflight", "word", [1, 2, 3, 4])

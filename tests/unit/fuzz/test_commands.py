@@ -17,13 +17,14 @@ from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, command, fuzz, secl
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cli import main as cli
-from toolkit.cluster import placement
 from toolkit.config import JobConfig, load_config
 from toolkit.data import datasets
 from toolkit.diagnose import doctor, resume_check
 from toolkit.errors import RequestError
-from toolkit.launch import door, rank, submit
-from toolkit.launch.allocation import Allocation
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import rank
+from toolkit.launch.submission import inside_allocation, submit
+from toolkit.slurm import placement
 
 WORDS = [
     *("", " ", "x", "real", "20", "0", "-1", "1", "10", "99999999999999999999", "9" * 5000, "1.5", "nan", "inf"),
@@ -52,7 +53,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
     monkeypatch.setattr(submit.Run, "watch", lambda self: iter(()))
     monkeypatch.setattr(submit.Run, "wait", lambda self, timeout_s=None: {})
-    monkeypatch.setattr(door, "enter", lambda make_run: Allocation.slurm(os.environ))
+    monkeypatch.setattr(inside_allocation, "enter", lambda make_run: Allocation.slurm(os.environ))
     monkeypatch.setattr(rank, "load", lambda job, folder: SimpleNamespace(main=lambda config: None))
     monkeypatch.setattr(rank, "signals", _Nothing())
     monkeypatch.setattr(rank, "faulthandler", SimpleNamespace(enable=lambda: None))

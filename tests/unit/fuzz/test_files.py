@@ -22,19 +22,23 @@ from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, 
 from tests.unit.launch.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
-from toolkit.agent.tether import SIGNALS
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecord
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig
 from toolkit.errors import ToolkitError
-from toolkit.launch import attempt_loop, foreign, intent, nodes, submit
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.attempt import Attempt
-from toolkit.launch.ending import Cause, Decision, Ending, RankFailure
-from toolkit.launch.journal import Journal
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.ownership import Owner
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.job import nodes
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.record import request
+from toolkit.launch.record.journal import Journal
+from toolkit.launch.record.ownership import Owner
+from toolkit.launch.start import foreign
+from toolkit.launch.submission import submit
+from toolkit.launch.supervise import attempt_loop
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.ending import Cause, Decision, Ending, RankFailure
+from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.rundir import RunDir
 
@@ -226,9 +230,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, count: int) -> None:
     """With attempt 2 left over, whose number must not be given again. Only a user's word, or an end, holds it back."""
-    intent.ask(run, intent.Intent.STOP)
+    request.ask(run, request.Intent.STOP)
     stopped = Folder(run.path)
-    intent.clear(run)
+    request.clear(run)
     folder = Folder(run.path)
 
     def check(case: Damaged) -> str:

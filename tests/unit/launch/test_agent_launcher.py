@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from toolkit import rundir
-from toolkit.launch.agent_launcher import MODULE, AgentLauncher
-from toolkit.launch.allocation import Allocation
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
 
 ALLOCATION = Allocation(("node1", "node2", "node3"), (2, 2, 1), 4, job_id="7")
 

@@ -20,19 +20,21 @@ import pytest
 
 from tests.unit.launch.test_steps import await_true, gone
 from tests.waiting import wait_for
-from toolkit import rundir, stacks
+from toolkit import rundir
 from toolkit.agent import connections
 from toolkit.agent.link import Link
 from toolkit.agent.progress import Digest, Report, Standing
 from toolkit.agent.reports import AgentGoneError, Outbox, address
-from toolkit.launch import agent_links, agent_starters, hang
-from toolkit.launch.agent_launcher import AgentLauncher
-from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
-from toolkit.launch.agent_starters import LocalAgent
-from toolkit.launch.agents import Agents, Endpoint
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
-from toolkit.launch.store import StoreHostEnded
+from toolkit.hang import stacks
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import agent_links, agent_starters
+from toolkit.launch.start.agent_launcher import AgentLauncher
+from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.launch.start.agent_starters import LocalAgent
+from toolkit.launch.start.agents import Agents, Endpoint
+from toolkit.launch.start.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
+from toolkit.launch.start.store import StoreHostEnded
+from toolkit.launch.watch import hang
 
 TIMEOUT_S = 20
 #: A store that says where it is, and notes what it is told.

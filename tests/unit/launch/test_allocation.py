@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
-from toolkit.launch.allocation import Allocation
+from toolkit.launch.job.allocation import Allocation
 
 BATCH = {
     "SLURM_JOB_ID": "12",

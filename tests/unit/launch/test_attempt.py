@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from toolkit import fsio
-from toolkit.launch import error_files
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.attempt import Attempt
-from toolkit.launch.ending import RankFailure
-from toolkit.launch.judging import add_error_files
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.supervise import error_files
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.ending import RankFailure
+from toolkit.launch.supervise.judging import add_error_files
 from toolkit.rundir import RunDir
 
 NODES, RANKS_A_NODE = 250, 8

@@ -10,10 +10,12 @@ import pytest
 
 from tests.waiting import PATIENCE
 from toolkit import rundir
-from toolkit.cluster.fake import FakeSlurm
-from toolkit.launch import batch_host_watch, ending, follow_up, nodes
-from toolkit.launch.batch_host_watch import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
+from toolkit.launch.job import follow_up, nodes
+from toolkit.launch.supervise import ending
+from toolkit.launch.watch import batch_host_watch
+from toolkit.launch.watch.batch_host_watch import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
 from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
 
 
 class World:
@@ -146,8 +148,8 @@ def test_a_signal_to_end_is_heard_while_it_waits(world: World) -> None:
     code = f"""
 import os, signal, threading
 from pathlib import Path
-from toolkit.cluster.fake import FakeSlurm
-from toolkit.launch import batch_host_watch
+from toolkit.slurm.fake import FakeSlurm
+from toolkit.launch.watch import batch_host_watch
 from toolkit.rundir import RunDir
 
 slurm = FakeSlurm()

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.cluster.commands import JobRow
-from toolkit.launch import goodput
-from toolkit.launch.ending import (
+from toolkit.launch.supervise.ending import (
     Budgets,
     Cause,
     Decision,
@@ -26,6 +24,8 @@ from toolkit.launch.ending import (
     judge,
     unfit_nodes,
 )
+from toolkit.metrics import goodput
+from toolkit.slurm.commands import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
 RAISED = RankFailure(1, "node1", "ValueError: boom", 10.5, traceback="Traceback ...")

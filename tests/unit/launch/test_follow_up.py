@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from toolkit import rundir
-from toolkit.cluster.commands import JobRow
-from toolkit.cluster.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.config import JobConfig, dump_config
-from toolkit.launch import follow_up, intent, ownership, patience, submit
-from toolkit.launch.ending import Slurm
-from toolkit.launch.follow_up import (
+from toolkit.launch import outages
+from toolkit.launch.job import follow_up
+from toolkit.launch.job.follow_up import (
     _OPTIONS,
     PREDECESSORS_VARIABLE,
     RUN_VARIABLE,
@@ -28,8 +26,13 @@ from toolkit.launch.follow_up import (
     still_waiting,
     takes_over,
 )
-from toolkit.launch.intent import Intent
+from toolkit.launch.record import ownership, request
+from toolkit.launch.record.request import Intent
+from toolkit.launch.submission import submit
+from toolkit.launch.supervise.ending import Slurm
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import JobRow
+from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 
 #: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --mem=2G`.
 OURS = {
@@ -283,7 +286,7 @@ def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDi
 
 
 def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     slurm = FakeSlurm(preempt_mode="CANCEL")
     running(slurm)
     preempted(slurm)
@@ -320,7 +323,7 @@ def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
     run.write_status({"state": "starting"})
     if wish is not None:
-        intent.ask(run, wish)
+        request.ask(run, wish)
     follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
     assert result is not None
@@ -353,9 +356,9 @@ def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None
 @pytest.mark.parametrize("wish", Intent)
 def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
     run.write_status({"state": "requeued"})
-    intent.ask(run, wish)
+    request.ask(run, wish)
     assert not takes_over(run, [predecessor(preempted)])
-    intent.clear(run)
+    request.clear(run)
     assert takes_over(run, [predecessor(preempted)])
 
 

@@ -15,8 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
 from toolkit.errors import RequestError
-from toolkit.launch import foreign, node_watch
-from toolkit.launch.error_files import read_error_file
+from toolkit.launch.start import foreign
+from toolkit.launch.supervise.error_files import read_error_file
+from toolkit.launch.watch import node_watch
 from toolkit.rundir import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +50,7 @@ SRUN = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose copy of the sources is this checkout: what is imported comes from there."""
     run = rundir.create("script", tmp_path_factory.mktemp("it's runs"))
-    run.config.write_text("job: toolkit.launch.foreign\n")
+    run.config.write_text("job: toolkit.launch.start.foreign\n")
     run.code.symlink_to(ROOT)
     fsio.make_dir(run.attempt_logs(2))
     return run
@@ -94,7 +95,7 @@ def became(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Became:
 
 
 def rank(run: RunDir, environ: dict[str, str], folder: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-P", "-m", "toolkit.launch.foreign", str(run.config)]
+    argv = [sys.executable, "-P", "-m", "toolkit.launch.start.foreign", str(run.config)]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
 

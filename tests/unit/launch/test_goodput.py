@@ -16,17 +16,17 @@ from tests.unit.launch.test_supervisor import Ranks, ended, quick, supervise  # 
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.cli import main as cli
-from toolkit.cluster.commands import JobRow
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE
-from toolkit.launch import goodput
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.attempt import Attempt
-from toolkit.launch.goodput import MEASURED, PARTS, Ledger, Start, moment, of_attempt, of_files, of_run, sentence
-from toolkit.launch.journal import Journal
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.steps import StepEnded
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.record.journal import Journal
+from toolkit.launch.start.steps import StepEnded
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.metrics import goodput
+from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, Start, moment, of_attempt, of_files, of_run, sentence
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import JobRow
 
 SUBMITTED = 1_700_000_000.0
 

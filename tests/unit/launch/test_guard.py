@@ -14,7 +14,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from toolkit.errors import ToolkitError
-from toolkit.launch.guard import guarded
+from toolkit.launch.supervise.guard import guarded
 
 folder = Path(sys.argv[1])
 

@@ -18,16 +18,16 @@ from typing import cast
 import pytest
 
 from tests.waiting import wait_for
-from toolkit import fsio, rundir, stacks
-from toolkit.agent import stack_digest
+from toolkit import fsio, rundir
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Standing
-from toolkit.agent.stack_digest import Seen, awaits, collect, digest, from_json, group, merge
-from toolkit.launch import hang
-from toolkit.launch.agents import Agents
-from toolkit.launch.hang import blame, debug_environment
+from toolkit.hang import stack_digest, stacks
+from toolkit.hang.stack_digest import Seen, awaits, collect, digest, from_json, group, merge
+from toolkit.hang.stacks import main_stack
+from toolkit.launch.start.agents import Agents
+from toolkit.launch.watch import hang
+from toolkit.launch.watch.hang import blame, debug_environment
 from toolkit.rundir import RunDir
-from toolkit.stacks import main_stack
 
 TIMEOUT_S = 20
 
@@ -38,14 +38,14 @@ def frames(*places: str) -> list[FrameSummary]:
 
 
 LOOP = "/x/toolkit/train/loop.py:_train"
-ALL_REDUCE = frames("/x/torch/distributed/distributed_c10d.py:all_reduce", "/x/toolkit/dist/collectives.py:sum", LOOP)
+ALL_REDUCE = frames("/x/torch/distributed/distributed_c10d.py:all_reduce", "/x/toolkit/ranks/collectives.py:sum", LOOP)
 BROADCAST = frames("/x/torch/distributed/distributed_c10d.py:broadcast", "/x/jobs/mine.py:odd", LOOP)
 BACKWARD = frames("/x/torch/autograd/graph.py:_engine_run_backward", "/x/torch/_tensor.py:backward", LOOP)
 LOADER = frames("/x/jobs/mine.py:__getitem__", LOOP)
 GATHER = frames("/x/toolkit/checkpoint/exchange.py:_await", "/x/toolkit/checkpoint/exchange.py:gather", LOOP)
 WRITING = frames("/x/toolkit/fsio.py:write_stream", LOOP)
 C10D = "/x/torch/distributed/distributed_c10d.py"
-OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", "/x/toolkit/dist/session.py:open")
+OPENING = frames(f"{C10D}:_new_process_group_helper", f"{C10D}:init_process_group", "/x/toolkit/ranks/session.py:open")
 IMPORTING = frames("<frozen importlib._bootstrap>:_find_and_load", "/x/jobs/mine.py:<module>")
 
 
@@ -168,7 +168,7 @@ def test_thousands_of_ranks_are_judged_in_no_time() -> None:
 #: A rank and a data worker of it, forked, that hang in two threads each; told of no supervisor but by the environment.
 RANK = """
 import os, threading
-from toolkit import stacks
+from toolkit.hang import stacks
 
 def forever():
     threading.Event().wait()
@@ -238,7 +238,8 @@ def test_files_that_waited_for_stacks_in_vain_are_removed(tmp_path: Path) -> Non
 
 
 def test_a_rank_without_a_supervisor_ignores_the_signal() -> None:
-    code = "import os\nfrom toolkit import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\nprint('on')"
+    code = "import os\nfrom toolkit.hang import stacks\nstacks.answer(0, {})\nos.kill(os.getpid(), stacks.ASK)\n"
+    code += "print('on')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "on\n"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch import node_watch
-from toolkit.launch.node_watch import GpuUse, NodeWatch, RankProcesses
+from toolkit.launch.watch import node_watch
+from toolkit.launch.watch.node_watch import GpuUse, NodeWatch, RankProcesses
 from toolkit.rundir import RunDir
 
 RUN = RunDir(Path("/runs/mine/20261122-1"))

@@ -8,9 +8,9 @@ import pytest
 
 from toolkit import rundir
 from toolkit.errors import RequestError
-from toolkit.launch import nodes
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.nodes import Nodes
+from toolkit.launch.job import nodes
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
 from toolkit.rundir import RunDir
 
 HOSTS = ("a", "b", "c", "d")

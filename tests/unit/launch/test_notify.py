@@ -15,11 +15,12 @@ from tests.waiting import processes_with, wait_for
 from toolkit import config as configs
 from toolkit import fsio, rundir
 from toolkit.config import JobConfig
-from toolkit.launch import entry, intent, notify
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.ending import Ending
-from toolkit.launch.intent import Intent
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.record import notify, request
+from toolkit.launch.record.request import Intent
+from toolkit.launch.supervise import entry
+from toolkit.launch.supervise.ending import Ending
+from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.logs import LOGGER
 from toolkit.rundir import RunDir
 
@@ -159,7 +160,7 @@ def test_it_is_called_when_the_run_is_given_up(run: RunDir, tmp_path: Path) -> N
 def test_it_is_called_when_the_run_ends_before_it_starts_again(
     run: RunDir, tmp_path: Path, wanted: Intent, state: str
 ) -> None:
-    intent.ask(run, wanted)
+    request.ask(run, wanted)
     supervise(run, Ranks())
     assert [told["state"] for told in said(tmp_path)] == [state]
 

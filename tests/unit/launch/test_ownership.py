@@ -21,18 +21,21 @@ from toolkit import config as configs
 from toolkit import rundir
 from toolkit.cli import show, why
 from toolkit.cli.main import main
-from toolkit.cluster import commands
-from toolkit.cluster.commands import Settings
-from toolkit.cluster.fake import FakeSlurm, Sent
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError
-from toolkit.launch import ending, intent, ownership, patience, submit
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.comeback import Comeback
-from toolkit.launch.intent import Intent
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.ownership import Claim, Overtaken
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.requeue import Comeback
+from toolkit.launch.record import ownership, request
+from toolkit.launch.record.ownership import Claim, Overtaken
+from toolkit.launch.record.request import Intent
+from toolkit.launch.submission import submit
+from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
+from toolkit.slurm import commands
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.fake import FakeSlurm, Sent
 
 JOB = "def main(config): ...\n"
 
@@ -391,11 +394,11 @@ def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDi
     """Nobody knows whether there is a job; if there is, it finds that it is not wanted, or not the run's."""
     submit.attach(run).cancel()
     run.clear_result()
-    intent.clear(run)
+    request.clear(run)
     dead = replace(ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run))), pid=2**22 + 1)
     run.write_owner(asdict(dead))
     submit.attach(run).stop()
-    assert ((run.result() or {})["state"], intent.asked(run)) == ("stopped", Intent.STOP)
+    assert ((run.result() or {})["state"], request.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()
     assert submit.resume(run).job_id == "3"
     with pytest.raises(Overtaken):
@@ -419,7 +422,7 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert "cancel was asked for before" in said[3][1]
     assert "it can be resumed when it has ended" in said[4][1]
     assert "cancel was asked for before" in said[5][1]
-    assert intent.asked(run) is Intent.CANCEL
+    assert request.asked(run) is Intent.CANCEL
     assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
     assert row_of(run)["state"] == "cancelled"
@@ -503,7 +506,7 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
         submit.resume(run, ["train.epochs=5"])
     assert run.config.read_text() == old
     assert (run.result() or {})["state"] == "completed"
-    assert intent.asked(run) is Intent.STOP
+    assert request.asked(run) is Intent.STOP
     assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []
     monkeypatch.setattr(submit, "_send_to_slurm", lambda *_: "9")
@@ -523,7 +526,7 @@ def test_a_damaged_owner_file_hides_nothing_and_is_written_anew(run: RunDir, tex
 
 
 def test_a_full_disk_does_not_cost_a_job_its_turn(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     asked = itertools.count()
 
     def on_a_full_disk(write: Callable[..., object]) -> Callable[..., object]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.commands import Settings
-from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import DistConfig, JobConfig
-from toolkit.launch import pmi
+from toolkit.launch.start import pmi
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.fake import FakeSlurm
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import pytest
 
 from toolkit import fsio
 from toolkit.agent.link import Message
-from toolkit.cluster.checks import Answer, Finding, Request, ok, storage
-from toolkit.cluster.checks.verdict import Heard, Report, judge
-from toolkit.launch import preflight
-from toolkit.launch.agent_requests import NodeAnswered, NodeSilent
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.preflight import check_nodes
+from toolkit.health import Answer, Finding, Request, ok, storage
+from toolkit.health.verdict import Heard, Report, judge
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start import preflight
+from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
+from toolkit.launch.start.preflight import check_nodes
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit import origin, rundir
 from toolkit.config import JobConfig, load_config
-from toolkit.launch.prepare import new_run
+from toolkit.launch.submission.prepare import new_run
 
 
 def test_an_origin_by_name_is_the_run_that_had_it_when_this_one_was_made(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch import python_command
-from toolkit.launch.python_command import gains_by_fork, parse
+from toolkit.launch.start import python_command
+from toolkit.launch.start.python_command import gains_by_fork, parse
 
 BIN = Path(sys.executable).parent
 

@@ -10,9 +10,9 @@ import pytest
 
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
-from toolkit.launch import submit
-from toolkit.launch.prepare import new_run
-from toolkit.launch.script_paths import refuse_unfit
+from toolkit.launch.submission import submit
+from toolkit.launch.submission.prepare import new_run
+from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
 ODD = """it's "my" $HOME `touch hit`; ${A=$(touch hit)} #x & (a) [b] {c} * ? ~ ! | <d> = , ü"""

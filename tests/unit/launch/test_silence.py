@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.talk import Complaint, Ended, Events, Said, Talk
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.line_channel import Complaint, Ended, Events, Said, Talk
+from toolkit.launch.watch.silence import SilenceWatch
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks

@@ -14,7 +14,7 @@ import pytest
 
 from tests.scale.snapshots import counted
 from toolkit.errors import RequestError
-from toolkit.launch import snapshot
+from toolkit.launch.submission import snapshot
 
 
 def git(folder: Path, *args: str) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.cluster.commands import Step
-from toolkit.launch import patience
-from toolkit.launch.srun import Srun, parse_srun_line
-from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, tethered
+from toolkit.launch import outages
+from toolkit.launch.start.srun import Srun, parse_srun_line
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, tethered
+from toolkit.slurm.commands import Step
 
 TIMEOUT_S = 20
 
@@ -100,7 +100,7 @@ exit 1
     (tmp_path / "srun").write_text(script)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.05)
     return starts
 
 
@@ -125,7 +125,7 @@ def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_
 
 def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(outages, "PATIENCE_S", 0.3)
     _, said = started(tmp_path)
     assert said.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
     assert said.get(timeout=TIMEOUT_S) == 1
@@ -133,7 +133,7 @@ def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, mo
 
 def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 3600.0)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 3600.0)
     srun, said = started(tmp_path)
     await_true(lambda: srun._process.poll() is not None)
     srun.given_up.set()
@@ -160,7 +160,7 @@ def test_a_tethered_process_dies_with_its_parent_however_that_dies(tmp_path: Pat
     """The parent starts a sleeper through the tether, prints its pid, and is killed with SIGKILL."""
     code = (
         "import subprocess, signal, time\n"
-        "from toolkit.launch.steps import tethered\n"
+        "from toolkit.launch.start.steps import tethered\n"
         "child = subprocess.Popen(tethered(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"

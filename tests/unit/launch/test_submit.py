@@ -15,12 +15,12 @@ import pytest
 from submitit.core.utils import JobPaths
 
 from toolkit import rundir
-from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
-from toolkit.launch import submit
-from toolkit.launch.submit import Run, sbatch_script
+from toolkit.launch.submission import submit
+from toolkit.launch.submission.submit import Run, sbatch_script
 from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
 
 GOLDEN = """\
 #!/bin/bash

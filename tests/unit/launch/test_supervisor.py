@@ -15,22 +15,26 @@ from typing import Any
 import pytest
 
 from toolkit import config as configs
-from toolkit import fsio, open_files, rundir, stacks
-from toolkit.agent import stack_digest
+from toolkit import fsio, open_files, rundir
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Report, Standing
-from toolkit.agent.tether import SIGNALS
 from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import CheckpointError, RequestError
-from toolkit.launch import attempt_loop, intent, journal, patience, silence, stop_path, submit, supervisor
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.error_files import read_error_file
-from toolkit.launch.intent import Intent
-from toolkit.launch.silence import SilenceWatch
-from toolkit.launch.steps import Events, FirstReports, MainReport, Progress, RankEnded, StepEnded
-from toolkit.launch.stop_path import Signalled
-from toolkit.launch.supervisor import Supervisor
+from toolkit.hang import stack_digest, stacks
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.record import journal, request
+from toolkit.launch.record.request import Intent
+from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress, RankEnded, StepEnded
+from toolkit.launch.submission import submit
+from toolkit.launch.supervise import attempt_loop, stop_path, supervisor
+from toolkit.launch.supervise.error_files import read_error_file
+from toolkit.launch.supervise.stop_path import Signalled
+from toolkit.launch.supervise.supervisor import Supervisor
+from toolkit.launch.watch import silence
+from toolkit.launch.watch.silence import SilenceWatch
 from toolkit.rundir import RunDir
 
 
@@ -368,7 +372,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
 
 def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
     def told(ranks: Ranks) -> None:
-        intent.ask(run, Intent.CANCEL)
+        request.ask(run, Intent.CANCEL)
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     ranks = Ranks(told)
@@ -378,7 +382,7 @@ def test_a_cancelled_run_is_killed_at_once_and_not_asked(run: RunDir) -> None:
 
 
 def test_a_run_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
-    intent.ask(run, Intent.CANCEL)
+    request.ask(run, Intent.CANCEL)
     assert supervise(run, Ranks()) == 1
     assert (run.result() or {})["state"] == "cancelled"
     assert run.attempts() == []
@@ -487,7 +491,7 @@ def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
 
 
 def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.01)
     failures = iter([OSError(28, "No space left on device")] * 3)
     add = RunDir.add_attempt
 

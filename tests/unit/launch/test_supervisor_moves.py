@@ -13,17 +13,18 @@ import pytest
 from tests.unit.launch.test_supervisor import NodeAgents, Ranks, Store, completes, ended, quick  # noqa: F401
 from tests.unit.launch.test_supervisor_nodes import HOSTS, network, preflight, run, slurm  # noqa: F401
 from toolkit.cli import show, why
-from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import SlurmRefusedError
-from toolkit.launch import attempt_loop, lookout, stop_path
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.attempt import Attempt
-from toolkit.launch.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
-from toolkit.launch.steps import StepEnded
-from toolkit.launch.stop_path import Signalled, StopPath
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.steps import StepEnded
+from toolkit.launch.supervise import attempt_loop, stop_path
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.stop_path import Signalled, StopPath
+from toolkit.launch.supervise.supervisor import Supervisor
+from toolkit.launch.watch import node_states
+from toolkit.launch.watch.node_care import LEAST_TIME_TO_MOVE_S, LONGEST_STEP_TO_MOVE_S, NodeCare
 from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
 
 NEW_FAN = "drained: new fan by root"
 
@@ -44,7 +45,7 @@ class Agents(NodeAgents):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.01)
-    monkeypatch.setattr(lookout, "ASK_DRAINED_EVERY_S", 0.0)
+    monkeypatch.setattr(node_states, "ASK_DRAINED_EVERY_S", 0.0)
 
 
 @pytest.fixture

@@ -17,22 +17,24 @@ import pytest
 from tests.unit.launch.test_supervisor import NodeAgents, Ranks, Store, completes, quick  # noqa: F401
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
-from toolkit.agent.tether import SIGNALS
-from toolkit.cluster.checks.verdict import Report
-from toolkit.cluster.commands import Settings
-from toolkit.cluster.fake import FakeSlurm
+from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
-from toolkit.launch import attempt_loop, entry, left_over, nodes, patience, slurm_job, supervisor
-from toolkit.launch.agent_requests import NodeAnswered
-from toolkit.launch.allocation import Allocation
-from toolkit.launch.journal import Journal
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.ownership import Claim, Overtaken
-from toolkit.launch.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
-from toolkit.launch.stop_path import Signalled
-from toolkit.launch.supervisor import Supervisor
+from toolkit.health.verdict import Report
+from toolkit.launch import outages
+from toolkit.launch.job import nodes, slurm_job
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.record.journal import Journal
+from toolkit.launch.record.ownership import Claim, Overtaken
+from toolkit.launch.start.agent_requests import NodeAnswered
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
+from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
+from toolkit.launch.supervise.stop_path import Signalled
+from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.fake import FakeSlurm
 
 HOSTS = ("node1", "node2", "node3")
 
@@ -730,7 +732,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     """Each of its files is refused once: owner, size, job, the line that the last start left over, the result."""
     place = {"nodes": ["node1"], "tasks": [1]}
     run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
-    monkeypatch.setattr(patience, "RETRY_EVERY_S", 0.001)
+    monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.001)
     plain, refused = os.fsync, set()
 
     def fsync(fd: int) -> None:
@@ -758,7 +760,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:
         claim.note_follow_ups(["2"])
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outages, "PATIENCE_S", 0.0)
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
     monkeypatch.setattr(entry, "_build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -775,7 +777,7 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outages, "PATIENCE_S", 0.0)
     monkeypatch.setattr(RunDir, "write_result", full)
     entry._write_own_failure(run, ValueError("x"))
     assert run.result() is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit import rundir
-from toolkit.launch.goodput import MEASURED, PARTS, moment
+from toolkit.metrics.goodput import MEASURED, PARTS, moment
 from toolkit.metrics.history import History
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.rundir import RunDir

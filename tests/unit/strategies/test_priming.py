@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit.config import TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.state import Sharded
 from toolkit.errors import ConfigError, JobFailedError
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.state import Sharded
 from toolkit.strategies import Loss, Objective, of_pairs
 from toolkit.strategies.priming import CheckedObjective, undone, unused_message
 

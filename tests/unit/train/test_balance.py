@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.unit.data.samples import Noisy, Numbers
 from toolkit.config import DataConfig
 from toolkit.data.loader import Loader, build_loader
-from toolkit.dist.batch import Share
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
 from toolkit.train.balance import Balance, Even, build_balance, shares
 
 

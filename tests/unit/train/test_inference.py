@@ -29,8 +29,8 @@ from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.config import DataConfig
 from toolkit.data.datasets import build_datasets
-from toolkit.dist.state import Json, Replicated, Sharded
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST, JobFailedError, RequestError
+from toolkit.ranks.state import Json, Replicated, Sharded
 from toolkit.rundir import RunDir
 from toolkit.train import inference, program
 from toolkit.trust import TRUST_VARIABLE

@@ -15,10 +15,10 @@ from tests.unit.checkpoint.ranks import alone, on_ranks, weights
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import ModelConfig
-from toolkit.dist.report import NullReporter
-from toolkit.dist.session import Session
-from toolkit.dist.state import Replicated
 from toolkit.errors import CheckpointError, ConfigError, ToolkitError
+from toolkit.ranks.report import NullReporter
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Replicated
 from toolkit.train.initial import fill, initialised, pair
 
 

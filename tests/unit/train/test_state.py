@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.ranks import file_operations, load_alone, tensor_of, weights
-from toolkit.activity import Activity
 from toolkit.checkpoint import policy
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, newest_step
 from toolkit.config import CheckpointConfig
-from toolkit.dist.state import Json
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.hang.activity import Activity
+from toolkit.ranks.state import Json
 from toolkit.train import state
 from toolkit.train.state import PATIENCE_S, Checkpoints, refuse_other_identity
 

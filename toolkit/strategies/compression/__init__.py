@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import StrategyConfig
-from toolkit.dist.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
-from toolkit.dist.state import Entry, Replicated
+from toolkit.ranks.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
+from toolkit.ranks.state import Entry, Replicated
 
 #: The number of values that share a scale of 4 bytes.
 BLOCK = 256

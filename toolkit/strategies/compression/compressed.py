@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from toolkit import logs
 from toolkit.config import StrategyConfig
-from toolkit.dist.collectives import sum_across_ranks
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, PerRank
 from toolkit.errors import ConfigError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.collectives import sum_across_ranks
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, PerRank
 from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
 from toolkit.strategies.layouts.alone import Alone
 from toolkit.strategies.objective import TrialPass

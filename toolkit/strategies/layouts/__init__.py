@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.dist.batch import Share
-from toolkit.dist.state import Entry, Replicated, Sharded
+from toolkit.ranks.batch import Share
+from toolkit.ranks.state import Entry, Replicated, Sharded
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 

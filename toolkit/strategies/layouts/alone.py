@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from toolkit import logs
-from toolkit.dist.collectives import broadcast_tensors
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.collectives import broadcast_tensors
+from toolkit.ranks.session import Session
 from toolkit.strategies.layouts.replicas import Replicas
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory

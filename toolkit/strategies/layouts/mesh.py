@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit import logs
 from toolkit.config import MeshConfig
-from toolkit.dist.batch import Share
-from toolkit.dist.session import Session
-from toolkit.dist.timeouts import adopt
+from toolkit.ranks.batch import Share
+from toolkit.ranks.session import Session
+from toolkit.ranks.timeouts import adopt
 
 #: From the outermost to the innermost.
 ORDER = ("replicas", "shards", "tensor")

@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from toolkit import logs
 from toolkit.config import TENSOR_STYLES, tensor_style
-from toolkit.dist.state import Entry, Sharded
 from toolkit.errors import ConfigError, listing, nearest
+from toolkit.ranks.state import Entry, Sharded
 from toolkit.strategies.layouts import local
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.priming import TOLERANCE, TOLERANCE_BF16, WholePass

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.dist.batch import Share
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
+from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.memory_format import use_channels_last

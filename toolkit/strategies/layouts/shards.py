@@ -26,9 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit import logs
 from toolkit.config import MeshConfig
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import hand_out, made

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import logs
 from toolkit.config import MeshConfig
-from toolkit.dist.collectives import sum_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry
+from toolkit.ranks.collectives import sum_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast, local
 from toolkit.strategies.layouts.first_values import hand_out, made

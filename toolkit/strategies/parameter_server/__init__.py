@@ -23,8 +23,8 @@ attempt.
 from __future__ import annotations
 
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.ranks.session import Session
 from toolkit.strategies.parameter_server.servers import AsyncServer, SyncServer
 from toolkit.strategies.parameter_server.worker import Worker
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Measure, Objective, Sums
 from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.mail import Kind, Message

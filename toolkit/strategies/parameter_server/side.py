@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.dist.batch import Batch
-from toolkit.dist.collectives import broadcast_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, Json, Replicated, Sharded
 from toolkit.errors import ConfigError, StoppedError, ToolkitError, listing
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import broadcast_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json, Replicated, Sharded
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import in_training

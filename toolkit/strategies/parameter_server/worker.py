@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from toolkit.activity import PRIMING
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.session import Session
 from toolkit.errors import ConfigError
+from toolkit.hang.activity import PRIMING
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.modes import evaluating

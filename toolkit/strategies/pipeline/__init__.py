@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit import logs
-from toolkit.activity import PRIMING
 from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, mesh_of, micro_batches
-from toolkit.dist.batch import Batch, Share
-from toolkit.dist.collectives import broadcast_tensors, sum_across_ranks, sum_in_order, sum_tensors
-from toolkit.dist.session import Session
-from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
+from toolkit.hang.activity import PRIMING
 from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.batch import Batch, Share
+from toolkit.ranks.collectives import broadcast_tensors, sum_across_ranks, sum_in_order, sum_tensors
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.layouts import autocast

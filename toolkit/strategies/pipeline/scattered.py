@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.dist.state import Entry, Replicated, Sharded
+from toolkit.ranks.state import Entry, Replicated, Sharded
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.optim import SGD, Optimizer
 
 from toolkit import logs
 from toolkit.config import TrainConfig
-from toolkit.dist.collectives import broadcast_tensors, sum_tensors
-from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.batch_norm import statistics
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients

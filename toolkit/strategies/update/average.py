@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.dist.state import Entry, Json, Replicated
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 
 _DECAY, _STEPS = "ema/decay", "ema/steps"

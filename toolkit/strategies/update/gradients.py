@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.config import TrainConfig
-from toolkit.dist.state import Entry
+from toolkit.ranks.state import Entry
 from toolkit.strategies.layouts import local
 from toolkit.strategies.update.parts import Parts, Total
 from toolkit.strategies.update.verdict import Judge, LossScale

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.dist.state import Json, Replicated, Sharded
+from toolkit.ranks.state import Json, Replicated, Sharded
 from toolkit.strategies.layouts import entry, local
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from toolkit.dist.collectives import sum_in_order
+from toolkit.ranks.collectives import sum_in_order
 
 #: Sums a small tensor over the ranks that hold other parts of the model.
 Total: TypeAlias = Callable[[Tensor], Tensor]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import PruningConfig
-from toolkit.dist.state import Entry, Json, Replicated
 from toolkit.errors import ConfigError
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
 from toolkit.strategies.update.parts import Parts, Total
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.dist.state import Entry, Replicated
+from toolkit.ranks.state import Entry, Replicated
 
 MADE, NOT_FINITE, SPIKE, OVERFLOW = 0, 1, 2, 3
 #: Why a step was skipped.

@@ -1,0 +1,385 @@
+"""The checks of one node, with facts of nodes that we do not have."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.health import ANSWER_HEAD, Answer, Finding, cpus, devices, host, storage
+from toolkit.health.cpus import Process, Use
+from toolkit.slurm import network
+
+ROOT = Path(__file__).parents[3]
+
+
+# ------------------------------------------------------------------------------------------------------------- cpus
+
+
+@pytest.mark.parametrize(("usable", "severity"), [(8, "ok"), (64, "ok"), (7, "bad"), (1.5, "bad")])
+def test_fewer_cpus_than_the_ranks_need_are_bad(usable: float, severity: str) -> None:
+    found = cpus.check_cpus(8, usable)
+    assert found.severity == severity
+    assert severity == "ok" or f"only {usable:g} of the 8 CPUs" in found.text
+
+
+def test_this_process_may_use_what_its_affinity_says() -> None:
+    ours = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [min(ours)])
+        assert cpus.usable_cpus() <= 1
+    finally:
+        os.sched_setaffinity(0, ours)
+
+
+def test_the_quota_of_every_cgroup_above_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "system.slice/slurmd/job_1"
+    folder.mkdir(parents=True)
+    (folder / "cpu.max").write_text("max 100000\n")
+    (folder.parent / "cpu.max").write_text("150000 100000\n")
+    assert list(cpus.cpu_quotas("0::/system.slice/slurmd/job_1\n", tmp_path)) == [1.5]
+
+
+def test_cgroup_1_has_its_quota_in_two_files(tmp_path: Path) -> None:
+    folder = tmp_path / "cpu/slurm/job_1"
+    folder.mkdir(parents=True)
+    for name, value in {"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "100000"}.items():
+        (folder / name).write_text(f"{value}\n")
+    groups = "4:memory:/slurm/job_1\n3:cpu,cpuacct:/slurm/job_1\n"
+    assert list(cpus.cpu_quotas(groups, tmp_path)) == [2.0]
+
+
+def strangers(**demand: float) -> dict[Process, float]:
+    return {Process(number, 1, name, 0.0, 0.0): cpus for number, (name, cpus) in enumerate(demand.items(), start=100)}
+
+
+@pytest.mark.parametrize(
+    ("use", "asked", "severity"),
+    [
+        (Use({}, 0.0), 8, "ok"),
+        (Use(strangers(slurmd=0.4), 0.0), 8, "ok"),  # a daemon that wakes up
+        (Use(strangers(backup=1.9), 0.0), 8, "ok"),  # a quarter of a node is where it begins to matter
+        (Use(strangers(backup=2.5), 0.0), 8, "warning"),
+        (Use(strangers(python=4.0), 0.0), 8, "bad"),
+        (Use(strangers(python=4.0), 0.0), 4, "ok"),  # there are four more
+        (Use({}, 6.0), 2, "ok"),  # other jobs on their own CPUs
+        (Use({}, 8.0), 4, "warning"),  # and on ours, which is the site's to forbid
+        (Use(strangers(python=4.0), 4.0), 4, "bad"),
+    ],
+)
+def test_what_finds_no_room_beside_us_is_taken_from_us(use: Use, asked: int, severity: str) -> None:
+    assert cpus.check_taken(asked, use, online=8).severity == severity
+
+
+def test_the_worst_takers_are_named() -> None:
+    text = cpus.check_taken(8, Use(strangers(python=8.0, sh=0.01), 0.0), online=8).text
+    assert "python, pid 100 of" in text
+    assert "sh" not in text.split("(")[1].split(":")[0]
+
+
+def tree(**parents: tuple[int, int]) -> dict[int, Process]:
+    """``name=(pid, parent)``."""
+    return {pid: Process(pid, parent, name, 0.0, 0.0) for name, (pid, parent) in parents.items()}
+
+
+def test_what_descends_from_a_slurmstepd_belongs_to_a_job_and_the_rest_does_not() -> None:
+    ours = {"slurmstepd": (10, 1), "us": (11, 10), "child": (12, 11)}
+    table = tree(init=(1, 0), **ours, stepd2=(20, 1), rank=(21, 20), escaped=(30, 1), sshd=(40, 1), shell=(41, 40))
+    table[20] = Process(20, 1, "slurmstepd: [7.0]", 0.0, 0.0)
+    jobs = {10: "7", 11: "7", 12: "7", 21: "8"}
+    use = cpus.sort_out(dict.fromkeys(table.values(), 1.0), table, 11, "7", jobs.get)
+    assert {process.name for process in use.strangers} == {"escaped", "sshd", "shell"}
+    assert use.other_jobs == 2.0  # the rank of the other job, and its slurmstepd, which hides its environment
+
+
+def test_without_a_job_everybody_but_our_family_is_a_stranger() -> None:
+    table = tree(init=(1, 0), shell=(2, 1), us=(3, 2), nvidia=(4, 3), burner=(5, 1))
+    use = cpus.sort_out(dict.fromkeys(table.values(), 1.0), table, 3, None)
+    assert {process.name for process in use.strangers} == {"burner"}
+
+
+def test_only_demand_that_lasts_through_every_interval_counts() -> None:
+    looks = [
+        {1: Process(1, 0, "steady", at * 1.0, at), 2: Process(2, 0, "burst", burst, at)}
+        for at, burst in ((0.0, 0.0), (1.0, 5.0), (2.0, 5.0))
+    ]
+    demand = cpus.steady_demand([*looks[:2], looks[2] | {3: Process(3, 0, "new", 9.0, 2.0)}])
+    assert {process.name: value for process, value in demand.items()} == {"steady": 1.0, "burst": 0.0}
+
+
+def test_a_look_that_takes_long_on_a_busy_node_makes_no_demand_smaller() -> None:
+    """Each process counts from when it was seen, wherever in its look we were made to wait."""
+    looks = [
+        {1: Process(1, 0, "early", at, at), 2: Process(2, 0, "late", at + wait, at + wait)}
+        for at, wait in ((0.0, 0.0), (0.1, 0.5), (0.7, 0.0))
+    ]
+    assert list(cpus.steady_demand(looks).values()) == pytest.approx([1.0, 1.0])
+
+
+def test_a_busy_loop_of_this_machine_is_seen_at_work() -> None:
+    """Also on a machine so busy that it gets no CPU: who waits for one needs it as well."""
+    with subprocess.Popen([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], stdout=-1) as loop:
+        assert loop.stdout is not None
+        loop.stdout.readline()
+        before = cpus.processes()
+        threading.Event().wait(0.3)
+        demand = cpus.steady_demand([before, cpus.processes()])
+        loop.kill()
+    (ours,) = (process for process in demand if process.pid == loop.pid)
+    assert demand[ours] == pytest.approx(1.0, abs=0.35)
+    assert ours.parent == os.getpid()
+
+
+# ---------------------------------------------------------------------------------------------------------- storage
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "run/.preflight"
+    folder.mkdir(parents=True)
+    (folder / storage.TOKEN).write_text("word")
+    return folder
+
+
+def test_the_same_folder_is_read_and_answered(shared: Path) -> None:
+    assert storage.check_shared(shared, "word", "node1").severity == "ok"
+    assert (shared / "node1").read_text() == "word"
+
+
+def missing(shared: Path) -> None:
+    for path in (*shared.iterdir(), shared, shared.parent):
+        path.unlink() if path.is_file() else path.rmdir()
+
+
+def other(shared: Path) -> None:
+    (shared / storage.TOKEN).unlink()
+
+
+def changed(shared: Path) -> None:
+    (shared / storage.TOKEN).write_text("an older word")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, "does not exist here: its file system is not mounted"),
+        (other, "is another folder here than on the batch host, or a stale one"),
+        (changed, "has other content here"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_wrong_with_a_shared_folder_is_told_apart(
+    shared: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(shared)
+    found = storage.check_shared(shared, "word", "node1", within_s=0.05)
+    assert found.severity == "bad"
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ESTALE, "handle is stale"), (errno.EROFS, "read-only"), (errno.ENOSPC, "full"), (errno.EIO, "looked at")],
+)
+def test_an_error_of_the_file_system_comes_with_advice(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = storage.check_shared(shared, "word", "node1")
+    assert found.severity == "bad"
+    assert os.strerror(number) in found.text
+    assert words in found.text
+
+
+def test_a_file_that_is_seen_late_is_seen(shared: Path) -> None:
+    late = shared / "late"
+    writer = threading.Timer(0.1, lambda: late.write_text("word"))
+    writer.start()
+    assert storage.read_soon(late, "word", within_s=10) == "word"
+    writer.join()
+
+
+def disk(free_bytes: float, inodes: int, total_inodes: int = 10**6) -> Callable[[Path], os.statvfs_result]:
+    stat = os.statvfs_result((4096, 4096, 10**9, 0, int(free_bytes) // 4096, total_inodes, inodes, inodes, 0, 255))
+    return lambda _: stat
+
+
+@pytest.mark.parametrize(
+    ("stat", "severity"),
+    [
+        (disk(2**40, 10**6), "ok"),
+        (disk(500 * 2**20, 10**6), "warning"),
+        (disk(50 * 2**20, 10**6), "bad"),
+        (disk(2**40, 5000), "warning"),
+        (disk(2**40, 3), "bad"),
+        (disk(2**40, 0, total_inodes=0), "ok"),  # btrfs counts none
+    ],
+)
+def test_room_is_bytes_and_inodes(
+    monkeypatch: pytest.MonkeyPatch, stat: Callable[[Path], os.statvfs_result], severity: str
+) -> None:
+    monkeypatch.setattr(os, "statvfs", stat)
+    assert storage.check_space("temp space", Path("/tmp")).severity == severity
+
+
+# ---------------------------------------------------------------------------------------------------------- devices
+
+#: What nvidia-smi printed on a node with four H100.
+SMI = "".join(f"{index}, GPU-{index}a5c, {used}, 81559\n" for index, used in enumerate((4, 4, 4, 4)))
+USED = SMI.replace("1, GPU-1a5c, 4,", "1, GPU-1a5c, 40000,")
+
+
+def smi(memory: str, apps: str = "") -> devices.Ask:
+    return lambda arguments: memory if "memory" in arguments[0] else apps
+
+
+def by_check(found: Sequence[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "severity", "figure"),
+    [
+        (4, {}, "ok", "4"),
+        (2, {"CUDA_VISIBLE_DEVICES": "1,3"}, "ok", "2"),
+        (2, {"CUDA_VISIBLE_DEVICES": "GPU-0a5c,GPU-2"}, "ok", "2"),
+        (8, {}, "bad", "4 of 8"),
+        (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, "bad", "2 of 4"),
+        (4, {"CUDA_VISIBLE_DEVICES": ""}, "bad", "0 of 4"),
+    ],
+)
+def test_gpus_are_counted_as_cuda_will(asked: int, environ: Mapping[str, str], severity: str, figure: str) -> None:
+    found = by_check(devices.check_gpus(asked, environ, smi(SMI)))["gpus"]
+    assert (found.severity, found.figure) == (severity, figure)
+
+
+def test_memory_that_somebody_left_is_named_with_its_owner() -> None:
+    found = by_check(devices.check_gpus(4, {}, smi(USED, "4242, python train.py\n")))["gpu memory"]
+    assert found.severity == "bad"
+    assert "GPU 1: 39.1 GiB" in found.text
+    assert "pid 4242 python train.py" in found.text
+
+
+def test_memory_of_gpus_that_are_not_ours_is_not_ours_to_judge() -> None:
+    found = devices.check_gpus(2, {"CUDA_VISIBLE_DEVICES": "0,2"}, smi(USED))
+    assert [finding.severity for finding in found] == ["ok", "ok"]
+
+
+def test_a_driver_that_fails_is_bad() -> None:
+    def fail(_: Sequence[str]) -> str:
+        raise subprocess.SubprocessError("nvidia-smi failed with exit code 9: couldn't communicate with the driver")
+
+    (found,) = devices.check_gpus(4, {}, fail)
+    assert found.severity == "bad"
+    assert "couldn't communicate" in found.text
+
+
+def test_without_nvidia_smi_device_files_are_counted(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (found,) = devices.check_gpus(2, {}, lambda _: None, tmp_path)
+    assert (found.severity, found.figure) == ("ok", "2")
+
+
+def test_a_node_that_is_asked_for_no_gpus_has_nobody_asked() -> None:
+    def never(_: Sequence[str]) -> str:
+        raise AssertionError
+
+    assert devices.check_gpus(0, {}, never) == []
+
+
+def test_the_active_infiniband_ports_are_the_figure(tmp_path: Path) -> None:
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / f"class/infiniband/{name}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+    (found,) = devices.check_infiniband(tmp_path)
+    assert (found.figure, found.value) == ("mlx5_0:1", 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+
+
+def test_a_slow_look_up_is_a_warning_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.2])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    found = host.check_look_up("10.0.0.1", lambda _: None)
+    assert found.severity == "warning"
+    assert "took 10.2 s" in found.text
+
+
+def test_an_address_without_a_name_is_fine() -> None:
+    def unknown(_: str) -> None:
+        raise socket.herror(1, "Unknown host")
+
+    assert host.check_look_up("10.0.0.1", unknown).severity == "ok"
+
+
+@pytest.mark.parametrize(("limit", "severity"), [(1024, "ok"), (-1, "ok"), (512, "warning"), (64, "bad")])
+def test_open_files(limit: int, severity: str) -> None:
+    assert host.check_open_files(limit).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("limit", "gpus", "severity"), [(-1, 8, "ok"), (2**36, 8, "ok"), (65536, 8, "bad"), (65536, 0, "warning")]
+)
+def test_locked_memory_matters_to_nccl(limit: int, gpus: int, severity: str) -> None:
+    assert host.check_locked_memory(gpus, limit).severity == severity
+
+
+def test_the_users_interface_is_the_ranks_interface() -> None:
+    assert network.rank_address({"GLOO_SOCKET_IFNAME": "lo"}, "192.0.2.1") == "127.0.0.1"
+    with pytest.raises(ToolkitError, match="GLOO_SOCKET_IFNAME=nowhere0"):
+        network.rank_address({"GLOO_SOCKET_IFNAME": "nowhere0"}, "192.0.2.1")
+
+
+# ----------------------------------------------------------------------------------------------------- the process
+
+
+def answer(**request: object) -> Answer:
+    """What one node prints, run as on a node."""
+    content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-m", "toolkit.health", json.dumps(content | request)],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith(ANSWER_HEAD)
+    assert done.stdout.count("\n") == 1
+    return Answer.parse(done.stdout)
+
+
+def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -> None:
+    asked = time.time()
+    told = answer(folder=str(shared))
+    assert told.node == socket.gethostname()
+    assert asked < told.began < told.ended < time.time()
+    assert {"cpus", "cpus taken", "network", "shared folder", "temp space", "open files", "look-up"} <= {
+        finding.check for finding in told.findings
+    }
+    assert {finding.check for finding in told.findings if finding.severity == "bad"} <= {"cpus taken"}
+
+
+def test_a_file_system_that_hangs_hangs_nothing_else(shared: Path) -> None:
+    """A fifo that nobody writes to does to a reader what a file server that is away does."""
+    (shared / storage.TOKEN).unlink()
+    os.mkfifo(shared / storage.TOKEN)
+    found = {finding.check: finding for finding in answer(folder=str(shared), disk_limit_s=1.5).findings}
+    assert "does not answer within 1.5 s" in found["shared folder"].text
+    assert found["cpus"].severity == found["temp space"].severity == "ok"

@@ -1,0 +1,80 @@
+"""What is decided before MPI is opened, and whether it is closed; the group itself is in test_backend_contract.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from toolkit.errors import ConfigError, StoppedError
+from toolkit.ranks import session
+
+pytest.importorskip("mpi4py")
+
+
+@pytest.fixture
+def finalized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of Finalize, of an MPI that is open."""
+    from toolkit.ranks import mpi
+
+    calls: list[str] = []
+
+    class Opened:
+        Is_initialized = staticmethod(lambda: True)
+        Is_finalized = staticmethod(lambda: bool(calls))
+        Finalize = staticmethod(lambda: calls.append("Finalize"))
+
+    monkeypatch.setattr(mpi, "MPI", Opened)
+    return calls
+
+
+def test_ranks_that_mpi_does_not_know_are_told_how_to_start() -> None:
+    from toolkit.ranks.mpi import check_world
+
+    check_world((1, 4), (1, 4), "Open MPI v5.0.11, package: Open MPI somebody@somewhere")
+    with pytest.raises(ConfigError, match=r"rank 1 of 4 is rank 0 of 1 .*\(Open MPI v5\.0\.11\).*mpirun.*--mpi=pmix"):
+        check_world((1, 4), (0, 1), "Open MPI v5.0.11, package: Open MPI somebody@somewhere")
+
+
+def test_ranks_in_another_order_are_refused() -> None:
+    from toolkit.ranks.mpi import check_world
+
+    with pytest.raises(ConfigError, match="rank 1 of 4 is rank 2 of 4"):
+        check_world((1, 4), (2, 4), "Open MPI v5")
+
+
+def test_mpi_is_closed_after_a_success_and_a_stop_but_not_after_a_failure(finalized: list[str]) -> None:
+    """Finalize waits for all ranks: after a failure, for ever."""
+    from toolkit.ranks import mpi
+
+    mpi.finalize(ValueError, ValueError("mine"), None)
+    assert finalized == []
+    mpi.finalize(StoppedError, StoppedError("all together"), None)
+    assert finalized == ["Finalize"]
+    mpi.finalize(None, None, None)
+    assert finalized == ["Finalize"]
+
+
+def test_importing_the_backend_opens_nothing() -> None:
+    from mpi4py import MPI
+
+    assert session.choose_backend("mpi") == "mpi4py"
+    assert not MPI.Is_initialized()
+
+
+def test_a_torch_with_mpi_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    assert session.choose_backend("mpi") == "mpi"
+
+
+def test_a_missing_mpi4py_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "toolkit.ranks.mpi", raising=False)
+    monkeypatch.delattr("toolkit.ranks.mpi", raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match=r"pip install slurm-batch-toolkit\[mpi\]"):
+        session.choose_backend("mpi")
+
+
+def test_auto_never_picks_mpi() -> None:
+    assert session.choose_backend("auto") in ("nccl", "gloo")

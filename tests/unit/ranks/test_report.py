@@ -1,0 +1,307 @@
+"""A rank's reports: what arrives, what a lost agent means, and what the store's host does."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.waiting import wait_for
+from toolkit import rundir
+from toolkit.agent import progress
+from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.reports import AgentGoneError, Inbox, Outbox
+from toolkit.errors import EXIT_FAILED
+from toolkit.hang import activity as activity_words
+from toolkit.hang.activity import Activity
+from toolkit.ranks import report, store_host
+from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
+from toolkit.ranks.stop import PREFIX, STOP, _Round, propose
+from toolkit.ranks.stop_store import StoreTransport, in_pieces
+from toolkit.rundir import RunDir
+
+TIMEOUT_S = 20
+
+
+class Agent(Outbox):
+    """An agent in memory, which can be gone, absent or busy."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.patience: list[float] = []
+        self.is_gone = False
+
+    def send(self, message: bytes, patience_s: float = 0.0) -> bool:
+        if self.is_gone:
+            raise AgentGoneError
+        self.patience.append(patience_s)
+        parsed = progress.parse(message)
+        assert parsed is not None
+        self.reports.append(parsed)
+        return True
+
+    @property
+    def last(self) -> Report:
+        return self.reports[-1]
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which a reporter has ended this process, which lives on."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(report, "HEARTBEAT_S", 0.01)
+    return codes
+
+
+def reporter_to(agent: Outbox, rank: int, activity: Activity | None = None) -> AgentReporter:
+    return AgentReporter(agent, 2, rank, activity or Activity())
+
+
+def test_the_newest_of_every_field_arrives_and_the_training_waits_for_nobody() -> None:
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
+    reporter.progress(step=1, loss=2.5)
+    wait_for(lambda: agent.reports and agent.last.fields, TIMEOUT_S, "the first report")
+    reporter.progress(step=2)
+    reporter.progress(step=3, phase="evaluate")
+    reporter.close()
+    told = dict(agent.last.fields or {})
+    assert {name: told[name] for name in ("step", "loss", "phase")} == {"step": 3, "loss": 2.5, "phase": "evaluate"}
+    assert set(agent.patience[:-1]) == {0.0}
+
+
+def test_a_report_says_what_the_rank_does_and_a_rank_that_stands_still_goes_on_reporting() -> None:
+    """By that the agent knows that somebody is there. What users see of the run is rank 0's to say."""
+    agent, activity = Agent(), Activity()
+    reporter = reporter_to(agent, 1, activity)
+    reporter.progress(loss=1.0)
+    activity.phase, activity.step = activity_words.WAITING_FOR_DATA, 7
+    activity.move()
+    expected = Report(2, 1, "waiting for data", 7, 1)
+    wait_for(lambda: agent.reports.count(expected) > 2, TIMEOUT_S, "several reports")
+    reporter.close()
+
+
+def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
+    reporter.progress(step=450)
+    assert agent.reports == []
+    reporter.close()
+    assert (agent.last.fields or {})["step"] == 450
+    assert agent.patience == [report.LAST_PATIENCE_S]
+
+
+def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agents = [Agent(), Agent()]
+    for rank, agent in enumerate(agents):
+        reporter = reporter_to(agent, rank)
+        reporter.finish({"step": 10, "metrics": {"eval/accuracy": 0.5}})
+        reporter.close()
+    assert [each.result for each in agents[0].reports] == [{"step": 10, "metrics": {"eval/accuracy": 0.5}}, None]
+    assert agents[0].patience[0] == report.RESULT_PATIENCE_S
+    assert [each.result for each in agents[1].reports] == [None]
+
+
+def test_more_metrics_than_a_report_holds_are_left_to_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agent = Agent()
+    reporter = reporter_to(agent, 0)
+    metrics = {f"eval/{number}": 0.5 for number in range(MAX_BYTES // 10)}
+    reporter.progress(step=7, metrics=metrics)
+    with caplog.at_level(logging.WARNING):
+        reporter.finish({"step": 7, "metrics": metrics})
+        reporter.close()
+    assert agent.reports[0].result == {"step": 7, "metrics": {}}
+    assert {**(agent.reports[1].fields or {}), "time": 0} == {"step": 7, "metrics": {}, "time": 0}
+    assert len([line for line in caplog.messages if "too many metrics" in line]) == 1
+
+
+def test_an_agent_that_leaves_while_the_reporter_closes_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, exits: list[int]
+) -> None:
+    monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
+    agent = Agent()
+    reporter = reporter_to(agent, 1)
+    agent.is_gone = True
+    reporter.close()
+    assert exits == []
+
+
+def test_a_rank_whose_agent_is_gone_ends_itself(exits: list[int]) -> None:
+    name = f"\0toolkit-test-{secrets.token_hex(8)}"
+    inbox = Inbox(name)
+    with closing(reporter_to(Outbox(name), 2)):
+        wait_for(inbox.take, TIMEOUT_S, "a report")
+        assert exits == []
+        inbox.close()
+        wait_for(lambda: exits, TIMEOUT_S, "the end of the rank")
+        assert set(exits) == {EXIT_FAILED}
+
+
+RANK = """
+import sys, threading
+from toolkit import logs
+from toolkit.hang.activity import Activity
+from toolkit.agent.reports import Outbox
+from toolkit.ranks.report import AgentReporter
+
+logs.setup("rank 1/2 node2")
+AgentReporter(Outbox("\\0" + sys.argv[1]), 1, 1, Activity())
+threading.Event().wait()  # stands for a collective that nobody will end
+"""
+
+
+def test_a_rank_that_hangs_in_a_collective_is_ended_as_well_when_its_supervisor_is_gone() -> None:
+    name = f"toolkit-test-{secrets.token_hex(8)}"
+    inbox = Inbox(f"\0{name}")
+    command = [sys.executable, "-c", RANK, name]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as rank:
+        wait_for(inbox.take, TIMEOUT_S, "a report")
+        inbox.close()
+        _, told = rank.communicate(timeout=TIMEOUT_S)
+    assert rank.returncode == EXIT_FAILED
+    (line,) = told.splitlines()
+    assert "rank 1/2 node2 ERROR the agent of this node is gone" in line
+
+
+def test_ranks_whose_progress_is_told_once_a_second_report_once_a_second() -> None:
+    reporters = [reporter_to(Agent(), rank) for rank in (0, 1)]
+    assert [reporter._every_s / report.HEARTBEAT_S for reporter in reporters] == [1, 2]
+    for reporter in reporters:
+        reporter.close()
+
+
+# ----------------------------------------------------------------------------------------------- without a supervisor
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return rundir.create("alone", tmp_path)
+
+
+def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
+    run.write_result({"state": "failed"})
+    reporter = FileReporter(run, {"supervised": False, "pid": 7})
+    assert run.result() is None  # the last start's: whoever waits would take it for this one's
+    reporter.progress(step=5, loss=float("nan"))
+    status = wait_for(lambda: run.status() if run.status().get("progress") else None, TIMEOUT_S, "a status")
+    assert (status["state"], status["pid"], status["progress"]["step"]) == ("running", 7, 5)
+    assert status["progress"]["loss"] is None
+    reporter.finish({"step": 9, "metrics": {"eval/accuracy": 1.0}})
+    reporter.close()
+    result = run.result() or {}
+    assert result.pop("wall_s") >= 0
+    assert result == {"state": "completed", "attempts": 1, "step": 9, "metrics": {"eval/accuracy": 1.0}}
+    assert (run.status()["state"], run.status()["progress"]["step"]) == ("completed", 5)
+
+
+def test_an_unsupervised_run_that_ends_without_a_result_has_failed(run: RunDir) -> None:
+    reporter = FileReporter(run, {})
+    reporter.progress(step=5)
+    reporter.close()
+    assert (run.status()["state"], run.status()["progress"]["step"]) == ("failed", 5)
+    assert run.result() is None
+
+
+def test_a_full_disk_costs_an_unsupervised_run_some_of_its_status_and_nothing_else(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, write = threading.Event(), RunDir.write_status
+
+    def full(self: RunDir, status: dict[str, Any]) -> None:
+        refused.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "write_status", full)
+    reporter = FileReporter(run, {})
+    reporter.progress(step=5)
+    assert refused.wait(TIMEOUT_S)
+    monkeypatch.setattr(RunDir, "write_status", write)
+    reporter.progress(step=6)
+    wait_for(lambda: (run.status().get("progress") or {}).get("step") == 6, TIMEOUT_S, "the next status")
+    monkeypatch.setattr(RunDir, "write_status", full)
+    reporter.close()
+
+
+def test_the_other_ranks_of_an_unsupervised_run_write_nothing(run: RunDir) -> None:
+    before = sorted(run.path.rglob("*"))
+    reporter = NullReporter()
+    reporter.progress(step=1)
+    reporter.finish({"step": 1})
+    reporter.close()
+    assert sorted(run.path.rglob("*")) == before
+
+
+# ------------------------------------------------------------------------------------------------------ the store host
+
+LINES = [json.dumps({"propose": "stop", "by": f"user {i}"}) + "\n" for i in range(2)]
+
+
+def test_every_request_is_obeyed_but_one_that_is_cut_off() -> None:
+    """A supervisor that dies in the middle of a word has asked for nothing. A stranger's messages change nothing."""
+    store: Any = HashStore()
+    store.set("toolkit/agree/0/proposal", "not JSON")
+    store_host.serve(store, 2, io.StringIO(LINES[0] + LINES[1][:7]))
+    assert json.loads(store.get("toolkit/agree/0/call/1")) == ["stop", "user 0"]
+
+
+class CountingStore:
+    """A store in memory; notes how long each message of several keys would be."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.messages: list[int] = []
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.values.setdefault(key, value.encode())
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.messages.append(sum(len(text) + 9 for text in (*keys, *values)))
+        self.values |= {key: value.encode() for key, value in zip(keys, values, strict=True)}
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.messages.append(sum(len(key) + 9 for key in keys))
+        return [self.values[key] for key in keys]
+
+
+def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once() -> None:
+    """Before, 16,385 nodes of 8 ranks were more keys than the server takes."""
+    ranks, store = 10_000, CountingStore()
+    transport = StoreTransport(store)  # type: ignore[arg-type]
+    propose(transport, ranks, STOP, by="the supervisor")
+    acks = {_Round(PREFIX, 0).ack(rank): "[7, false]" for rank in range(ranks)}
+    transport.set(acks)
+    assert transport.get(list(acks)) == ["[7, false]"] * ranks
+    assert max(store.messages) <= 4096
+    assert len(store.messages) < 1500
+
+
+def test_a_value_that_is_long_by_itself_goes_in_one_message() -> None:
+    pieces = list(in_pieces([("a", "1"), ("long", "x" * 10_000), ("b", "2")]))
+    assert pieces == [{"a": "1"}, {"long": "x" * 10_000}, {"b": "2"}]

@@ -1,0 +1,174 @@
+"""Interfaces: the oracle is the kernel's own ``/proc``; InfiniBand: trees as the mlx5 driver shows them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.slurm import network
+from toolkit.slurm.network import IbPort, infiniband_ports, interface_for, interfaces, rank_network_environment
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def port(device: str, state: str, rate: str, layer: str, number: int = 1) -> dict[str, str]:
+    folder = f"class/infiniband/{device}/ports/{number}"
+    return {f"{folder}/state": state, f"{folder}/rate": rate, f"{folder}/link_layer": layer}
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """mlx5_0 is up, mlx5_1 is down, mlx5_10 is RoCE."""
+    write(
+        tmp_path,
+        {
+            **port("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),
+            "class/infiniband/mlx5_0/device/net/ib0/dev_port": "0",
+            **port("mlx5_1", "1: DOWN", "10 Gb/sec (4X SDR)", "InfiniBand"),
+            **port("mlx5_10", "4: ACTIVE", "2.5 Gb/sec (1X SDR)", "Ethernet"),
+            "class/infiniband/mlx5_10/ports/1/gid_attrs/ndevs/0": "eth1",
+            "class/net/lo/operstate": "unknown",
+            "class/net/eth0/operstate": "up",
+            "class/net/eth0/speed": "100000",
+            "class/net/ib0/operstate": "down",
+            "class/net/ib0/speed": "-1",
+        },
+    )
+    return tmp_path
+
+
+def test_only_active_ports_are_listed_with_their_rate_and_interface(sysfs: Path) -> None:
+    assert infiniband_ports(sysfs) == [
+        IbPort("mlx5_0", 1, "ACTIVE", 400.0, "InfiniBand", "ib0"),
+        IbPort("mlx5_10", 1, "ACTIVE", 2.5, "Ethernet", "eth1"),
+    ]
+
+
+def test_the_ports_of_one_device_have_interfaces_of_their_own(sysfs: Path) -> None:
+    write(sysfs, port("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand", number=2))
+    write(sysfs, {"class/infiniband/mlx5_0/device/net/ib1/dev_port": "1"})
+    assert [found.netdev for found in infiniband_ports(sysfs)] == ["ib0", "ib1", "eth1"]
+
+
+def test_a_node_without_infiniband_has_no_ports(tmp_path: Path) -> None:
+    assert infiniband_ports(tmp_path) == []
+    assert interfaces(tmp_path) == []
+
+
+def test_interfaces_tell_speed_where_the_driver_knows_it(sysfs: Path) -> None:
+    found = {interface.name: (interface.operstate, interface.speed_mbps) for interface in interfaces(sysfs)}
+    assert found == {"lo": ("unknown", None), "eth0": ("up", 100_000), "ib0": ("down", None)}
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.0.77"])
+def test_a_peer_on_the_loopback_is_reached_through_lo(peer: str) -> None:
+    assert interface_for(peer).name == "lo"
+
+
+def outside_address() -> tuple[str, str]:
+    """An address of this machine off the loopback and its interface, from /proc: the routes and their owners."""
+    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+        name, destination = line.split()[:2]
+        if destination == "00000000":
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
+                probe.connect(("198.51.100.1", 9))
+                return probe.getsockname()[0], name
+    pytest.skip("this machine has no default route")
+
+
+def test_a_peer_elsewhere_is_reached_through_the_interface_of_its_route() -> None:
+    address, name = outside_address()
+    found = interface_for("198.51.100.1")
+    assert (found.name, found.address) == (name, address)
+
+
+def test_a_peer_that_is_this_node_is_reached_through_the_interface_that_owns_its_address() -> None:
+    address, name = outside_address()
+    assert interface_for(address).name == name
+
+
+def test_an_own_name_that_means_only_loopback_gives_the_interface_others_can_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, name = outside_address()
+    debian = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: debian)
+    assert interface_for("mynode").name == name
+
+
+def test_an_own_name_on_a_machine_without_a_way_out_gives_lo(monkeypatch: pytest.MonkeyPatch) -> None:
+    debian = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: debian)
+    monkeypatch.setattr(network, "_ELSEWHERE", (socket.AF_INET, "not an address"))
+    assert interface_for("mynode").name == "lo"
+
+
+def test_a_name_that_does_not_resolve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(ToolkitError, match="'nodeX' does not resolve"):
+        interface_for("nodeX")
+
+
+def test_the_rank_environment_matches_the_interface_exactly() -> None:
+    found = rank_network_environment({}, "127.0.0.1")
+    assert found == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_what_the_user_set_is_left_alone() -> None:
+    assert rank_network_environment({"NCCL_SOCKET_IFNAME": "ib"}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    both = {"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "x"}
+    assert rank_network_environment(both, "no such host", nccl_ib_hca="mlx5_0") == {}
+
+
+@pytest.mark.parametrize(("profile", "value"), [("mlx5_1,mlx5_3", "=mlx5_1,mlx5_3"), ("=m", "=m"), ("^m", "^m")])
+def test_infiniband_is_named_to_nccl_only_by_a_site_profile(profile: str, value: str) -> None:
+    assert "NCCL_IB_HCA" not in rank_network_environment({}, "127.0.0.1")
+    assert rank_network_environment({}, "127.0.0.1", nccl_ib_hca=profile)["NCCL_IB_HCA"] == value
+
+
+def test_a_job_of_one_node_needs_no_address_but_the_loopback() -> None:
+    assert network.job_address("n1", ["n1"], {}) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("ways", "address"),
+    [({"n2": "10.0.0.1", "n9": "10.0.0.1"}, "10.0.0.1"), ({"n2": "10.0.0.1", "n9": "192.168.0.1"}, None), ({}, None)],
+    ids=["one network", "two networks", "names that do not resolve"],
+)
+def test_a_job_listens_on_its_own_network_or_where_there_is_no_one_says_so(
+    ways: dict[str, str], address: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def way(environ: object, peer: str) -> str:
+        if peer not in ways:
+            raise ToolkitError(f"the host name {peer!r} does not resolve")
+        return ways[peer]
+
+    monkeypatch.setattr(network, "rank_address", way)
+    assert network.job_address("n1", ["n1", "n2", "n5", "n9"], {}) == (address or network.wildcard())
+    assert ("listening on all addresses" in caplog.text) == (address is None)
+
+
+def test_what_listens_on_one_address_is_not_reached_by_another() -> None:
+    with network.listen("127.0.0.1") as one, network.listen(network.wildcard()) as every:
+        socket.create_connection(("127.0.0.1", one.getsockname()[1]), timeout=5).close()
+        socket.create_connection(("127.0.0.2", every.getsockname()[1]), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", one.getsockname()[1]), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("address", "plain"), [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1")]
+)
+def test_one_address_is_one_text(address: str, plain: str) -> None:
+    assert network.plain_address(address) == plain

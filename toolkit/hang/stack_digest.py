@@ -1,0 +1,210 @@
+"""``python -m toolkit.hang.stack_digest``: what the ranks of one node wait for in a hang, by their stacks.
+
+The agent starts it: a file server that does not answer blocks only this process. It reads ``{"folder", "standings"}``,
+the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which the same is
+known form one :class:`Group`, so the message to the supervisor is short also for many ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from toolkit.agent.progress import Standing
+from toolkit.hang import activity, stacks
+from toolkit.hang.stacks import Stack, main_stack
+
+#: The ranks have this long to write their stacks; those that can do it within milliseconds.
+ANSWER_S = 3.0
+LOOK_EVERY_S = 0.1
+#: A file that is still empty this long after the request counts as unanswered. Before that, the answer is unknown.
+UNANSWERED_S = 1.0
+
+
+def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | None]:
+    """Return the main thread's stack of each rank whose file could be read in time.
+
+    None: there is no file, so the rank has not started. Empty: it does not answer. A rank that is left out is unknown:
+    there was no time to read its file, or it was read so early that an answer may have come later.
+
+    Takes at most ``ANSWER_S``. Ends as soon as all have answered except those that have been silent before.
+    """
+    found: dict[int, Stack | None] = {}
+    reader = threading.Thread(target=_read, args=[folder, standings, found], daemon=True)  # a read may hang for ever
+    reader.start()
+    reader.join(ANSWER_S)
+    return dict(found)  # a copy: a thread that hung may continue
+
+
+def _read(folder: Path, standings: Sequence[Standing], found: dict[int, Stack | None]) -> None:
+    began = time.monotonic()
+    deadline, sure_at = began + ANSWER_S, began + min(UNANSWERED_S, ANSWER_S / 2)
+    left = list(standings)
+    while True:
+        for standing in list(left):
+            looked = time.monotonic()
+            if looked >= deadline:
+                return
+            try:
+                text = stack_text(stacks.stack_path(folder, standing.rank))
+            except OSError:
+                continue
+            stack = None if text is None else main_stack(text)
+            # An empty file counts only for a silent rank, or when there was time enough to answer.
+            if stack != [] or standing.is_silent or looked >= sure_at:
+                found[standing.rank] = stack
+            if text is not None and text.endswith(stacks.ANSWERED):
+                left.remove(standing)
+        # The ranks that are left do not answer anyway.
+        if all(standing.is_silent for standing in left):
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def stack_text(path: Path) -> str | None:
+    """Return what is in a rank's file; None where there is none."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------- what each one does
+
+#: Where the toolkit's ranks wait for others outside of torch.distributed: the end of the file's name, and the function.
+_WAITS = {
+    ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
+    ("ranks/stop.py", "_slow"): "waiting for the others to agree on a step",
+    ("ranks/session.py", "_agree_on_run_dir"): "joining",
+    ("ranks/collectives.py", "sum_by_name"): "in all_reduce",
+    ("ranks/collectives.py", "gather_by_name"): "in all_gather",
+    ("strategies/parameter_server/mail.py", "receive"): "waiting for a message",
+    ("strategies/spmd.py", "wait"): "in all_reduce",
+}
+
+
+def awaits(stack: Stack) -> str | None:
+    """Return what the rank waits for with others, such as ``in all_reduce``; None if it does something itself.
+
+    DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
+    """
+    if stack and stack[0].name == "_engine_run_backward":
+        return "in all_reduce"
+    if stack and "/torch/distributed/" in stack[0].filename:
+        names = [frame.name for frame in stack if "/torch/distributed/" in frame.filename]
+        return f"in {next((name for name in names if not name.startswith('_')), names[0])}"
+    for frame in stack:
+        for (file, name), what in _WAITS.items():
+            if frame.name == name and frame.filename.endswith(file):
+                return what
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that is known of a rank."""
+
+    standing: Standing
+    stack: Stack | None  #: of its main thread; empty: it does not answer; None: it has not even started
+    is_read: bool = True  #: False: its stack is unknown
+
+    @property
+    def doing(self) -> str:
+        """Return what the rank does, for a reader; equal for ranks that do the same."""
+        if self.stack and (waits := awaits(self.stack)):
+            return waits
+        if not self.is_read:
+            return "has not reported yet" if self.standing.phase is None else f"unknown ({self.standing.phase})"
+        if self.standing.phase is None:
+            return "has not started" if self.stack is None else "has not joined the others"
+        if self.standing.is_silent and not self.stack:
+            return "does not answer (stopped, or its node is gone)"
+        return self.standing.phase
+
+    @property
+    def order(self) -> tuple[bool, int, int, bool]:
+        """Return a key by which ranks that are further behind are smaller.
+
+        In order: has not joined, has done fewer steps, is in no collective, does not answer. What a rank does in a step
+        is unknown without a stack; most likely it waits as well.
+        """
+        answers = bool(self.stack) or not self.standing.is_silent
+        guessed = answers and not self.stack and self.standing.phase == activity.IN_STEP
+        waits = 2 if not self.is_read or awaits(self.stack or ()) else int(guessed)
+        return *self.reported, waits, answers
+
+    @property
+    def reported(self) -> tuple[bool, int]:
+        """Return the part of :attr:`order` that follows from reports, so that a rank need not answer for it."""
+        return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
+
+
+# --------------------------------------------------------------------------------------------------------- the digest
+
+#: Smaller is further behind, see :attr:`Seen.order`.
+Place: TypeAlias = tuple[bool, int, int, bool]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of which the same is known."""
+
+    place: Place
+    doing: str
+    is_read: bool  #: their files could be read
+    has_answered: bool
+    ranks: tuple[int, ...]
+    still_s: float  #: of the first of them
+
+
+def group(ranks: Iterable[Seen]) -> list[Group]:
+    """Return the groups of these ranks, ordered by the first rank of each."""
+    return merge(
+        Group(seen.order, seen.doing, seen.is_read, bool(seen.stack), (seen.standing.rank,), seen.standing.still_s)
+        for seen in ranks
+    )
+
+
+def merge(groups: Iterable[Group]) -> list[Group]:
+    """Return the groups with equal ones merged, ordered by the first rank of each."""
+    alike: dict[Any, list[Group]] = {}
+    for each in groups:
+        alike.setdefault((each.place, each.doing, each.is_read, each.has_answered), []).append(each)
+    merged = []
+    for (place, doing, is_read, has_answered), members in alike.items():
+        first = min(members, key=lambda member: member.ranks)
+        ranks = tuple(sorted(rank for member in members for rank in member.ranks))
+        merged.append(Group(place, doing, is_read, has_answered, ranks, first.still_s))
+    return sorted(merged, key=lambda member: member.ranks)
+
+
+def from_json(groups: Iterable[Sequence[Any]]) -> list[Group]:
+    """Return the groups that :func:`digest` has written."""
+    return [
+        Group((place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s)
+        for place, doing, is_read, has_answered, ranks, still_s in groups
+    ]
+
+
+def digest(folder: Path, standings: Sequence[Standing]) -> str:
+    """Return the groups of these ranks as JSON, by the stacks that they write."""
+    read = collect(folder, standings)
+    seen = [Seen(standing, read.get(standing.rank), is_read=standing.rank in read) for standing in standings]
+    return json.dumps([astuple(each) for each in group(seen)])
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    print(digest(Path(asked["folder"]), [Standing(*standing) for standing in asked["standings"]]), flush=True)
+    os._exit(0)  # a thread may hang in a read
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Make all checks of this node, each once, and print what they found as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from toolkit import hostlist
+from toolkit.health import (
+    ASKING_LIMIT_S,
+    FIRST_NODE,
+    LAUNCHER,
+    Answer,
+    Finding,
+    Request,
+    cpus,
+    devices,
+    host,
+    ok,
+    storage,
+)
+from toolkit.slurm import network
+
+#: For questions that the kernel itself answers. Silence means a starved or broken node.
+QUICK_LIMIT_S = 10.0
+#: The tasks that print the names of all nodes, for the nodes that print nothing. With thousands of nodes a few suffice.
+TELL_ALL_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. It runs in a thread, which hangs if a file system or a driver does: then ``silent`` is the finding."""
+
+    run: Callable[[], list[Finding]]
+    limit_s: float
+    silent: Finding
+
+
+def check_node(request: Request, name: str, task: int) -> list[Finding]:
+    """Make all checks at once; return their findings when each has ended or its time is up."""
+    began = time.monotonic()
+    running = [(check, _start(check)) for check in _checks(request, name, task)]
+    # All checks run already, so their limits run from the same start.
+    findings: list[Finding] = []
+    for check, answers in running:
+        try:
+            findings += answers.get(timeout=max(0.0, began + check.limit_s - time.monotonic()))
+        except Empty:
+            findings.append(check.silent)
+    return findings
+
+
+def _start(check: Check) -> SimpleQueue[list[Finding]]:
+    answers: SimpleQueue[list[Finding]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(check.run())
+        except Exception as error:  # a node with a strange /proc or driver is checked for the rest
+            text = f"the check itself failed ({error!r}); please report it"
+            answers.put([Finding(check.silent.check, "warning", "?", text)])
+
+    threading.Thread(target=run, daemon=True).start()
+    return answers
+
+
+def _checks(request: Request, name: str, task: int) -> list[Check]:
+    asked = request.cpus_of(task)
+    folder, temporary = Path(request.folder), Path(os.environ.get("TMPDIR") or "/tmp")
+    # A hanging file system cannot be interrupted: the thread is left behind, and the finding says so.
+    runs = folder.parent
+
+    def disk(check: str, path: Path, run: Callable[[], Finding]) -> Check:
+        limit_s = request.disk_limit_s
+        text = (
+            f"{path} does not answer within {limit_s:g} s: its file server is away, or the mount hangs; mount it anew"
+        )
+        return Check(lambda: [run()], limit_s, Finding(check, "bad", "hangs", text))
+
+    # A look-up that has not ended within three times the warning's limit is reported as slow.
+    look_up_s = 3 * host.LOOK_UP_WARNING_S
+    slow = host.slow_look_up(f"takes more than {look_up_s:g} s", f"> {look_up_s:g} s")
+    return [
+        _asking("network", "the name service", lambda: [_find_address(request)]),
+        Check(lambda: _look_up(request), look_up_s, slow),
+        _asking("gpus", "nvidia-smi", lambda: devices.check_gpus(request.gpus, os.environ)),
+        _quick(lambda: [cpus.check_cpus(asked)]),
+        _quick(lambda: [cpus.check_taken(asked)]),
+        _quick(lambda: _check_limits(request.gpus)),
+        disk("shared folder", runs, lambda: storage.check_shared(folder, request.token, name)),
+        disk("run folder space", runs, lambda: storage.check_space("run folder space", runs)),
+        disk("temp space", temporary, lambda: storage.check_space("temp space", temporary)),
+    ]
+
+
+def _asking(check: str, whom: str, run: Callable[[], list[Finding]]) -> Check:
+    text = f"{whom} does not answer within {ASKING_LIMIT_S:g} s; have the node looked at"
+    return Check(run, ASKING_LIMIT_S, Finding(check, "bad", "hangs", text))
+
+
+def _quick(run: Callable[[], list[Finding]]) -> Check:
+    text = f"does not get through its checks within {QUICK_LIMIT_S:g} s"
+    return Check(run, QUICK_LIMIT_S, Finding("answer", "bad", "none", text))
+
+
+def _check_limits(gpus: int) -> list[Finding]:
+    fabric = devices.check_infiniband()
+    # Only InfiniBand needs locked memory.
+    has_ports = any(finding.value for finding in fabric)
+    locked = [host.check_locked_memory(gpus)] if has_ports else []
+    return [host.check_open_files(), *fabric, *locked]
+
+
+def _find_address(request: Request) -> Finding:
+    """Return a finding with our address among the ranks."""
+    try:
+        return ok("network", _address(request))
+    except Exception as error:
+        return Finding("network", "bad", "none", f"{error}; have the node's network looked at")
+
+
+def _look_up(request: Request) -> list[Finding]:
+    """Return a finding on how long the name service takes for our address.
+
+    Empty if we have no address, which `network` reports.
+    """
+    try:
+        address = _address(request)
+    except Exception:
+        return []
+    return [host.check_look_up(address)]
+
+
+def _address(request: Request) -> str:
+    peer = request.peer
+    if peer == LAUNCHER:
+        peer = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    elif peer == FIRST_NODE:
+        peer = hostlist.expand(os.environ["SLURM_STEP_NODELIST"])[0]
+    return network.rank_address(os.environ, peer)
+
+
+def main() -> None:
+    """Check the node as the first argument says, a Request in JSON."""
+    began = time.time()
+    request = Request(**json.loads(sys.argv[1]))
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    task = int(os.environ.get("SLURM_PROCID", "0"))
+    findings = tuple(check_node(request, name, task))
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "") if task < TELL_ALL_NAMES else ""
+    line = json.dumps(asdict(Answer(name, began, time.time(), findings, nodes))) + "\n"
+    os.write(1, line.encode())
+    os._exit(0)  # a normal exit would wait for a thread that hangs in the kernel
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Checks whether the GPUs are there and empty, and which InfiniBand ports are up."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.health import Finding, ok
+from toolkit.slurm import network
+
+#: Shares of a GPU's memory. The driver itself takes some hundred MiB; more than these shares belongs to a process.
+LEFTOVER_WARNING, LEFTOVER_BAD = 0.02, 0.10
+#: Device files of GPUs, counted where there is no nvidia-smi.
+DEVICES = ("nvidia[0-9]*", "dri/renderD*")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use; memory in MiB."""
+
+    index: str
+    uuid: str
+    used: float
+    total: float
+
+
+Ask = Callable[[Sequence[str]], str | None]
+
+
+def ask_smi(arguments: Sequence[str]) -> str | None:
+    """Return what nvidia-smi prints; None if there is no nvidia-smi.
+
+    Raises OSError or subprocess.SubprocessError.
+    """
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
+    if program is None:
+        return None
+    command = [program, *arguments, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        words = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no word"]
+        raise subprocess.SubprocessError(f"nvidia-smi failed with exit code {done.returncode}: {words[0]}")
+    return done.stdout
+
+
+def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: Path = Path("/dev")) -> list[Finding]:
+    """Compare the visible GPUs with those asked for, and report what others have left in their memory."""
+    if asked == 0:
+        return []
+    try:
+        answer = ask(["--query-gpu=index,uuid,memory.used,memory.total"])
+    except (OSError, subprocess.SubprocessError) as error:
+        text = f"{error}; the driver is not well: have the node drained"
+        return [Finding("gpus", "bad", f"0 of {asked}", text)]
+    # Without nvidia-smi the device files are counted.
+    if answer is None:
+        return [_count(asked, max(len(list(dev.glob(pattern))) for pattern in DEVICES), environ)]
+    visible = list(_visible(_parse(answer), environ))
+    return [_count(asked, len(visible), {}), *_leftovers(visible, ask)]
+
+
+def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    # CUDA_VISIBLE_DEVICES hides all others.
+    there = there if named is None else min(there, len([word for word in named.split(",") if word]))
+    if there >= asked:
+        return ok("gpus", str(there))
+    text = (
+        f"only {there} of the {asked} GPUs asked for are visible: `nvidia-smi -L` and `dmesg | grep -i xid` on the "
+        "node tell more; have it drained"
+    )
+    return Finding("gpus", "bad", f"{there} of {asked}", text)
+
+
+def _parse(answer: str) -> Iterator[Gpu]:
+    for line in answer.splitlines():
+        index, uuid, used, total = (word.strip() for word in line.split(","))
+        yield Gpu(index, uuid, _number(used), _number(total))
+
+
+def _number(text: str) -> float:
+    """Return the number, 0 for ``[N/A]``, which nvidia-smi prints for a GPU without memory of its own."""
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+
+
+def _visible(gpus: Iterator[Gpu], environ: Mapping[str, str]) -> Iterator[Gpu]:
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    words = None if named is None else named.split(",")
+    # The variable names GPUs by index, or by the beginning of their UUID.
+    for gpu in gpus:
+        if words is None or gpu.index in words or any(word and gpu.uuid.startswith(word) for word in words):
+            yield gpu
+
+
+def _leftovers(gpus: Sequence[Gpu], ask: Ask) -> Iterator[Finding]:
+    shares = {gpu: gpu.used / gpu.total for gpu in gpus if gpu.total}
+    worst = max(shares.values(), default=0.0)
+    if worst < LEFTOVER_WARNING:
+        yield ok("gpu memory", f"{worst:.0%}")
+        return
+    used = [f"GPU {gpu.index}: {gpu.used / 1024:.1f} GiB" for gpu, share in shares.items() if share >= LEFTOVER_WARNING]
+    text = f"GPU memory is in use already ({', '.join(used)}{_users(ask)}): end what uses it, or have the node drained"
+    yield Finding("gpu memory", "bad" if worst >= LEFTOVER_BAD else "warning", f"{worst:.0%}", text)
+
+
+def _users(ask: Ask) -> str:
+    try:
+        answer = ask(["--query-compute-apps=pid,process_name"]) or ""
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "".join(f"; pid {line.replace(',', '')}" for line in answer.splitlines()[:3])
+
+
+def check_infiniband(sysfs: Path = network.SYSFS) -> list[Finding]:
+    """Return the ACTIVE ports. Nodes are compared by their number, which a port that is down changes."""
+    if not (sysfs / "class/infiniband").is_dir():
+        return []
+    ports = network.infiniband_ports(sysfs)
+    figure = ",".join(f"{port.device}:{port.port}" for port in ports) or "none active"
+    return [ok("infiniband", figure, float(len(ports)))]

@@ -1,0 +1,208 @@
+"""What the checks of all nodes mean together: which nodes to do without, and which faults lie with no single node."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit import hostlist
+from toolkit.health import Answer, Finding, ok
+
+#: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
+#: refused.
+BAD_CLOCK_S, WARNING_CLOCK_S = 5.0, 1.0
+#: Checks that say nothing about a single node: the result is the same on the next.
+NOT_THE_NODES = frozenset({"run folder space"})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of the nodes.
+
+    ``bad`` has the reason for each node to do without. ``common`` has what is wrong on every node alike, or prevented
+    the checks: no other node mends that. Nothing was heard of the nodes in ``unknown``, which is a warning.
+    """
+
+    hosts: tuple[str, ...]
+    findings: Mapping[str, tuple[Finding, ...]]
+    bad: Mapping[str, str]
+    warnings: Mapping[str, str]
+    common: tuple[str, ...]
+    took_s: float
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def is_fine(self) -> bool:
+        """True if nothing is bad; there may be warnings."""
+        return not self.bad and not self.common
+
+    def summary(self) -> list[str]:
+        """Return lines for a log: a head, then one line for each thing that is wrong."""
+        bad = "all" if self.common else len(self.bad)
+        counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
+        plural = "s" if len(self.hosts) > 1 else ""
+        head = f"checks of {len(self.hosts)} node{plural}: {counts} ({self.took_s:.1f} s)"
+        return [head, *self.problems()]
+
+    def problems(self) -> list[str]:
+        """Return a line for each thing that is wrong, with all nodes that it concerns."""
+        return [
+            *(f"every node: bad: {text}" if self.findings else text for text in self.common),
+            *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
+            *(f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)),
+        ]
+
+
+def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each text with its hosts, in Slurm's notation."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in texts.items():
+        hosts.setdefault(text, []).append(host)
+    yield from ((text, hostlist.compress(names)) for text, names in hosts.items())
+
+
+@dataclass
+class Heard:
+    """What has been heard of one node."""
+
+    name: str
+    findings: list[Finding] | None = None  #: None: it has not answered
+    clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two, in seconds
+    failure: str = ""  #: why it has not answered, if an error names the reason
+
+    def take(self, answer: Answer, asked: float, received: float, began: float, ended: float) -> None:
+        """Take the node's answer.
+
+        By our clock the node was asked after ``asked`` and heard at ``received``; by its own clock these were ``began``
+        and ``ended``.
+        """
+        self.findings = list(answer.findings)
+        self.clock = (ended - received, began - asked)
+
+    def find(self, finding: Finding) -> None:
+        """Add a finding of ours to the node's own."""
+        self.findings = [*(self.findings or ()), finding]
+
+
+def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> Report:
+    """Compare what was heard of the nodes within ``took_s``.
+
+    A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
+    slow. ``errors`` are those that name no node; they are the reason if no node was heard at all.
+    """
+    if errors and not any(node.findings or node.failure for node in nodes):
+        return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
+    # Add the findings that need a comparison of the nodes.
+    found = {node.name: list(node.findings or ()) for node in nodes}
+    for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes)):
+        found[host].append(finding)
+    # What is bad on every node is not held against any single one.
+    common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
+    return Report(
+        hosts=tuple(found),
+        findings={host: tuple(findings) for host, findings in found.items()},
+        bad=_texts(found, "bad", common),
+        warnings=_texts(found, "warning", common),
+        common=tuple(common.values()),
+        took_s=took_s,
+        unknown=tuple(node.name for node in nodes if node.findings is None and not node.failure),
+    )
+
+
+def prevented(hosts: Sequence[str], why: str, took_s: float) -> Report:
+    """Return a report in which nothing is known of any node."""
+    return Report(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
+
+
+def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
+    """Return the texts of all bad findings, by check."""
+    texts: dict[str, list[str]] = {}
+    for finding in (finding for findings in found.values() for finding in findings if finding.severity == "bad"):
+        texts.setdefault(finding.check, []).append(finding.text)
+    return texts
+
+
+def _is_common(check: str, bad: int, nodes: int) -> bool:
+    # Of a single node only some checks can say that the node is not the cause.
+    return bad == nodes and (nodes > 1 or check in NOT_THE_NODES)
+
+
+def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
+    texts = {
+        host: "; ".join(f.text for f in findings if f.severity == severity and f.check not in common)
+        for host, findings in found.items()
+    }
+    return {host: text for host, text in texts.items() if text}
+
+
+def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Finding]]:
+    for node in nodes:
+        if node.failure:
+            text = f"could not be checked ({node.failure}); have the node looked at"
+            yield node.name, Finding("answer", "bad", "none", text)
+        elif node.findings is None:
+            text = f"nothing was heard of it within {took_s:.0f} s: nothing is known of it"
+            yield node.name, Finding("answer", "warning", "none", text)
+
+
+def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+    """Compare each clock with that of most nodes, or with ours if there are at most two.
+
+    Our own clock may be the wrong one.
+    """
+    clocks = {node.name: node.clock for node in nodes if node.clock is not None}
+    usual = _usual_lead(clocks.values()) if len(clocks) > 2 else 0.0
+    for host, (low, high) in clocks.items():
+        # 0 if the usual lead lies within the bounds, else the distance to them.
+        lead_s = max(low - usual, 0.0) + min(high - usual, 0.0)
+        if abs(lead_s) < WARNING_CLOCK_S:
+            yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
+            continue
+        text = (
+            f"its clock is {abs(lead_s):.1f} s {'ahead of' if lead_s > 0 else 'behind'} the others': have its time "
+            "service (chrony, ntpd) looked at"
+        )
+        yield (
+            host,
+            Finding("clock", "bad" if abs(lead_s) > BAD_CLOCK_S else "warning", f"{lead_s:+.1f} s", text, lead_s),
+        )
+
+
+def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
+    """Return the lead on our clock that lies within the bounds of most nodes.
+
+    Of several, the one nearest to 0. This is Marzullo's algorithm. A mean of the bounds would not do: they are wide for
+    nodes that answer late, and nodes that answer at once would seem to be behind them.
+    """
+    # Sweep over the edges: ``within`` is the number of nodes whose bounds hold the stretch between two.
+    edges = sorted((edge for low, high in bounds for edge in ((low, 1), (high, -1))), key=lambda e: (e[0], -e[1]))
+    within = most = 0
+    lead_s = 0.0
+    for (at, change), (until, _) in itertools.pairwise(edges):
+        within += change
+        nearest = min(max(0.0, at), until)
+        if (within, -abs(nearest)) > (most, -abs(lead_s)):
+            most, lead_s = within, nearest
+    return lead_s
+
+
+def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
+    """Find nodes with fewer active InfiniBand ports than most.
+
+    Their ranks would meet over the wrong network, or not at all.
+    """
+    ports = {
+        node.name: sum(finding.value or 0 for finding in node.findings if finding.check == "infiniband")
+        for node in nodes
+        if node.findings is not None
+    }
+    usual = statistics.mode(ports.values()) if ports else 0
+    for host, count in ports.items():
+        if count < usual:
+            text = (
+                f"{count:g} InfiniBand ports are active where other nodes have {usual:g}: `ibstat` on the node tells "
+                "which is down; have it drained"
+            )
+            yield host, Finding("infiniband", "warning" if count else "bad", f"{count:g} of {usual:g}", text)

@@ -1,0 +1,173 @@
+"""Brings a job back, by a requeue or a follow-up job, and not onto bad nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from toolkit import hostlist, logs
+from toolkit.errors import SlurmError, SlurmRefusedError
+from toolkit.launch import outages
+from toolkit.launch.job import follow_up
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import BadNode, Nodes
+from toolkit.launch.record import request
+from toolkit.launch.record.ownership import Claim
+from toolkit.launch.supervise import ending
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import JobRow, Settings, SlurmCommands
+
+#: A job that is being ended has ended, or is pending again, after this time: KillWait and a margin.
+ENDING_S = 60.0
+
+#: The requeue ends this process, too, but not before KillWait; its SIGTERM may end the first try to exclude nodes.
+EXCLUDE_S = 10.0
+
+log = logs.get(__name__)
+
+
+class Comeback:
+    """Brings back the job of ``allocation``."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
+        assert allocation.job_id is not None
+        self._run = run
+        self._job_id = allocation.job_id
+        self._look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
+        self._slurm = slurm
+        self._nodes = nodes
+        self._row: JobRow | None = None
+        self._follow_ups: list[str] = []
+
+    def prepare(self, row: JobRow | None, settings: Settings, claim: Claim) -> None:
+        """Submit follow-up jobs where Slurm will not requeue this one. Later there may be no time for it.
+
+        Call it when the job starts; ``row`` is None where Slurm does not answer. Follow-up jobs that wait already are
+        kept.
+        """
+        self._row, slurm = row, self._slurm
+        self._follow_ups = follow_up.still_waiting(claim.follow_ups, slurm)
+        if row is None:
+            return
+        # Where Slurm may end the job for good, or follow-up jobs already wait, keep COUNT of them.
+        ask = partial(follow_up.are_needed, row, settings, slurm)
+        needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", patience_s=0.0))
+        while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
+            job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
+            if job is None:
+                break
+            self._follow_ups.append(job)
+            claim.note_follow_ups(self._follow_ups)
+        if self._follow_ups and row.is_expedited:  # the follow-up jobs wait for an end that a queued job never has
+            forbid_expedited_requeue(slurm, self._job_id)
+            self._row = replace(row, can_requeue=False)
+
+    def requeue(self) -> ending.Slurm:
+        """Have the run come back. Return REQUEUED if it does, CANCELLED if a user has ended it meanwhile.
+
+        Call it from outside the step and last of all, for a requeue ends this process too.
+        """
+        seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
+        if seen is ending.Slurm.CANCELLED:
+            self.dismiss()
+            return seen
+        # A follow-up job starts by itself when this job ends; only without one is a requeue needed.
+        self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
+        if not self._follow_ups and self._row is not None and not self._row.can_requeue:
+            return seen or ending.Slurm.UNKNOWN  # a requeue would be refused until the time is up
+        has_time = seen is ending.Slurm.RUNNING  # else the job is ended within seconds
+        # Choose the nodes to exclude before the requeue, if there is time for it.
+        excluded = self._to_exclude() if has_time else None
+        if not self._follow_ups:
+            seen = take_back(self._look, self._slurm, self._job_id)
+            if seen is not ending.Slurm.REQUEUED:
+                return seen
+        excluded = excluded if has_time else self._to_exclude()
+        if excluded:  # refused while the job runs
+            for job in self._follow_ups or [self._job_id]:
+                exclude = partial(self._slurm.exclude_nodes, job, excluded)
+                outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
+        return ending.Slurm.REQUEUED
+
+    def _to_exclude(self) -> str | None:
+        row = self._row
+        return None if row is None else to_exclude(self._run, row, self._slurm, self._nodes.bad, os.environ)
+
+    def dismiss(self) -> None:
+        """Cancel the follow-up jobs of a run that has ended."""
+        follow_up.dismiss(self._follow_ups, self._slurm)
+
+
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.Slurm:
+    """Return Slurm's view of the job; CANCELLED as soon as the end of the run has been requested."""
+    if request.asked(run):
+        return ending.Slurm.CANCELLED
+    return ending.how_slurm_sees_it(slurm.show_job(job_id), restart_count)
+
+
+def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
+    """Let a job with ``--requeue=expedite`` end for good, with any exit code. Leave other jobs as they are."""
+
+    def forbid() -> None:
+        row = slurm.show_job(job_id)
+        if row is not None and row.is_expedited:
+            slurm.forbid_requeue(job_id)
+
+    outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", patience_s=0.0)
+
+
+def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:
+    """Requeue the job unless it is cancelled first; return how it stands then.
+
+    ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
+    have been cancelled, and with it the program that asked for the requeue may have been ended. A refusal is retried
+    for ``ENDING_S``: Slurm may be requeueing the job itself at this moment.
+    """
+    deadline = time.monotonic() + outages.PATIENCE_S
+    while True:
+        try:
+            seen = look()
+            # A requeue counts only once Slurm shows it.
+            if seen not in _SETTLED:
+                slurm.requeue(job_id, if_running=seen is ending.Slurm.RUNNING)
+                seen = look()
+            if seen in _SETTLED:
+                return seen
+        except SlurmError as error:
+            log.warning("the job cannot be requeued: %s", error)
+            if isinstance(error, SlurmRefusedError):
+                deadline = min(deadline, time.monotonic() + ENDING_S)
+        if time.monotonic() >= deadline:
+            return ending.Slurm.UNKNOWN
+        time.sleep(outages.RETRY_EVERY_S)
+
+
+_SETTLED = (ending.Slurm.REQUEUED, ending.Slurm.CANCELLED)
+
+
+def to_exclude(
+    run: RunDir, row: JobRow, slurm: SlurmCommands, bad: Mapping[str, BadNode], environ: Mapping[str, str]
+) -> str | None:
+    """Return the nodes to exclude from the job's next start; None if no bad node can be excluded.
+
+    They are the user's exclusions and the latest bad nodes, as many of these as the job can do without. Slurm would
+    hold a job that could never start for ever (BadConstraints). Drained nodes are left out: Slurm itself knows how long
+    to avoid them.
+    """
+    bad = {host: each for host, each in bad.items() if not each.is_drained}
+    options = [o for o in follow_up.options_of_job(environ, row, run) if not o.startswith("--exclude=")]
+    others = {*hostlist.expand(row.excluded)} - {*bad}
+    latest = sorted(bad, key=lambda host: bad[host].since, reverse=True)
+    # Try all bad nodes first, then ever fewer, until Slurm could still run the job.
+    for count in range(len(latest), 0, -1):
+        names = hostlist.compress(sorted({*latest[:count], *others}))
+        arguments = [*options, f"--exclude={names}"]
+        if outages.ask(partial(slurm.could_run, arguments), "sbatch --test-only", 0.0):
+            log.info("excluded from the next start: %s", names)
+            return names
+    if bad:
+        log.info("bad nodes %s cannot be excluded: no others are enough", ", ".join(sorted(bad)))
+    return None

@@ -1,0 +1,1 @@
+"""What the supervisor writes about a run, and who owns the run."""

@@ -1,0 +1,218 @@
+"""Everything that the supervisor writes about a run: its status, a line for each attempt, its result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from toolkit import logs
+from toolkit.checkpoint.store import newest_step
+from toolkit.errors import CheckpointError
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.ending import Decision, Ending, Past
+from toolkit.metrics import goodput
+from toolkit.metrics.goodput import Start, moment
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import JobRow
+
+log = logs.get(__name__)
+
+
+class Journal:
+    """The records of one run, written by the one job that supervises it."""
+
+    def __init__(self, run: RunDir, allocation: Allocation, nodes: Nodes) -> None:
+        self._run = run
+        self._allocation = allocation
+        self._nodes = nodes
+        self._unwritten: OSError | None = None
+        self._began = time.time()
+        self._is_first = True  # attempt of this job, or since its supervisor was killed
+        status = run.status()
+        waits = status.get("state") in ("queued", "requeued")
+        self._submitted: float = status.get("updated", self._began) if waits else self._began
+        self._number = 0  #: of the last attempt
+
+    def read(self) -> None:
+        """Read what earlier supervisors have written. Later the shared folder may be out of reach for a while."""
+        self._number = self._run.next_attempt(self._lines) - 1
+
+    @cached_property
+    def _lines(self) -> list[dict[str, Any]]:
+        """The closed attempts. They are read once: no other process adds one while this job has the run."""
+        return self._run.attempts()
+
+    def next_number(self) -> int:
+        """Return the number of the attempt that begins now, one more each time."""
+        self._number = max(self._number + 1, self._run.next_attempt(self._lines))
+        return self._number
+
+    def begin(self, row: JobRow | None) -> Start:
+        """Return what led to the attempt that begins now; call it once for each. ``row`` is this job in Slurm."""
+        now, earlier = time.time(), self._lines
+        best = max((line["step_end"] or 0 for line in earlier), default=0)
+        ended = moment(earlier[-1]["ended"]) if earlier else None
+        # A restart within the job has waited in no queue.
+        if not self._is_first:
+            return Start(ended or now, None, 0.0, now, best)
+        self._is_first = False
+        submitted, started = self._submitted, self._began
+        # Slurm's times are those of the job; this process has started later.
+        if row is not None and row.submit_time is not None and row.start_time is not None:
+            submitted, started = row.submit_time, row.start_time
+        since = submitted if ended is None else ended
+        ready = started if started >= since else self._began  # the job has had a supervisor before this one
+        return Start(since, submitted, max(0.0, started - max(submitted, since)), ready, best)
+
+    def _account(self, attempt: Attempt, until: float) -> dict[str, Any]:
+        """Return where the time went up to ``until``. For a left-over attempt its status tells."""
+        start = attempt.start
+        if start is None:
+            return {key: attempt.left_over[key] for key in ("submitted", "goodput") if key in attempt.left_over}
+        ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
+        return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
+
+    def history(self) -> list[Past]:
+        """Return the attempts since a user last started the run: one who resumes it has fixed something."""
+        history: list[Past] = []
+        for line in self._lines:
+            gained_s = line.get("gained_s", 0.0)
+            past = Past(
+                line["cause"],
+                line["decision"],
+                line["step_end"],
+                line.get("suspect"),
+                step_start=line["step_start"],
+                step_saved=line.get("step_saved"),
+                gained_s=gained_s,
+                lost_s=max(0.0, moment(line["ended"]) - moment(line["started"]) - gained_s),
+            )
+            history.append(past)
+            # A verdict that ended the run closes the account: a user has started what comes after.
+            if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
+                history.clear()
+        return history
+
+    def note_gain(self, attempt: Attempt) -> None:
+        """Note what an ended attempt leaves to the next one: the newest checkpoint, and its worth."""
+        try:
+            attempt.step_saved = newest_step(self._run.checkpoints)
+        except CheckpointError as error:
+            log.warning("what attempt %d gained is not known: %s", attempt.number, error)
+        saved_before = max((line.get("step_saved") or 0 for line in self._lines), default=0)
+        gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
+        # The ranks' clock measured the gain, this node's the attempt's length, and this one may have been set
+        # meanwhile.
+        attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
+
+    def add(self, attempt: Attempt, verdict: Ending) -> None:
+        first, slow = verdict.first_failure, attempt.progress.get("stragglers")
+        account = self._account(attempt, attempt.ended)
+        submitted = account.get("submitted")
+        line = {
+            "attempt": attempt.number,
+            # A left-over attempt keeps the job id of the job that made it.
+            "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
+            "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
+            "nodes": list(attempt.plan.hosts),
+            "world_size": attempt.plan.world_size,
+            "started": _iso(attempt.started),
+            "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
+            "ended": _iso(attempt.ended),
+            "cause": verdict.cause,
+            "decision": verdict.decision,
+            "step_start": attempt.progress.get("step_start"),
+            "step_end": attempt.progress.get("step"),
+            "step_saved": attempt.step_saved,
+            "gained_s": round(attempt.gained_s, 3),
+            "lost_nodes": sorted(attempt.lost_nodes),
+            "suspect": verdict.suspect,
+            # Fields that few attempts have are left out of the others' lines.
+            **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
+            **({"left_nodes": sorted(attempt.left_nodes)} if attempt.left_nodes else {}),
+            "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
+            "line": verdict.line,
+            **({"slow_nodes": slow} if slow else {}),
+            **account,
+            **({"submitted": _iso(submitted)} if submitted else {}),
+        }
+        lines = self._lines  # read before the line is in the file
+        self._run.add_attempt(line)
+        lines.append(line)
+
+    def write_result(self, attempt: Attempt, state: str, why: str) -> None:
+        now, lines = time.time(), self._lines
+        started = datetime.fromisoformat(lines[0]["started"]).timestamp()
+        reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
+        reached["metrics"] = attempt.progress.get("metrics") or {}
+        # Rank 0's own result wins over its last progress.
+        result = {**reached, **(attempt.result or {})}
+        more: dict[str, Any] = {"wall_s": round(now - started, 3)}
+        if any(line.get("goodput") for line in lines):
+            more["goodput"] = goodput.as_json(goodput.of_run(lines, goodput.submission(lines[0]), now))
+        self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
+
+    def take_over(self, attempt: Attempt) -> None:
+        """Go on writing about an attempt that another supervisor of this job has begun."""
+        self._number, self._is_first = attempt.number, False
+
+    def announce(self) -> None:
+        """Note in the status that this supervisor has the run now. What an earlier one left on other nodes
+        then ends."""
+        status = self._run.status()
+        with contextlib.suppress(OSError):  # each later status says it, too
+            if status:
+                self._run.write_status({**status, "pid": os.getpid(), "updated": time.time()})
+
+    def set_status(self, state: str, attempt: Attempt, **more: Any) -> None:
+        status = {
+            "state": state,
+            "run": f"{self._run.name}/{self._run.id}",
+            "job_id": self._allocation.job_id,
+            "restart_count": self._allocation.restart_count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "attempt": attempt.number,
+            "nodes": list(attempt.plan.hosts),
+            "tasks": list(attempt.plan.tasks),
+            "world_size": attempt.plan.world_size,
+            "lost_ranks": dict(attempt.lost_ranks),
+            "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
+            "ailing_nodes": {host: ailing.why for host, ailing in self._nodes.ailing.items()},
+            "started": attempt.started,
+            "start": attempt.start and asdict(attempt.start),
+            "updated": time.time(),
+            "stop": attempt.stop,
+            "progress": dict(attempt.progress),
+            **self._account(attempt, attempt.ended or time.time()),
+            **more,
+        }
+        # A disk that fails for a moment must not end the run. It is logged once, not at each status.
+        try:
+            self._run.write_status(status)
+        except OSError as error:  # the next one is half a second away
+            if self._unwritten is None:
+                log.error("%s: the status cannot be written: %s", self._run.path, error)
+            self._unwritten = self._unwritten or error
+            return
+        if self._unwritten is not None:  # logged again: a log on the same disk could not take the line above
+            log.warning("%s: can be written again after: %s", self._run.path, self._unwritten)
+            self._unwritten = None
+
+
+def write_ended(run: RunDir, state: str, why: str) -> None:
+    """Write result and status of a run that ends while it has no attempt."""
+    run.write_result({"state": state, "attempts": len(run.attempts()), "metrics": {}, "why": why})
+    run.write_status({**run.status(), "state": state, "why": why, "ended": time.time()})
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,302 @@
+"""Which submission, and which of its jobs, a run belongs to now.
+
+``owner.json`` names the owner: the submission first, then each job that serves it, attempt by attempt. Owners are
+numbered. Each number is given out once, by an exclusive creation, and a later owner overtakes an earlier one, which
+then writes nothing more. So of two that take the run at the same moment one is refused, and no two jobs ever train one
+run.
+
+Every job carries its submission's token. A job of an earlier submission, or one that has passed the run on to its
+follow-up job, finds that it does not own the run, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio
+from toolkit.errors import RequestError
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import JobStatus
+from toolkit.slurm.states import Phase, phase
+
+TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"
+#: A submission without a job id after this time has died: sbatch itself times out earlier.
+SUBMITTING_S = 120.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The owner of a run. ``jobs`` are those that have served this submission, the present one last."""
+
+    number: int
+    token: str
+    executor: str
+    host: str
+    pid: int
+    time: float
+    jobs: tuple[str, ...] = ()
+    follow_ups: tuple[str, ...] = ()
+
+    @property
+    def job_id(self) -> str | None:
+        """Return the job that serves the run, or served it last. None before the first start, and without Slurm."""
+        return self.jobs[-1] if self.jobs else None
+
+
+def read(run: RunDir, damage: list[str] | None = None) -> Owner | None:
+    """Return the run's owner; None for a run that was never submitted, and where the file is damaged."""
+    told = run.owner(damage)
+    try:
+        return Owner(
+            number=told["number"],
+            token=told["token"],
+            executor=told["executor"],
+            host=told["host"],
+            pid=told["pid"],
+            time=told["time"],
+            jobs=tuple(told.get("jobs", ())),
+            follow_ups=tuple(told.get("follow_ups", ())),
+        )
+    except KeyError:
+        return None
+
+
+def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
+    """Return the ids of the run's present job and of the follow-up jobs that wait for its end.
+
+    All come from the run's files. The first may be known only from the submission, which has a file of its own: the job
+    may start before that is written.
+    """
+    owner, sent = read(run, damage), run.submission(damage)
+    # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
+    if owner is None:
+        known = [(sent or run.status()).get("job_id")]
+    elif owner.job_id is not None:
+        known = [owner.job_id, *owner.follow_ups]
+    elif sent.get("token") == owner.token:
+        known = [sent.get("job_id"), *sent.get("follow_ups", ())]
+    else:
+        known = []
+    return [str(job) for job in known if job is not None]
+
+
+def present(jobs: Sequence[str], answers: Mapping[str, JobStatus | None]) -> tuple[str, JobStatus | None]:
+    """Return the run's present job, the first of ``jobs`` that is not over, and its status.
+
+    ``jobs`` are from :func:`jobs_of`. If all are over it is the last one that Slurm knows.
+    """
+    known = [(job, answers.get(job)) for job in jobs]
+    unfinished = [(job, status) for job, status in known if status is not None and not status.is_over]
+    if unfinished:
+        return unfinished[0]
+    return next(((job, status) for job, status in reversed(known) if status is not None), known[0])
+
+
+def waits(status: JobStatus | None) -> bool:
+    """True if the job is in the queue. It has no process then that could be asked for anything."""
+    return status is not None and phase(status.state) is Phase.PENDING
+
+
+# --------------------------------------------------------------------------------------------------------- submitting
+
+
+def new_config(run: RunDir, token: str) -> Path:
+    """Return the file of the config that becomes the run's own as soon as this submission has succeeded."""
+    return run.submitit / f"config-{token}.yaml"
+
+
+def adopt_config(run: RunDir, token: str | None) -> None:
+    """Make the present submission's config, if any, the run's own, and keep the old one.
+
+    The submission does this when it has a job id, or the job itself, which may start before.
+    """
+    owner = read(run)
+    if owner is None or owner.token != token or not new_config(run, owner.token).exists():
+        return
+    with contextlib.suppress(FileExistsError):  # the other one was faster
+        fsio.write_new(run.path / f"config.before-{token}.yaml", run.config.read_bytes())
+    with contextlib.suppress(FileNotFoundError):  # the other one was faster
+        new_config(run, owner.token).replace(run.config)
+
+
+def is_being_submitted(run: RunDir, owner: Owner | None) -> bool:
+    """True while a process calls sbatch for the run, or starts it on a machine."""
+    if owner is None or owner.jobs or run.submission().get("token") == owner.token:
+        return False
+    is_here = owner.host == socket.gethostname()
+    return time.time() - owner.time < SUBMITTING_S and (not is_here or Path(f"/proc/{owner.pid}").exists())
+
+
+def take(run: RunDir, before: int) -> int:
+    """Take the run for a new submission; return its number, the first free one after ``before``.
+
+    Raises RequestError where another process has taken it since that number was read.
+    """
+    number = before + 1
+    while not run.take_number(number):
+        if time.time() - run.taken_at(number) < SUBMITTING_S:  # else its taker died before writing the owner
+            raise RequestError(
+                f"run {run.id} is being resumed by somebody else at this moment: `toolkit status {run.id}`"
+            )
+        number += 1
+    return number
+
+
+def submit_as(run: RunDir, executor: str, number: int) -> Owner:
+    """Record that a new submission owns the run; its ``number`` is from :func:`take`."""
+    owner = Owner(number, secrets.token_hex(8), executor, socket.gethostname(), os.getpid(), time.time())
+    run.write_owner(asdict(owner))
+    return owner
+
+
+def number_of(run: RunDir) -> int:
+    """Return the number of the run's owner, 0 before the first."""
+    number = run.owner_number()
+    return run.last_number() if number is None else number
+
+
+# ------------------------------------------------------------------------------------------------------------ serving
+
+
+class Overtaken(Exception):
+    """The run belongs to another submission or job: this one must write nothing more."""
+
+
+class Claim:
+    """A supervisor's claim to its run, from attempt to attempt."""
+
+    def __init__(self, run: RunDir, owner: Owner) -> None:
+        self._run = run
+        self._owner = owner
+
+    @staticmethod
+    def of_job(run: RunDir, allocation: Allocation, token: str | None) -> Claim:
+        """Take the run for the job of ``allocation``, or without one for this process.
+
+        Waits while the disk is full. ``token`` is the job's submission's, None in a job that the toolkit did not
+        submit. Raises Overtaken.
+        """
+        while True:
+            owner, job_id = read(run), allocation.job_id
+            jobs = () if owner is None else owner.jobs
+            # Another owner may have taken the run since this job was submitted.
+            if owner is not None and not _may_serve(owner, job_id, token):
+                raise Overtaken(f"run {run.id} belongs to {_describe(run, owner)}: nothing is left to do here")
+            # A second start of the same job keeps its place; a new job becomes the present one.
+            if job_id is not None and job_id not in jobs:
+                jobs = (*jobs, job_id)
+            claim = Claim(
+                run,
+                Owner(
+                    number=run.last_number(),
+                    token=token or (owner.token if owner else secrets.token_hex(8)),
+                    executor="local" if job_id is None else "slurm",
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    time=time.time(),
+                    jobs=jobs,
+                    follow_ups=_follow_ups_of(run, job_id),
+                ),
+            )
+            try:
+                claim.renew()
+            except Overtaken:  # perhaps by a second start of the job at the same moment: check again which may serve
+                continue
+            return claim
+
+    @staticmethod
+    def of_dead(run: RunDir, allocation: Allocation) -> Claim | None:
+        """Take the place of a dead supervisor of this job, whose ranks go on. Return None where that is not allowed."""
+        owner = read(run)
+        if owner is None or owner.job_id != allocation.job_id or owner.number != run.last_number():
+            return None
+        claim = Claim(run, replace(owner, host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+        claim._write(claim._owner)
+        return claim
+
+    @property
+    def number(self) -> int:
+        """Return the number of the present attempt; its ranks check with it whether they still may write."""
+        return self._owner.number
+
+    @property
+    def token(self) -> str:
+        """Return the submission's token, which each of its jobs needs."""
+        return self._owner.token
+
+    @property
+    def follow_ups(self) -> tuple[str, ...]:
+        """Return the follow-up jobs that were submitted, in the order in which they start."""
+        return self._owner.follow_ups
+
+    def renew(self) -> None:
+        """Take the next number, for another attempt: processes left of the last attempt may write no more.
+
+        Raises Overtaken where another owner has it.
+        """
+        number, taken = self._owner.number + 1, []
+        outages.persist(lambda: taken.append(self._run.take_number(number)), self._run.path)
+        if taken != [True]:
+            raise Overtaken(f"run {self._run.id} has been taken over")
+        self._write(replace(self._owner, number=number))
+
+    def note_follow_ups(self, jobs: Sequence[str]) -> None:
+        """Record which jobs wait to take over."""
+        self._write(replace(self._owner, follow_ups=tuple(jobs)))
+
+    def holds(self) -> bool:
+        """True while no other owner has overtaken this one. Correct what an earlier owner has written too late."""
+        latest = self._run.owner_number()
+        if latest is not None and latest < self.number:
+            with contextlib.suppress(OSError):  # a full disk: the next check is half a second away
+                self._run.write_owner(asdict(self._owner))
+        return latest is None or latest <= self.number
+
+    def _write(self, owner: Owner) -> None:
+        self._owner = owner
+        outages.persist(lambda: self._run.write_owner(asdict(owner)), self._run.path / "owner.json")
+
+
+def _may_serve(owner: Owner, job_id: str | None, token: str | None) -> bool:
+    """True for the present job, started again, and for the submission's jobs that have not served yet.
+
+    A process that was not submitted, which has neither job nor token, may serve as well.
+    """
+    if job_id is not None and job_id in owner.jobs:
+        return job_id == owner.job_id
+    return token == owner.token or (token is None and job_id is None)
+
+
+def _follow_ups_of(run: RunDir, job_id: str | None) -> tuple[str, ...]:
+    """Return the jobs that follow ``job_id``, the run's present job or one of its followers."""
+    jobs = jobs_of(run)
+    return tuple(jobs[jobs.index(job_id) + 1 :]) if job_id in jobs else ()
+
+
+def _describe(run: RunDir, owner: Owner) -> str:
+    if owner.executor != "slurm":
+        return f"a supervisor on {owner.host}"
+    jobs = jobs_of(run)
+    return f"job {jobs[0]}" if jobs else f"the submission by process {owner.pid} on {owner.host}"
+
+
+def as_note(owner: Owner, jobs: Sequence[str]) -> dict[str, Any]:
+    """Return what the submission records when the ids of the job and of its follow-up jobs are known."""
+    return {
+        "executor": owner.executor,
+        "job_id": jobs[0],
+        "follow_ups": list(jobs[1:]),
+        "host": owner.host,
+        "time": owner.time,
+        "token": owner.token,
+    }

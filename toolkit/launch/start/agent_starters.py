@@ -1,0 +1,126 @@
+"""Start the agents of a job: on this machine, or by srun steps."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from toolkit.launch.start.agents import Endpoint, OnFailure
+from toolkit.launch.start.srun import Srun, SrunEvent
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, open_log, tethered
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Step as SrunPlan
+
+#: Variables by which srun binds tasks to GPUs.
+GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")
+
+
+class LocalAgent:
+    """An agent on this machine, which dies with this process."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        """See :class:`AgentStarter`."""
+        (host,) = hosts
+        log_path = self._run.logs / f"agent-{host}.log"
+        with open_log(log_path) as output:
+            process = subprocess.Popen(
+                tethered(_command(self._run, at, host), signal.SIGKILL),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+        # Its end is reported at once, before or after it has connected.
+        def wait() -> None:
+            code = process.wait()
+            on_failure(hosts, f"its agent ended with exit code {code}: see {log_path}")
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def note_connected(self, host: str) -> None:
+        """See :class:`AgentStarter`."""
+
+    def close(self) -> None:
+        """See :class:`AgentStarter`."""
+        for process in self._processes:
+            process.kill()
+
+
+class SrunAgents:
+    """Agents as one step of the job, with all resources that the job has on its nodes.
+
+    An srun is killed, without notice to its step, as soon as all its agents have connected. When a batch host comes
+    back just as Slurm has given it up, its slurmd ends the job's processes there. An srun among them would take the
+    step with it, and no process would be left to requeue the job (seen on 24.11: it stayed RUNNING for ever).
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._sruns: list[tuple[Srun, set[str]]] = []  #: with the hosts whose agents have not connected
+
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        """See :class:`AgentStarter`."""
+        plan = SrunPlan(
+            command=_command(self._run, at),
+            hosts=hosts,
+            cpus_per_task=None,
+            output=None,
+            name=f"{self._run.id}.agents",
+            mpi="none",
+            extra=["--cpu-bind=none", "--no-kill", "--label"],
+            overlap=True,
+        )
+        # --gpu-bind is for tasks that are ranks: this one has all GPUs of its node, and its ranks choose by LOCAL_RANK
+        unbound = {name: value for name, value in environ.items() if not name.startswith(GPU_BINDINGS)}
+        srun = Srun(plan, unbound, self._run.logs / f"agents-{len(self._sruns)}.hosts")
+        self._sruns.append((srun, {*hosts}))
+        threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
+
+    def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
+        code = srun.wait(partial(self._take, hosts, on_failure))
+        on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
+
+    @staticmethod
+    def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
+        match event:
+            case LaunchFailed(_, None, why):
+                on_failure(hosts, why, is_certain=False)  # the failing node is unknown
+            case LaunchFailed(_, str(host), why):
+                on_failure([host], why)
+            case RankEnded():
+                why = f"its agent: {event.how}; see agent-{event.host}.log"
+                on_failure(
+                    [event.host], why, is_certain=event.signal is None
+                )  # srun kills all where one does not start
+            case NodeFailed(host):  # a dead node ends no connection
+                on_failure([host], "Slurm has given the node up")
+
+    def note_connected(self, host: str) -> None:
+        """See :class:`AgentStarter`."""
+        for srun, missing in self._sruns:
+            if host in missing:
+                missing.remove(host)
+                # The srun has done its work, see the class.
+                if not missing:
+                    srun.silence()
+
+    def close(self) -> None:
+        """End the sruns, see :class:`AgentStarter`. The agents have left; srun must end no step by number."""
+        for srun, _ in self._sruns:
+            srun.silence()
+
+
+def _command(run: RunDir, at: Endpoint, *host: str) -> list[str]:
+    module = [sys.executable, "-P", "-m", "toolkit.agent.node"]
+    return [*module, str(at.secret_file), str(run.logs), at.address, str(at.port), *host]

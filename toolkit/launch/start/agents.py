@@ -1,0 +1,387 @@
+"""The agents of a job's nodes, one on each. They are started once, by srun or on this machine, for the whole job.
+
+Agents and supervisor send each other a heartbeat every second. From it the supervisor knows which nodes are silent, and
+how the ranks of the others progress; the agents notice that the batch host is silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from toolkit import fsio, logs
+from toolkit.agent import progress, reports
+from toolkit.agent.link import HEARTBEAT_S, SECRET_BYTES, SILENT_S, Message
+from toolkit.agent.progress import Digest
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.agent_links import AgentLinks
+from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent, Request, Requests
+from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress
+from toolkit.launch.watch import batch_host_watch
+from toolkit.rundir import RunDir
+from toolkit.slurm.network import job_address, listen, plain_address, wildcard
+
+#: An agent must connect within this time, or its node counts as one where nothing can be started.
+STANDS_WITHIN_S = 120.0
+#: Agents that are told to leave are gone after this time.
+LEAVE_S = 2.0
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the agents connect, and the secret that they prove.
+
+    The guard holds it as well. So no other process gets the port after a supervisor has died, and the agents find the
+    next supervisor.
+    """
+
+    listening: socket.socket
+    address: str  #: the address to connect to; empty: the one from which they are started
+    secret: bytes
+    secret_file: Path
+
+    @property
+    def port(self) -> int:
+        """Return the port at which they connect."""
+        return int(self.listening.getsockname()[1])
+
+    @staticmethod
+    def open(run: RunDir, hosts: Sequence[str], environ: Mapping[str, str]) -> Endpoint:
+        """Listen on the first of ``hosts``, this node, for agents on all of them. Raises OSError."""
+        address = job_address(hosts[0], hosts, environ)
+        file = run.path / f".agents-{secrets.token_hex(8)}.key"
+        told = "" if address == wildcard() else address
+        return Endpoint(listen(address), told, secrets.token_bytes(SECRET_BYTES), file)
+
+
+class OnFailure(Protocol):
+    """A function to call when agents cannot be started, or have ended; in any thread."""
+
+    def __call__(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        """Take the failure. ``is_certain``: it holds also for hosts whose agents are connected."""
+
+
+class AgentStarter(Protocol):
+    """Starts agents that connect to ``at``."""
+
+    def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
+        """Start an agent on each of ``hosts``, with ``environ``, which the ranks inherit, and return at once."""
+
+    def note_connected(self, host: str) -> None:
+        """Note that the agent of ``host`` has connected: from now on its connection tells whether it lives."""
+
+    def close(self) -> None:
+        """End the agents that are left."""
+
+
+class AgentUser:
+    """Starts ranks on the agents' nodes. The links' thread calls all methods; here they do nothing."""
+
+    def agent_connected(self, host: str) -> None:
+        """Note that orders can be sent to ``host`` from now on."""
+
+    def agent_said(self, host: str, message: Message) -> None:
+        """Take a message about a process."""
+
+    def agent_ended(self, host: str, why: str) -> None:
+        """Note that the agent of ``host`` has ended, and with it all that it had started."""
+
+    def agent_missing(self, host: str, why: str) -> None:
+        """Note that no agent could be started on ``host``."""
+
+
+class Awaited:
+    """The ranks of an attempt whose supervisor has died, until the agents that started them have connected."""
+
+    def __init__(self, attempt: int, ranks: Mapping[str, int]) -> None:
+        """Take the number of ``ranks`` by host; 0 for a spare, whose agent connects as well."""
+        self._ranks, self._attempt = ranks, attempt
+        self._missing = {*ranks}
+        self._has_come = threading.Event()
+        self._fits = True
+
+    def take(self, host: str, message: Message) -> bool:
+        """Take what the agent of ``host`` reports of itself. Return False where that is not what was awaited."""
+        ranks = self._ranks[host]
+        if host not in self._missing:
+            return False
+        # A spare must have no living processes, every other node all its ranks of this attempt.
+        if ranks == 0:
+            fits = not message["lives"]
+        else:
+            fits = message["attempt"] == self._attempt and message["ranks"] == ranks
+            self._fits = self._fits and fits
+        self._missing.discard(host)
+        if not self._fits or not self._missing:
+            self._has_come.set()
+        return fits
+
+    def wait(self, patience_s: float) -> bool:
+        """Return whether all ranks are there, as soon as that is known."""
+        self._has_come.wait(patience_s)
+        return self._fits and not any(self._ranks[host] for host in self._missing)
+
+
+class Agents:
+    """One agent on each node of the job.
+
+    ``silent_hosts`` are those that have sent nothing for ``SILENT_S``, ``heard_hosts`` the others. ``sick_hosts`` tells
+    what is wrong with a node, see :mod:`toolkit.health.sickness`. With ``watch_batch_host`` the agents requeue the job
+    when its batch host is gone, see :mod:`toolkit.launch.watch.batch_host_watch`.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        allocation: Allocation,
+        starter: AgentStarter,
+        endpoint: Endpoint | None = None,
+        *,
+        watch_batch_host: bool = False,
+    ) -> None:
+        self._run, self._allocation, self._starter = run, allocation, starter
+        self._endpoint, self._watch_batch_host = endpoint, watch_batch_host
+        self._awaited: Awaited | None = None
+        self._links: AgentLinks | None = None
+        self._requests = Requests(lambda host, order: self.links.send(host, order))
+        self._numbers = itertools.count()
+        self._starting: dict[str, float] = {}  #: the time of the start, by host
+        self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
+        self._next_heartbeat = 0.0
+        #: In which the nodes watch the batch host. Spares come first: they are idle.
+        self._turns = {host: turn for turn, host in enumerate(reversed(allocation.hosts))}
+        self._is_closed = threading.Event()
+        self._all_left = threading.Event()
+        self.silent_hosts: frozenset[str] = frozenset()
+        self.heard_hosts: frozenset[str] = frozenset()
+        self.sick_hosts: Mapping[str, str] = {}
+        self.environ: Mapping[str, str] = {}  #: the agents' own
+
+    def open(self, environ: Mapping[str, str], events: Events, user: AgentUser, awaited: Awaited | None = None) -> None:
+        """Listen for agents; those that are started get ``environ``, and ``user`` says which are to be started.
+
+        The ranks' reports and the errors of the links' thread go into ``events``. ``awaited``: the ranks that already
+        run.
+        """
+        at = self._endpoint or Endpoint.open(self._run, self._allocation.hosts, environ)
+        self._at, self._awaited = at, awaited
+        outages.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
+        self.environ, self._events, self._user = dict(environ), events, user
+        self.reports_token = reports.token_of(at.secret)
+        self._links = AgentLinks(at.listening.dup(), at.secret, self, len(self._allocation.hosts))
+
+    def request(self, orders: Mapping[str, Message], heard: Events) -> int:
+        """Send each host its order, as soon as its agent is there; return the request's number.
+
+        The number serves to withdraw it. A NodeAnswered or NodeSilent for each host goes into ``heard``, and nothing
+        for a host that hangs.
+        """
+        number = next(self._numbers)
+        request = Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
+        self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
+        return number
+
+    def withdraw(self, number: int) -> None:
+        """Stop listening for the answers to a request."""
+        self.links.call(lambda: self._requests.withdraw(number))
+
+    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+        """Send each host its order, and return the answers by host.
+
+        Silent and absent hosts are not waited for. The others, also those that start at this moment, are waited for at
+        most ``patience_s``.
+        """
+        heard: Events = SimpleQueue()
+        awaited = orders.keys() - self.silent_hosts
+        number = self.request({host: orders[host] for host in awaited}, heard)
+        deadline, answers = time.monotonic() + patience_s, dict[str, Message]()
+        # At the deadline stop with the answers that have arrived.
+        with contextlib.suppress(Empty):
+            for _ in awaited:
+                event = heard.get(timeout=max(0.0, deadline - time.monotonic()))
+                if isinstance(event, NodeAnswered):
+                    answers[event.host] = event.message
+        self.withdraw(number)
+        return answers
+
+    def ask_for_unanswered(self) -> None:
+        """Ask all agents which addresses leave connections unanswered: NodeAnswered in the attempt's queue."""
+        order: Message = {"do": "connections"}
+        self.request(dict.fromkeys(self.heard_hosts, order), self._events)
+
+    def host_at(self, address: str) -> str | None:
+        """Return the host whose agent has connected from ``address``."""
+        return self.links.addresses.get(plain_address(address))
+
+    def close(self) -> None:
+        """Have the agents leave, and end those that are left."""
+        if self._links is not None:
+            # Ask the agents to leave, then end those that are left, then close the connections.
+            self._links.call(self._leave)
+            self._all_left.wait(LEAVE_S)
+            self._starter.close()
+            self._links.call(self._links.close)
+            with contextlib.suppress(OSError):
+                self._at.secret_file.unlink()
+            if self._endpoint is None:
+                self._at.listening.close()
+
+    def dismiss_all(self) -> None:
+        """Have all connected agents leave, with what they have started. Others can be started at once."""
+
+        def dismiss() -> None:
+            self._awaited = None
+            self.links.dismiss()
+
+        self.links.call(dismiss)
+
+    def dismiss(self, host: str) -> None:
+        """Have the agent of ``host`` leave, whose ranks have ended: the node is no longer to be used."""
+        if self._links is not None:
+            self._links.call(lambda: self.links.send(host, {"do": "leave"}))
+
+    @property
+    def is_open(self) -> bool:
+        """True once agents can connect."""
+        return self._links is not None
+
+    @property
+    def links(self) -> AgentLinks:
+        """Return the connections, once they are open."""
+        assert self._links is not None
+        return self._links
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def ensure(self, hosts: Collection[str]) -> None:
+        """Start agents where none runs and none is being started. At first do so on the job's other nodes, too."""
+        is_first = not self._start_of
+        self._start_on(hosts)
+        if is_first:  # the spares in a step of their own: one of them may be why a step is refused
+            self._start_on(self._allocation.hosts)
+
+    def _start_on(self, hosts: Collection[str]) -> None:
+        wanted = {*hosts} - self.links.hosts - self._starting.keys()
+        missing = [host for host in self._allocation.hosts if host in wanted]
+        if missing:
+            self._starting |= dict.fromkeys(missing, time.monotonic())
+            for host in missing:
+                self._requests.missing.pop(host, None)
+            # The number tells a late failure of an earlier start from one of this start.
+            number = max(self._start_of.values(), default=0) + 1
+            self._start_of |= dict.fromkeys(missing, number)
+            on_failure = partial(self._note_failure, number)
+            try:
+                self._starter.start(missing, self._at, self.environ, on_failure)
+            except OSError as error:
+                self._give_up(missing, f"agents cannot be started: {error}")
+
+    def _leave(self) -> None:
+        self._is_closed.set()
+        for host in self.links.hosts:
+            self.links.send(host, {"do": "leave"})
+        if not self.links.hosts:
+            self._all_left.set()
+
+    def _note_failure(self, number: int, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        """Give up the hosts, see :class:`OnFailure`. Ignore those whose agent has been started again since."""
+        self.links.call(
+            lambda: self._give_up([h for h in hosts if self._start_of[h] == number], why, is_certain=is_certain)
+        )
+
+    def _give_up(self, hosts: Collection[str], why: str, *, is_certain: bool = True) -> None:
+        for host in hosts:
+            if is_certain:
+                self.links.drop(host, why)
+            # Only a start that was awaited is reported as failed.
+            if self._starting.pop(host, None) is None:
+                continue
+            log.warning("no agent on %s: %s", host, why)
+            self._requests.note_missing(NodeSilent(host, why, is_certain))
+            self._user.agent_missing(host, why)
+
+    # what the links tell
+
+    def admits(self, host: str, message: Message) -> bool:
+        """Admit an agent, see :class:`~toolkit.launch.start.agent_links.Listener`. Ranks not taken over end with
+        their agent."""
+        return not message["again"] or (self._awaited is not None and self._awaited.take(host, message))
+
+    def agent_came(self, host: str) -> None:
+        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
+        self._starting.pop(host, None)
+        self._starter.note_connected(host)
+        if self._watch_batch_host and host != self._allocation.hosts[0]:
+            address = self._at.address or self._allocation.hosts[0]
+            command = batch_host_watch.command(self._run, self._allocation, address, self._at.port, os.getpid())
+            self.links.send(host, {"do": "watch", "command": command, "turn": self._turns[host]})
+        self._requests.note_here(host)
+        self._user.agent_connected(host)
+
+    def agent_said(self, host: str, message: Message) -> None:
+        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
+        match message["is"]:
+            # For the supervisor: progress and reports.
+            case "alive":
+                if message["progress"] is not None:
+                    self._events.put(Progress(host, Digest(**message["progress"])))
+            case "reporting":
+                self._events.put(FirstReports(message["attempt"], host, tuple(message["ranks"])))
+            case "report":
+                report = progress.parse(message["text"].encode())
+                if report is not None:
+                    self._events.put(MainReport(report))
+            # For the sender of the request; and the node's health.
+            case "answer":
+                self._requests.take_answer(host, message)
+            case "sick":
+                known, what = self.sick_hosts.get(host), str(message["what"])
+                self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
+            # Messages about processes are the launcher's.
+            case _:
+                self._user.agent_said(host, message)
+
+    def agent_left(self, host: str, why: str) -> None:
+        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
+        # While closing, agents are meant to leave.
+        if self._is_closed.is_set():
+            if not self.links.hosts:
+                self._all_left.set()
+            return
+        log.warning("node %s: %s", host, why)
+        self._requests.note_missing(NodeSilent(host, why, is_certain=False))
+        self._user.agent_ended(host, why)
+
+    def broke(self, error: Exception) -> None:
+        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
+        self._events.put(error)
+
+    def time_passed(self) -> None:
+        """See :class:`~toolkit.launch.start.agent_links.Listener`."""
+        now = time.monotonic()
+        if now < self._next_heartbeat:
+            return
+        self._next_heartbeat = now + HEARTBEAT_S
+        for host in self.links.hosts:
+            self.links.send(host, {"do": "alive"})
+        self.silent_hosts = frozenset(self.links.silent(SILENT_S))
+        self.heard_hosts = frozenset(self.links.hosts - self.silent_hosts)
+        # Agents that did not connect in time count as missing.
+        late = [host for host, since in self._starting.items() if now - since > STANDS_WITHIN_S]
+        if late:
+            why = f"no agent has come from it within {STANDS_WITHIN_S:.0f} s"
+            self._give_up(late, why, is_certain=False)

@@ -1,0 +1,86 @@
+"""Runs any torchrun-style script as the ranks, unmodified: ``python -m toolkit.launch.start.foreign CONFIG``.
+
+It becomes the command, which lies beside the run's config. The command finds what torchrun would have set (RANK,
+WORLD_SIZE, MASTER_ADDR, a store that an agent hosts, an error file), and nothing else of the toolkit's: no snapshot on
+its path, no handlers, no wrapper process. A Python program runs in this very process if that is a fork that has
+imported torch; any other program replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit import fsio, records
+from toolkit.agent import zygote
+from toolkit.errors import RequestError
+from toolkit.launch.start import python_command
+from toolkit.launch.watch import node_watch
+from toolkit.records import TEXT, ListOf
+from toolkit.rundir import RunDir
+from toolkit.slurm import placement
+from toolkit.slurm.rank_environment import environment
+
+
+def write_command(run: RunDir, command: Sequence[str]) -> None:
+    """Record the command that the ranks become."""
+    fsio.write_json(run.path / "command.json", list(command))
+
+
+def gains_by_fork(run: RunDir) -> bool:
+    """True if ranks of ``run`` that are forked become its command sooner."""
+    try:
+        return python_command.gains_by_fork(read_command(run))
+    except RequestError:  # its ranks will report it
+        return False
+
+
+def read_command(run: RunDir) -> list[str]:
+    """Return the command that the ranks become. Raises RequestError where none is recorded, or it is damaged."""
+    command: list[str] | None = records.read(run.path / "command.json", ListOf(TEXT))
+    if not command:
+        raise RequestError(f"{run.path / 'command.json'} is missing: this run was not made by `toolkit exec`")
+    return command
+
+
+def main(run: RunDir) -> None:
+    """Become the command, as one rank of ``run``. End the process, with one line, if the command cannot be started."""
+    place = placement.derive(os.environ, socket.gethostname())
+    cpus = placement.whole_number(os.environ, "OMP_NUM_THREADS", 1)
+    environ = {**os.environ, **environment(place, os.environ, cpus)}
+    attempt = placement.whole_number(environ, "TOOLKIT_ATTEMPT", 1)
+    # Set what torchrun would set beside the rank's numbers.
+    environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
+    environ["TORCHELASTIC_RUN_ID"] = run.id
+    environ["TOOLKIT_CONFIG"] = json.dumps([str(run.config)])  # for toolkit.start(), see rank.py
+    environ[node_watch.MARK_VARIABLE] = node_watch.mark(run, attempt, place.rank)
+    environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that is ended as hung writes its stack, see outside_stacks
+    command, environ = read_command(run), without_snapshot(environ, run.code)
+    # In a fork that has imported torch, run the program here; else replace this process.
+    python = python_command.parse(command, environ.get("PATH")) if "torch" in sys.modules else None
+    if python is not None:
+        why = python_command.obstacle(python, environ)
+        if why is None:
+            zygote.show(command, {k: v for k, v in environ.items() if os.environ.get(k) != v})
+            python_command.become(python, command, environ)
+            return
+        print(f"toolkit exec: starting a fresh interpreter: {why}", file=sys.stderr)
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        sys.exit(f"toolkit exec: {command[0]}: cannot be started on {place.host}: {error.strerror}")
+
+
+def without_snapshot(environ: dict[str, str], code: Path) -> dict[str, str]:
+    """Return the variables with the user's own import path. The script's folder is first, our copy gone."""
+    cleaned = {name: value for name, value in environ.items() if name != "PYTHONSAFEPATH"}
+    paths = [path for path in cleaned.pop("PYTHONPATH", "").split(os.pathsep) if path and path != str(code)]
+    return {**cleaned, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
+if __name__ == "__main__":
+    main(RunDir(Path(sys.argv[1]).parent))

@@ -1,0 +1,135 @@
+"""Exchanges lines with processes on the nodes, through srun's own channels.
+
+The nodes write to srun's labelled stdout, and read its stdin, which srun passes to all. So only what srun reaches
+anyway has to be reachable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from toolkit.launch.start.steps import tethered
+from toolkit.slurm.commands import Step, srun_argv, step_environment
+
+#: For a step that observes and does no work: on every CPU of the job, with the memory and GPUs that are there.
+BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line of one node, by its place in the list of hosts; ``received`` is this process's clock."""
+
+    task: int
+    text: str
+    received: float
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One line of srun's own errors."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of the output: no more lines will come."""
+
+
+Events = SimpleQueue[Said | Complaint | Ended]
+
+
+class Talk:
+    """An exchange with one process: srun, which passes on its tasks' lines, or a check itself."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
+        self.events: Events = SimpleQueue()
+        self.began = time.time()  #: on this process's clock
+        self._process = subprocess.Popen(
+            tethered(argv, signal.SIGTERM),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        self._stderr = threading.Thread(target=self._read_errors, daemon=True)
+        self._stderr.start()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            task, text = without_label(line)
+            self.events.put(Said(task or 0, text, time.time()))
+        self._process.wait()
+        self._stderr.join(timeout=1.0)
+        self.events.put(Ended())
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.events.put(Complaint(line.strip()))
+
+    def send(self, line: str) -> None:
+        """Send a line to every node."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, and the queue has that event
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Dismiss the nodes, without waiting for any."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        threading.Thread(target=self._end_late, daemon=True).start()
+
+    def _end_late(self, patience_s: float = 2.0) -> None:
+        """End srun. It ends when its tasks have; with a task that hangs it must be signalled, and then killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=patience_s)
+                return
+            self._process.send_signal(number)
+
+
+def without_label(line: str) -> tuple[int | None, str]:
+    """Return the task in the label of ``srun --label``, and the line. Without srun the task is None."""
+    label, colon, text = line.rstrip("\n").partition(": ")
+    return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
+
+
+def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> Talk:
+    """Start ``command`` once on each of these hosts of the job's allocation, beside all that runs there."""
+    host_file = os.memfd_create("hosts")  # not on a disk: the preflight checks whether one can be written
+    try:
+        os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
+        variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
+        step = Step(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
+        return Talk(srun_argv(step), variables, [host_file])
+    finally:
+        os.close(host_file)
+
+
+def bare_python(module: str, argument: str) -> list[str]:
+    """Return the command that calls ``main()`` of ``module``, which needs only Python's own library.
+
+    ``-S``: searching site-packages takes longer than all checks of a node together.
+    """
+    here = str(Path(__file__).parents[3])
+    code = f"import sys; sys.path.insert(0, {here!r}); from {module} import main; main()"
+    return [sys.executable, "-I", "-S", "-c", code, argument]

@@ -1,0 +1,159 @@
+"""One rank: find its place, make the environment that torch reads, and call the job's ``main``.
+
+The same few lines serve a rank under the supervisor, under plain ``srun``, ``torchrun`` or ``mpirun``, and alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from toolkit import chaos, error_file, logs, rundir, signals
+from toolkit import config as configs
+from toolkit.config import JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, StoppedError, ToolkitError
+from toolkit.hang import stacks
+from toolkit.launch.start.user_job import job_class, load, params_of
+from toolkit.launch.submission.prepare import new_run
+from toolkit.slurm import placement
+from toolkit.slurm.placement import Placement
+from toolkit.slurm.rank_environment import environment
+
+#: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
+CONFIG_VARIABLE = "TOOLKIT_CONFIG"
+#: Set in a process that :func:`run_rank` has made a rank already.
+JOINED_VARIABLE = "TOOLKIT_JOINED"
+
+log = logs.get(__name__)
+
+
+def run_rank(config_path: str, overrides: Sequence[str]) -> int:
+    """Run one rank of the job in ``config_path``; return the exit code.
+
+    A failure is written into the run's logs as this rank's own error before it is raised to the caller.
+    """
+    os.umask(0o077)  # libraries write into the run folder, too
+    faulthandler.enable()
+    signals.install()  # before anything slow: a stop signal during the imports must not kill
+    place: Placement | None = None
+    try:
+        place = placement.derive(os.environ, socket.gethostname())
+        stacks.answer(place.rank)
+        _be(place, config_path, overrides)
+    except StoppedError as stopped:
+        log.info("%s", stopped)
+        signals.ignore()
+        return stopped.exit_code
+    except SystemExit as ended:  # a script's own end
+        if ended.code in (None, EXIT_DONE, EXIT_STOPPED):
+            return ended.code or EXIT_DONE
+        raise
+    except BaseException as error:
+        log.error("%s", error, exc_info=not isinstance(error, ToolkitError))
+        # Without a place the rank is known only from Slurm's variable, if at all.
+        number = os.environ.get("SLURM_PROCID", "")
+        error_file.write(error, place.rank if place else int(number) if re.fullmatch("[0-9]{1,9}", number) else 0)
+        raise
+    signals.ignore()
+    return 0
+
+
+def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    _note(place)
+    config = configs.load_config(config_path, overrides, site=not supervised)
+    # A supervised run was validated at its submission, and has its folder.
+    if not supervised:
+        configs.validate(config, ranks=place.world_size, login_node=False)
+        _prepare_unsupervised(config, place)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    with chaos.of_environment(place.rank, placement.whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
+        if configs.is_loop(config.job, _project()):
+            _run_loop(config, [config_path, *overrides])
+        else:
+            _train(load(config.job, _project()), config)
+
+
+def _train(module: ModuleType, config: JobConfig) -> None:
+    """Train the job in ``module``: its class derived from ``toolkit.Job``, or else its ``main``."""
+    kind = job_class(module)
+    if kind is None:
+        module.main(config)
+    else:
+        kind.main(config, params_of(module, config))
+
+
+def _note(place: Placement) -> None:
+    logs.setup(f"rank {place.rank}/{place.world_size} {place.host}")
+    for note in place.notes:
+        log.warning("%s", note)
+
+
+def _project() -> Path:
+    """Return the folder of the job's sources: the run's copy under a supervisor, else the current folder."""
+    run = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    code = None if run is None else rundir.RunDir(Path(run)).code
+    return code if code is not None and code.is_dir() else Path.cwd()
+
+
+def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
+    """Run a user's own loop as Python would. It is a script, with its folder first on the path, or a module."""
+    path = configs.job_source(config.job, _project())
+    is_script = config.job.endswith(".py")
+    sys.path[:0] = [str(path.parent)] if is_script else [str(_project()), str(_project() / "src")]
+    sys.argv = [str(path)]
+    os.environ |= {CONFIG_VARIABLE: json.dumps(list(words)), JOINED_VARIABLE: "1"}
+    if os.environ.get("TOOLKIT_SUPERVISED") == "1":  # tells Lightning that the ranks are started already
+        os.environ["TORCHELASTIC_RUN_ID"] = Path(os.environ[rundir.RUN_DIR_VARIABLE]).name
+    if is_script:
+        runpy.run_path(str(path), run_name="__main__")
+    else:
+        runpy.run_module(config.job, run_name="__main__", alter_sys=True)
+
+
+def joined() -> JobConfig:
+    """Return the config of this process, which is a rank under any launcher; for ``toolkit.start()``.
+
+    Under ``toolkit submit``, ``exec`` and ``run`` it is the run's, under another launcher and alone the default one.
+    """
+    words: list[Any] = json.loads(os.environ.get(CONFIG_VARIABLE, "[null]"))
+    path, overrides = words[0], words[1:]
+    supervised = os.environ.get("TOOLKIT_SUPERVISED") == "1"
+    if JOINED_VARIABLE in os.environ:
+        return configs.load_config(path, overrides, site=not supervised)
+    # Another launcher has started this process: do here what :func:`run_rank` does for ours.
+    os.umask(0o077)
+    faulthandler.enable()
+    signals.install()
+    place = placement.derive(os.environ, socket.gethostname())
+    _note(place)
+    stacks.answer(place.rank)
+    is_script = sys.argv[0].endswith(".py") and Path(sys.argv[0]).is_file()
+    config = configs.load_config(path or (sys.argv[0] if is_script else None), overrides)
+    if not supervised:
+        _prepare_unsupervised(config, place)
+    os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
+    return config
+
+
+def _prepare_unsupervised(config: JobConfig, place: Placement) -> None:
+    """Make the run folder on rank 0; the others get it from the store. A given ``TOOLKIT_RUN_DIR`` is continued."""
+    if place.rank != 0:
+        return
+    log.warning("no supervisor: this run will be neither restarted nor requeued; `toolkit submit` gives both")
+    given = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if given:
+        log.info("continuing %s", given)
+        return
+    run = new_run(config, Path.cwd())
+    os.environ[rundir.RUN_DIR_VARIABLE] = str(run.path)
+    log.info("run folder: %s", run.path)

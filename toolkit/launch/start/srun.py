@@ -1,0 +1,308 @@
+"""Ranks as one srun step per attempt. Only srun offers PMI for MPI, and a site's containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from toolkit import fsio, hostlist, logs
+from toolkit.agent import reports
+from toolkit.errors import SlurmError
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.start.agents import Agents, AgentUser
+from toolkit.launch.start.steps import (
+    Events,
+    LaunchFailed,
+    NodeFailed,
+    RankEnded,
+    Step,
+    StepEnded,
+    Store,
+    signal_name,
+    tethered,
+)
+from toolkit.launch.start.store import StoreHost
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import SlurmCommands, srun_argv, step_environment
+from toolkit.slurm.commands import Step as SrunPlan
+from toolkit.slurm.container import Container
+
+#: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
+REPORTS_PATIENCE_S = 10.0
+
+log = logs.get(__name__)
+
+SrunEvent: TypeAlias = RankEnded | NodeFailed | LaunchFailed
+
+
+class SrunLauncher(AgentUser):
+    """Starts ranks as one srun step of the job, each on its planned node.
+
+    The ranks are not the agents' children, but report to the agents. Where an agent ends, the ranks of its node notice
+    it, and end.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        slurm: SlurmCommands,
+        agents: Agents,
+        container: Container | None = None,
+        mpi: str | None = None,
+    ) -> None:
+        """Take what the launcher needs. ``mpi`` is the plugin that ranks over MPI need."""
+        self._run = run
+        self._slurm = slurm
+        self._agents = agents
+        self._container = container
+        self._mpi = mpi
+        self._step: _SrunStep | None = None
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """Start the agents, see :class:`~toolkit.launch.start.steps.Launcher`. They start no ranks."""
+        self._agents.open(environ, events, self)
+        self._agents.links.start()
+        self._agents.links.call(lambda: self._agents.ensure(hosts))
+
+    def take_over(self, *attempt: object) -> None:
+        """Return None: the ranks' srun has died with the supervisor. See `Launcher`."""
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> StoreHost:
+        """See :class:`~toolkit.launch.start.steps.Launcher`."""
+        log_path = self._run.attempt_logs(attempt) / "store.log"
+        return StoreHost(world_size, host, environ, events, log_path, self._container)
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> Step:
+        """Start the ranks, see :class:`~toolkit.launch.start.steps.Launcher`. They get their numbers from the step's
+        variables."""
+        assert allocation.job_id is not None
+        assert isinstance(store, StoreHost)
+        environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
+        # The step's name is unique in the job: a signal finds the step by it.
+        plan = SrunPlan(
+            command=command,
+            hosts=allocation.rank_hosts,
+            cpus_per_task=allocation.cpus_per_task,
+            output=str(self._run.rank_log(attempt, "%t")),
+            name=f"{self._run.id}.{attempt}",
+            mpi=self._mpi,
+            extra=self._container.srun_options() if self._container else (),
+            overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
+        )
+        srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")
+        step = _SrunStep(srun, plan.name or "", allocation, self._slurm, events, self._agents)
+        self._step = step
+        self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))
+        threading.Thread(target=step.wait, daemon=True).start()
+        return step
+
+    def agent_missing(self, host: str, why: str) -> None:
+        """Note a missing agent, see :class:`~toolkit.launch.start.agents.AgentUser`. Its ranks could not report."""
+        if self._step is not None:
+            self._step.lack_agent(host, why)
+
+
+class Srun:
+    """One srun of the job. It ends its step when this process dies."""
+
+    def __init__(self, plan: SrunPlan, environ: Mapping[str, str], host_file: Path) -> None:
+        """Start it. ``host_file`` is the file from which srun reads the node of each task."""
+        fsio.write_atomic(host_file, "".join(f"{host}\n" for host in plan.hosts), durable=False)
+        self._hosts = plan.hosts
+        self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
+        self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
+        self.given_up = threading.Event()  #: no further start: its ranks are killed, or abandoned
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._argv,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, put: Callable[[SrunEvent], None]) -> int:
+        """Pass on what srun reports until it has ended; return its exit code.
+
+        srun is started again while its step is refused because of a step that has ended: a controller that was away
+        learns of that end a moment after it is back.
+        """
+        deadline = time.monotonic() + outages.PATIENCE_S
+        while (refused := self._listen(put)) is not None:
+            if time.monotonic() >= deadline or self.given_up.wait(outages.RETRY_EVERY_S):
+                put(refused)
+                break
+            self._process.wait()
+            self._process = self._start()
+        return self._process.wait()
+
+    def _listen(self, put: Callable[[SrunEvent], None]) -> LaunchFailed | None:
+        """Pass on what one srun reports; return a refusal that may pass."""
+        refused: LaunchFailed | None = None
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            log.info("%s", line.rstrip())
+            event = parse_srun_line(line, self._hosts)
+            if isinstance(event, LaunchFailed) and _HELD_BY_A_STEP.search(event.why):
+                refused = event
+            elif event is not None:
+                put(event)
+        return refused
+
+    def terminate(self) -> None:
+        """Have srun end its step, by SIGTERM and, KillWait later, by SIGKILL."""
+        self._process.terminate()
+
+    def silence(self) -> None:
+        """Kill srun and its helper, but not its step.
+
+        srun would wait until Slurm gives a dead node up: 300 s by default, or more. srun leads a session. With it ends
+        its helper, a child that outlives a killed srun to end its step. The helper would cancel the step by number, and
+        when that reaches the controller the number may belong to the job's next start.
+        """
+        self.given_up.set()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class _SrunStep:
+    def __init__(
+        self, srun: Srun, name: str, allocation: Allocation, slurm: SlurmCommands, events: Events, agents: Agents
+    ) -> None:
+        assert allocation.job_id is not None
+        self._srun = srun
+        self._name = name
+        self._number: str | None = None  #: the step's number in its job, once it has been asked for
+        self._job_id, self._hosts = allocation.job_id, allocation.hosts
+        self._slurm = slurm
+        self._events = events
+        self._agents = agents
+
+    def wait(self) -> None:
+        code = self._srun.wait(self._events.put)
+        if not self._srun.given_up.is_set():
+            # The ranks' last reports must precede the end of the step.
+            self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_PATIENCE_S)
+        self._events.put(StepEnded(code))
+
+    def lack_agent(self, host: str, why: str) -> None:
+        if host in self._hosts:
+            self._events.put(LaunchFailed((), host, why))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the step in a thread. ``scancel -s KILL`` takes 75 ms, but 10 s while a dead node is asked."""
+        if number is signal.SIGKILL:
+            self._srun.given_up.set()
+        threading.Thread(target=self._kill, args=[number], daemon=True).start()
+
+    def abandon(self) -> None:
+        """See :class:`~toolkit.launch.start.steps.Step`."""
+        self._srun.silence()
+
+    def _kill(self, number: signal.Signals) -> None:
+        """Signal the step by scancel. srun itself would send SIGTERM first and wait KillWait."""
+        # The step's number is asked for once, by its name.
+        try:
+            self._number = self._number or self._slurm.find_step(self._job_id, self._name)
+            if self._number is not None:
+                self._slurm.cancel(self._job_id, signal=number.name.removeprefix("SIG"), step=self._number)
+                return
+        except SlurmError as error:
+            instead = "; ending srun instead" if number is signal.SIGKILL else ""
+            log.warning("%s for the step: %s%s", number.name, error, instead)
+        # Without an answer of Slurm let srun end its step itself.
+        if number is signal.SIGKILL:
+            self._srun.terminate()
+
+
+_NODE_FAILED = re.compile(r"srun: error: Node failure on (?P<host>\S+)")
+#: A node that was away and has started again before Slurm noticed: its slurmd does not know the step.
+_NODE_FORGOT = re.compile(r"srun: error: Aborting, io error and missing step on node (?P<index>\d+)")
+_TASK_NOT_LAUNCHED = re.compile(r"srun: error: task (?P<rank>\d+) launch failed: (?P<why>.+?)\s*$")
+_NODE_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<why>.+?)\s*$")
+_STEP_NOT_LAUNCHED = re.compile(
+    r"srun: error: (?P<why>Unable to create step for job \d+: .+?|[Tt]imeout waiting for task launch.*?)\s*$"
+)
+#: The step asks for no memory, and shares the job's: only the record of an earlier step can be in the way.
+_HELD_BY_A_STEP = re.compile("Memory required by task is not available")
+_SRUN_ENDED = re.compile(
+    r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>.+?)\s*$",
+)
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+#: srun prints strsignal(3)'s text for the signal that ended a task.
+_SIGNAL_TEXTS = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+
+def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
+    """Return the failed ranks, or the lost node, that a line of srun names; else None.
+
+    An example is ``srun: error: node2: tasks 2-3: Exited with exit code 1``. ``hosts`` are the step's by rank, for
+    lines that name only the rank or only the node, or a node by its number in the step. A rank or node that does not
+    exist gives None.
+    """
+    lost = _NODE_FAILED.match(line)
+    if lost:
+        return NodeFailed(lost["host"])
+    # srun names this node only by its number in the step.
+    if forgot := _NODE_FORGOT.match(line):
+        found = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
+        return NodeFailed(found[0]) if found else None
+    match = _SRUN_ENDED.match(line)
+    return _launch_failed(line, hosts) if match is None else _rank_ended(match)
+
+
+def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
+    """Parse a failed launch. From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary``
+    makes task numbers equal to ranks."""
+    if task := _TASK_NOT_LAUNCHED.match(line):
+        rank = int(task["rank"])
+        return LaunchFailed((rank,), hosts[rank], task["why"]) if rank < len(hosts) else None
+    if node := _NODE_NOT_LAUNCHED.match(line):
+        ranks = tuple(rank for rank, host in enumerate(hosts) if host == node["host"])
+        return LaunchFailed(ranks, node["host"], node["why"])
+    step = _STEP_NOT_LAUNCHED.match(line)
+    return None if step is None else LaunchFailed((), None, step["why"])
+
+
+def _slurms_order(host: str) -> tuple[str, int]:
+    """Return the key by which Slurm numbers nodes, also those of an arbitrary distribution, whatever their ranks."""
+    number = re.search(r"\d*$", host)
+    assert number is not None
+    return host[: number.start()], int(number[0] or -1)
+
+
+def _rank_ended(match: re.Match[str]) -> RankEnded:
+    ranks = tuple(int(r) for r in hostlist.expand(f"[{match['ranks'].strip('[]')}]"))
+    how, code = match["how"], _EXIT_CODE.search(match["how"])
+    if code:
+        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time(), int(code[1]))
+    text = how.removesuffix(" (core dumped)")
+    out_of_memory = "Out Of Memory" in text
+    number = signal.SIGKILL if out_of_memory else _SIGNAL_TEXTS.get(text)
+    named = f"killed by {signal_name(number)} ({how})" if number else how
+    return RankEnded(ranks, match["host"], named, number, time.time(), None, out_of_memory)

@@ -1,0 +1,167 @@
+"""The interface between the supervisor and its launchers, which start an attempt's ranks and store.
+
+Every launcher puts events into the supervisor's queue: :class:`RankEnded` as soon as a rank ends badly,
+:class:`StepEnded` when all have ended and their reports are in the queue. Nothing polls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, Protocol
+
+from toolkit import fsio
+from toolkit.agent import die_with_parent
+from toolkit.agent.progress import Digest, Report
+from toolkit.launch.job.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """Ranks that ended on ``host`` with another exit code than 0.
+
+    ``signal`` is the one that killed them, or None. ``with_agent``: all ranks of the node ended at once, and the node
+    may be dead.
+    """
+
+    ranks: tuple[int, ...]
+    host: str
+    how: str
+    signal: int | None
+    time: float
+    exit_code: int | None = None
+    out_of_memory: bool = False
+    with_agent: bool = False
+
+
+@dataclass(frozen=True)
+class NodeFailed:
+    """A node of the attempt does not answer, or srun has lost it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class LaunchFailed:
+    """Slurm could not start these ranks on ``host``; no ranks: it refused the whole step."""
+
+    ranks: tuple[int, ...]
+    host: str | None
+    why: str
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """All ranks have ended; 0 if each did so with exit code 0."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class FirstReports:
+    """Ranks on ``host`` have reported for the first time in the attempt."""
+
+    attempt: int
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of the ranks on ``host``; sent once a second."""
+
+    host: str
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class MainReport:
+    """Rank 0's report of the run, or the run's result."""
+
+    report: Report
+
+
+Events = SimpleQueue[Any]
+
+
+class Step(Protocol):
+    """The running ranks of one attempt."""
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send every rank a signal, without waiting; SIGKILL ends all at once."""
+
+    def abandon(self) -> None:
+        """Stop waiting for ranks that cannot be reached, and send nothing more."""
+
+
+class Store(Protocol):
+    """The store of one attempt."""
+
+    def propose(self, kind: str, by: str) -> None:
+        """Have the ranks agree on a step for ``kind``."""
+
+    def close(self) -> None:
+        """End the store."""
+
+
+class Launcher(Protocol):
+    """Starts the store and the ranks of an attempt."""
+
+    def prepare(
+        self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> None:
+        """Start the agents of all nodes, those of ``hosts`` first, and prepare them for ranks that run ``command``.
+
+        Called once, before all other methods. Returns at once.
+        """
+
+    def take_over(
+        self, attempt: int, allocation: Allocation, command: Sequence[str], environ: Mapping[str, str], events: Events
+    ) -> tuple[Step, Store] | None:
+        """Go on with the ranks of an attempt whose supervisor has died. Return None where not all of them are there.
+
+        Called before all other methods. ``prepare`` is then called only if the result was None.
+        """
+
+    def start_store(
+        self, attempt: int, world_size: int, host: str, environ: Mapping[str, str], events: Events
+    ) -> Store:
+        """Start the store on this node, at its address ``host``."""
+
+    def start(
+        self,
+        attempt: int,
+        allocation: Allocation,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        events: Events,
+        store: Store,
+    ) -> Step:
+        """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
+
+
+def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:
+    """Return ``command`` changed so that it gets ``at_our_death`` when this process dies in any way.
+
+    ``deaf``: from its first moment it ignores the signals that Slurm sends to all processes of a job that is to end.
+    """
+    how = [str(os.getpid()), at_our_death.name, "deaf" if deaf else "hearing"]
+    return [sys.executable, "-I", "-S", die_with_parent.__file__, *how, *command]
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open a log file to append to, private to the user."""
+    fsio.make_dir(path.parent, parents=1)
+    return os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,51 @@
+"""Makes a run: its folder, the copy of the sources, and a config that means the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit import config as configs
+from toolkit import fsio, origin, rundir
+from toolkit.config import JobConfig
+from toolkit.launch.submission import snapshot
+from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.rundir import RunDir
+
+
+def absolute(config: JobConfig) -> JobConfig:
+    """Make ``data.root`` mean the same in every folder; return ``config``."""
+    if config.data.root is not None:
+        config.data.root = str(Path(config.data.root).expanduser().absolute())
+    return config
+
+
+def within(project: Path, source: Path) -> str | None:
+    """Return a file's name in the copy of ``project``; None if it is not in there."""
+    for path in (source, source.resolve()):
+        if path.is_relative_to(project) and ".." not in path.parts:
+            return str(path.relative_to(project))
+    return None
+
+
+def new_run(config: JobConfig, project: Path | None) -> RunDir:
+    """Make a run of ``config`` with a copy of the sources in ``project``.
+
+    ``project`` is None for a foreign script, which runs where it lies. A relative ``data.root`` becomes absolute: ranks
+    may start in another folder. So does ``model.init_from``, which may be a name that this run has as well. Raises
+    RequestError where no job could use the folder's path.
+    """
+    refuse_unfit(rundir.runs_root())
+    absolute(config)
+    if project is not None and config.job.endswith(".py"):  # ranks use the copy, not the original file
+        config.job = within(project.resolve(), configs.job_source(config.job, project.resolve())) or config.job
+    if config.model.init_from is not None:
+        config.model.init_from = str(origin.find(config.model.init_from).path)
+    run = rundir.create(config.name)
+    try:
+        if project is not None:
+            snapshot.take(project, run.code)
+        fsio.write_atomic(run.config, configs.dump_config(config))
+    except BaseException:  # an incomplete run would be listed for ever
+        fsio.remove_tree(run.path)
+        raise
+    return run

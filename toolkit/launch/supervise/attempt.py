@@ -1,0 +1,132 @@
+"""The supervisor's data about the attempt that runs now."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from toolkit.hang.watchdog import Watchdog
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import BadNode
+from toolkit.launch.supervise import ending
+from toolkit.launch.supervise.ending import RankFailure, Stop
+from toolkit.launch.watch.silence import SilenceWatch
+from toolkit.metrics.goodput import Start
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks, on ``plan``'s nodes."""
+
+    number: int
+    started: float
+    plan: Allocation
+    start: Start | None = None  #: None for foreign scripts, which report nothing
+    first_step: float | None = None  #: when the first step began, as closely as rank 0's reports tell
+    left_over: Mapping[str, Any] = field(default_factory=dict)  #: the status, if an earlier supervisor wrote it
+    watchdog: Watchdog | None = None  #: None for foreign scripts that have not reported anything
+    silence: SilenceWatch | None = None  #: for those scripts
+    hang: RankFailure | None = None
+    failures: list[RankFailure] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    lost_ranks: dict[int, str] = field(default_factory=dict)  #: dead ranks that were not needed, and how they died
+    lost_nodes: set[str] = field(default_factory=set)
+    cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
+    silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
+    progress: Mapping[str, Any] = field(default_factory=dict)  #: rank 0's latest report of the run
+    heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
+    result: Mapping[str, Any] | None = None
+    stop: Stop | None = None
+    stop_asked: float | None = None
+    left_nodes: Mapping[str, BadNode] = field(default_factory=dict)  #: to be replaced by spares, with the reason
+    kill_at: float | None = None
+    killed: bool = False
+    leave_at: float | None = None  #: when to check whether Slurm is ending the job
+    slurm: ending.Slurm = ending.Slurm.ABSENT
+    exit_code: int | None = None
+    ended: float = 0.0
+    step_saved: int | None = None  #: the newest checkpoint at its end
+    gained_s: float = 0.0  #: see `goodput.gained_s`
+
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any], allocation: Allocation) -> Attempt:
+        """Return the attempt whose supervisor has died, from the ``status`` that it wrote."""
+        hosts, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
+        plan = replace(allocation, hosts=hosts, tasks=tasks)
+        started, progress = status.get("started", time.time()), status.get("progress") or {}
+        return cls(status["attempt"], started, plan, progress=progress)
+
+    @cached_property
+    def rank_hosts(self) -> list[str]:
+        """The node of each rank."""
+        return self.plan.rank_hosts
+
+    @cached_property
+    def _left(self) -> Counter[str]:
+        """The number of ranks that have not ended, by node; nodes with none are left out."""
+        return Counter(self.rank_hosts)
+
+    def host_of(self, rank: int) -> str:
+        """Return the node from which ``rank`` has reported, else the planned one: a launcher may number otherwise."""
+        return self.heard.get(rank, self.rank_hosts[rank])
+
+    def note_gone(self, ranks: Collection[int]) -> None:
+        """Note that ``ranks`` have ended, with any exit code."""
+        for rank in set(ranks) - self.gone:
+            host = self.rank_hosts[rank]
+            self._left[host] -= 1
+            if not self._left[host]:
+                del self._left[host]
+        self.gone |= set(ranks)
+
+    @property
+    def all_reachable_have_ended(self) -> bool:
+        """True if a node is lost and every rank on the other nodes has ended.
+
+        Ranks on lost nodes cannot be waited for. All other ranks must be gone before the next attempt.
+        """
+        return bool(self.lost_nodes) and self._left.keys() <= self.lost_nodes
+
+    def hear_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take rank 0's report of the run. It tells how long the loop has worked. By this node's clock that gives the
+        time of its begin; the report that came fastest gives the best value."""
+        self.progress = progress
+        if "spent" in progress:
+            began = time.time() - sum(progress["spent"].values())
+            self.first_step = min(began, self.first_step or began)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Return the seconds for each step so far, saves included; None before the first."""
+        step, start = self.progress.get("step"), self.progress.get("step_start")
+        if self.first_step is None or step is None or start is None or step <= start:
+            return None
+        return (time.time() - self.first_step) / int(step - start)
+
+    @property
+    def save_s(self) -> float:
+        """Return the seconds that a save takes, as far as rank 0 has reported."""
+        return float(self.progress.get("save_s") or 0.0)
+
+    def can_do_without(self, ranks: Collection[int]) -> bool:
+        """True if the strategy goes on when ``ranks`` have died: while another one of their kind lives. Rank 0 has
+        reported which ranks these are."""
+        expendable = set(self.progress.get("expendable") or ())
+        return set(ranks) <= expendable and not expendable <= self.gone
+
+    @property
+    def lost_s(self) -> float:
+        """Return the time of an ended attempt in which nothing was gained."""
+        return max(0.0, self.ended - self.started - self.gained_s)
+
+    @property
+    def phase(self) -> str:
+        """Return the run's state while the attempt runs."""
+        if self.stop is not None:
+            return "stopping"
+        return "running" if 0 in self.heard else "starting"

@@ -1,0 +1,224 @@
+"""One attempt, from the start of its ranks to the end of the last one.
+
+Signal handlers, launchers and agents only put events into the queue; the one loop here does all the work.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from queue import Empty
+from typing import Any
+
+from toolkit import logs, records, rundir
+from toolkit.agent.progress import Report
+from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
+from toolkit.launch.record.ownership import Overtaken
+from toolkit.launch.start.agent_requests import NodeAnswered
+from toolkit.launch.start.steps import (
+    FirstReports,
+    LaunchFailed,
+    MainReport,
+    NodeFailed,
+    Progress,
+    RankEnded,
+    Step,
+    StepEnded,
+    Store,
+)
+from toolkit.launch.start.store import StoreHostEnded
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.ending import RankFailure
+from toolkit.launch.supervise.stop_path import Signalled, StopPath
+from toolkit.launch.watch.hang_watch import HangWatch
+from toolkit.launch.watch.node_care import NodeCare
+
+#: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
+LAST_WORDS_S = 0.5
+#: After a SIGKILL only ranks that were killed at the same moment are awaited: no failure of another rank leads to one.
+KILLED_TOGETHER_S = 0.05
+STATUS_EVERY_S = 0.5
+KILL_AGAIN_S = 10.0
+#: Ranks that got SIGKILL are gone after this time.
+DYING_S = 1.0
+
+log = logs.get(__name__)
+
+
+class AttemptLoop:
+    """Handles what happens to the ranks of one attempt."""
+
+    def __init__(self, context: Context, attempt: Attempt, step: Step, store: Store, care: NodeCare) -> None:
+        self._context, self._attempt, self._step, self._store = context, attempt, step, store
+        self._care = care
+        self._hangs = HangWatch(context, attempt, step)
+        self.stops = StopPath(context, attempt, step, store)
+
+    def run(self) -> None:
+        """Return when all ranks have ended. Raises Overtaken when the run belongs to another job."""
+        try:
+            self._watch()
+        finally:
+            self._hangs.close()
+            self._store.close()
+        # Late events may still tell why the ranks ended.
+        while not self._context.events.empty():
+            self._handle(self._context.events.get())
+
+    def _watch(self) -> None:
+        attempt, next_status = self._attempt, 0.0
+        while attempt.exit_code is None:
+            now = time.monotonic()
+            if attempt.kill_at is not None and now >= attempt.kill_at:
+                attempt.kill_at, attempt.killed = now + KILL_AGAIN_S, True  # the first one may be lost
+                self._step.kill()
+                if attempt.leave_at is not None:
+                    attempt.leave_at = min(attempt.leave_at, now + DYING_S)
+            # Ranks on dead nodes will never report their end.
+            if attempt.killed and attempt.all_reachable_have_ended:
+                self._step.abandon()
+            if now >= next_status:
+                self._look_around()
+                next_status = now + STATUS_EVERY_S
+            # Wait for the next event, but no longer than until the next status or kill.
+            wake = min(next_status, attempt.kill_at or next_status)
+            try:
+                event = self._context.events.get(timeout=max(0.0, wake - time.monotonic()))
+            except Empty:
+                continue
+            self._handle(event)
+
+    def _look_around(self) -> None:
+        """Do the periodic work that no event triggers."""
+        self._leave_if_overtaken()
+        self._context.journal.set_status(self._attempt.phase, self._attempt)
+        self.stops.watch_the_clock()
+        self._hangs.look()
+        self._care.look_for_dead(self._attempt)
+        self._care.look_for_ailing(self._attempt, self.stops)
+        self.stops.leave_the_rest_to_slurm()
+
+    def _leave_if_overtaken(self) -> None:
+        """Leave if another job has the run. This node was cut off, and Slurm has restarted the job elsewhere."""
+        if not self._context.claim.holds():
+            self._step.abandon()
+            raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
+
+    def _handle(self, event: Any) -> None:
+        attempt = self._attempt
+        match event:
+            # What the ranks report.
+            case MainReport(report):
+                self._take_report(report)
+            case FirstReports(number, host, ranks) if number == attempt.number:
+                attempt.heard |= dict.fromkeys(ranks, host)
+            case Progress(host, digest) if digest.attempt == attempt.number:
+                self._hangs.hear(host, digest)
+            # Ends and failures: after the first one the other ranks are killed soon.
+            case RankEnded():
+                self._take_rank_ended(event)
+            case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
+                log.error("node %s does not answer: going on without it", host)
+                attempt.lost_nodes.add(host)
+                self._kill_soon(LAST_WORDS_S)
+            case LaunchFailed():
+                self._take_launch_failed(event)
+            case StepEnded(exit_code):
+                attempt.exit_code = exit_code
+            case StoreHostEnded(exit_code):
+                how = f"the store host ended with exit code {exit_code}; see store.log"
+                attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
+                self._kill_soon(LAST_WORDS_S)
+            # What agents answer, and signals to this process.
+            case NodeAnswered(host, {"addresses": addresses}):
+                for address in addresses:
+                    note_cut_link(self._context, attempt, host, address)
+            case Signalled(number):
+                self.stops.take_signal(number)
+            # An error in another thread ends the supervisor.
+            case Exception():
+                raise event
+
+    def _take_report(self, report: Report) -> None:
+        """Take a report of rank 0. The agent has passed it on unchecked: ignore what does not fit."""
+        attempt = self._attempt
+        if report.attempt != attempt.number:
+            return
+        try:
+            if report.fields is not None:
+                attempt.hear_progress(records.fit(report.fields, rundir.PROGRESS))
+            if report.result is not None:
+                attempt.result = records.fit(report.result, rundir.REACHED)
+        except records.Misfit as misfit:
+            records.note(f"a report of rank 0 is ignored: {misfit}", None)
+
+    def _take_rank_ended(self, ended: RankEnded) -> None:
+        attempt = self._attempt
+        attempt.note_gone(ended.ranks)
+        if ended.with_agent:
+            attempt.silent_nodes.add(ended.host)
+        # A rank that stopped as agreed is no failure.
+        if ended.exit_code == EXIT_STOPPED:
+            attempt.stopped |= set(ended.ranks)
+            return
+        # A strategy may do without some of its ranks, but not if a wrong request ended them.
+        is_dispensable = not attempt.killed and not ended.with_agent and attempt.can_do_without(ended.ranks)
+        if ended.exit_code != EXIT_REQUEST and is_dispensable:
+            log.warning("rank %s on %s: %s; the run goes on without it", _names(ended.ranks), ended.host, ended.how)
+            attempt.lost_ranks |= dict.fromkeys(ended.ranks, ended.how)
+            return
+        if not attempt.killed:
+            log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
+        # a rank without any report: the node may lack the interpreter, a library or a mount
+        are_mute = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
+        failure_of = partial(
+            RankFailure,
+            host=ended.host,
+            how=ended.how,
+            time=ended.time,
+            by_signal=ended.signal is not None and not attempt.killed,
+            out_of_memory=ended.out_of_memory,
+            blames_node=ended.exit_code is not None and not attempt.killed and are_mute,
+        )
+        attempt.failures += map(failure_of, ended.ranks)
+        # An MPI launcher kills the other ranks itself, after the failure of one.
+        is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
+        self._kill_soon(KILLED_TOGETHER_S if is_cause else LAST_WORDS_S)
+
+    def _take_launch_failed(self, failed: LaunchFailed) -> None:
+        attempt = self._attempt
+        attempt.note_gone(failed.ranks)
+        how = f"could not be started: {failed.why}" if failed.ranks else f"the ranks could not be started: {failed.why}"
+        if attempt.killed and not any(failure.how == how for failure in attempt.failures):
+            return  # the kill came before the launch
+        log.error("%s", f"rank {_names(failed.ranks)} on {failed.host}: {how}" if failed.ranks else how)
+        host = failed.host or self._context.allocation.hosts[0]
+        failure = RankFailure(None, host, how, time.time(), at_launch=True)
+        # Without ranks the whole step failed: note one failure without a rank.
+        attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
+        self._kill_soon(LAST_WORDS_S)
+
+    def _kill_soon(self, wait_s: float) -> None:
+        """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""
+        attempt, agents = self._attempt, self._context.agents
+        if not attempt.killed:
+            if attempt.kill_at is None and agents is not None:
+                agents.ask_for_unanswered()
+            soon = time.monotonic() + wait_s
+            attempt.kill_at = min(attempt.kill_at or soon, soon)
+
+
+def note_cut_link(context: Context, attempt: Attempt, host: str, address: str) -> None:
+    """Note that ``host`` could not connect to ``address``, if that is another node of the attempt."""
+    peer = None if context.agents is None else context.agents.host_at(address)
+    if peer is not None and peer != host and {host, peer} <= {*attempt.plan.hosts}:
+        attempt.cut_links.add((host, peer))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))

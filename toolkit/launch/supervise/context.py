@@ -1,0 +1,76 @@
+"""What the parts of a supervisor share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from toolkit import rundir
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.slurm_job import SlurmJob
+from toolkit.launch.record import ownership, request
+from toolkit.launch.record.journal import Journal
+from toolkit.launch.record.ownership import Claim
+from toolkit.launch.record.request import Intent
+from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.foreign import without_snapshot
+from toolkit.launch.start.steps import Events
+from toolkit.launch.watch import hang
+from toolkit.rundir import RunDir
+from toolkit.slurm.container import Container
+
+
+@dataclass
+class Context:
+    """The supervised run, and its present job."""
+
+    run: RunDir
+    config: JobConfig
+    allocation: Allocation
+    agents: Agents | None
+    container: Container | None
+    job: SlurmJob
+    nodes: Nodes
+    journal: Journal
+    events: Events
+    claim: Claim = field(init=False)  #: once the run is this job's
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a script under ``toolkit exec``."""
+        return self.config.job == FOREIGN_JOB
+
+    def asked(self) -> Intent | None:
+        """Return what a user has asked of the run."""
+        return request.asked(self.run)
+
+    def rank_command(self) -> list[str]:
+        """Return the command that every rank runs."""
+        module = ["toolkit.launch.start.foreign"] if self.is_foreign else ["toolkit", "run"]
+        module.append(str(self.run.config))
+        return self.container.command(module) if self.container else [sys.executable, "-P", "-m", *module]
+
+    def rank_environ(self, attempt: int) -> dict[str, str]:
+        """Return the variables of every rank of ``attempt``. Its own numbers are set where it starts."""
+        environ = dict(os.environ)
+        environ.pop(ownership.TOKEN_VARIABLE, None)  # not for the ranks: a rank may submit runs
+        environ.pop("MASTER_ADDR", None)  # a user's profile cannot know the store's address
+        environ.update(
+            {
+                rundir.RUN_DIR_VARIABLE: str(self.run.path),
+                "TOOLKIT_RUNS": str(self.run.path.parent.parent),
+                "TOOLKIT_ATTEMPT": str(attempt),
+                rundir.OWNER_VARIABLE: str(self.claim.number),
+                "TOOLKIT_SUPERVISED": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
+        environ.setdefault("OMP_NUM_THREADS", str(self.allocation.cpus_per_task))
+        environ.update(hang.debug_environment(self.run.attempt_logs(attempt), environ))
+        # a process that is forked for a foreign script must have been started with the script's own import path
+        return without_snapshot(environ, self.run.code) if self.is_foreign else environ

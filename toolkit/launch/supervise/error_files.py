@@ -1,0 +1,98 @@
+"""What failing ranks wrote about their end: our files, and those of torch.distributed.elastic's ``record``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from toolkit import records
+from toolkit.errors import EXIT_REQUEST
+from toolkit.launch.supervise.ending import RankFailure
+from toolkit.records import COUNT, MOMENT, TEXT, Either, Leaf, Maybe, Record
+from toolkit.slurm.network import plain_address
+
+_DIGITS = Leaf(
+    "a time in seconds", lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,11}", value) is not None
+)
+_TORCHS = Record(
+    {
+        "message": Maybe(TEXT),
+        "extraInfo": Maybe(Record({"py_callstack": Maybe(TEXT), "timestamp": Maybe(Either(_DIGITS, MOMENT))})),
+    }
+)
+_ERROR_FILE = Record(
+    {
+        **dict.fromkeys(("type", "host", "traceback"), Maybe(TEXT)),
+        "message": Maybe(Either(TEXT, _TORCHS)),
+        "time": Maybe(MOMENT),
+        "exit_code": Maybe(COUNT),
+    }
+)
+_NAME = re.compile(r"error-(\d{1,9})\.json")
+
+#: Error texts of CUDA, NCCL and their drivers about this node's devices. A failed assertion in a kernel, a wrong
+#: argument and lack of memory are the program's fault, and ncclRemoteError is about some other node.
+_DEVICE_ERROR = re.compile(
+    r"(?:CUDA|HIP) error: (?!device-side assert|invalid (?:argument|configuration|device function|value|resource)"
+    r"|no kernel image|out of memory|operation not)"
+    r"|uncorrectable ECC|\bXid\b|GPU is lost|fallen off the bus|No CUDA GPUs are available|CUDA unknown error"
+    r"|CUDA driver initialization failed|Unexpected error from cudaGetDeviceCount"
+    r"|ncclSystemError|ncclUnhandledCudaError"
+    # gloo: the node's own kernel refuses a connection. It names no address.
+    r"|\bconnect: (?:Invalid argument|Network is unreachable|Permission denied|Operation not permitted)",
+)
+#: Texts of a connection that could not be made, with the other end's address: NCCL's ``1.2.3.4<5678>``, the store's
+#: ``(1.2.3.4, 5678)``, gloo's ``[1.2.3.4]:5678``. A broken connection is not among them: the other end may have ended
+#: for its own reasons.
+_UNREACHED = re.compile(
+    r"connect to (?P<nccl>[\da-fA-F.:]+)(?:%\w+)?<\d+> (?:returned|failed)"
+    r"|(?:connect to any network address of|trying to connect to) \((?P<store>[\da-fA-F.:]+), \d+\)"
+    r"|timed out connecting: .*?remote=\[?(?P<gloo>[\da-fA-F.:]+?)\]?:\d+"
+)
+
+
+def read_error_files(folder: Path, damage: list[str] | None = None) -> list[RankFailure]:
+    """Return what the ranks of an attempt wrote about their own ends; ``damage`` as in :meth:`RunDir.status`."""
+    return [read_error_file(path, damage) for path in sorted(folder.glob("error-*.json")) if _NAME.fullmatch(path.name)]
+
+
+def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
+    """Return what a rank wrote about its own end, in the toolkit's format or in torch's.
+
+    A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
+    """
+    said = _in_our_words(records.read_or(path, _ERROR_FILE, {}, damage))
+    how = f"{said['type']}: {said.get('message', '')}" if "type" in said else str(said.get("message", "no message"))
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    memory = "OutOfMemory" in how or "CUDA out of memory" in how
+    return RankFailure(
+        int(match[1]),
+        host=said.get("host", "?"),
+        how=how,
+        time=float(said.get("time") or path.stat().st_mtime),
+        traceback=said.get("traceback", ""),
+        out_of_memory=memory,
+        blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
+        unreached=_unreached(how),
+        is_request_error=said.get("exit_code") == EXIT_REQUEST,
+    )
+
+
+def _unreached(how: str) -> str | None:
+    """Return the address to which a rank could not connect, by its error; None where that names none."""
+    match = _UNREACHED.search(how)
+    try:
+        return match and plain_address(next(filter(None, match.groups())))
+    except ValueError:
+        return None
+
+
+def _in_our_words(said: dict[str, Any]) -> dict[str, Any]:
+    inner = said.get("message")
+    if not isinstance(inner, dict):
+        return said
+    info = inner.get("extraInfo", {})
+    told = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
+    return {name: value for name, value in told.items() if value is not None}

@@ -1,0 +1,112 @@
+"""Judges how an attempt has ended, by all that is known once its ranks are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.launch import outages
+from toolkit.launch.record.request import Intent
+from toolkit.launch.supervise import ending
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.attempt_loop import note_cut_link
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.ending import Budgets, Ending, Facts, RankFailure, judge
+from toolkit.launch.supervise.error_files import read_error_files
+
+
+def judge_attempt(context: Context, attempt: Attempt) -> Ending:
+    """Return the verdict, after checking what the ranks have left, the nodes and Slurm.
+
+    A rank that hung, or was killed by a signal of unknown origin, is chance once; the second time the node is at fault.
+    An attempt for which a node is excluded, and which can go on elsewhere, is no fault of the run.
+    """
+    add_error_files(context, attempt)
+    excuse_nodes(attempt)
+    _look_after_nodes(context, attempt)
+    facts = _facts(context, attempt)
+    verdict = judge(facts)
+    host = verdict.suspect
+    if host is None or context.job.slurm is None:  # without Slurm there is no other node
+        return verdict
+    # A node that was suspected too often is excluded, and the attempt is judged again.
+    count = 1 + sum(past.suspect == host for past in facts.history)
+    return judge(replace(facts, condemned=host)) if context.nodes.suspect(host, count) else verdict
+
+
+def add_error_files(context: Context, attempt: Attempt) -> None:
+    """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
+    told: dict[int, RankFailure] = {}
+    hosts = attempt.rank_hosts
+    for failure in read_error_files(context.run.attempt_logs(attempt.number)):
+        rank = failure.rank
+        assert rank is not None
+        if rank in attempt.lost_ranks or rank >= len(hosts):
+            continue
+        # torch's format has no host
+        told[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
+        if failure.unreached is not None:
+            note_cut_link(context, attempt, hosts[rank], failure.unreached)
+    # A rank's own words replace its exit code, but not the signal that killed it.
+    kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
+    attempt.failures = [*kept, *told.values()]
+
+
+def excuse_nodes(attempt: Attempt) -> None:
+    """Blame no node for ranks that ended without a report where most nodes have such ranks."""
+    mute = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+    if len(mute) > len({*attempt.rank_hosts}) / 2:
+        attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
+
+
+def _look_after_nodes(context: Context, attempt: Attempt) -> None:
+    """Find the lost nodes. A job that Slurm has put back into the queue may be there because of a dead node."""
+    job, nodes = context.job, context.nodes
+    # A completed run needs no answer from Slurm.
+    if context.is_foreign or not ending.has_completed(_facts(context, attempt)):
+        attempt.slurm = _ask_slurm(context)
+    if job.slurm is not None and attempt.silent_nodes:
+        attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
+    # Slurm may have requeued the job for a node that did not answer then, and does now.
+    if attempt.slurm is ending.Slurm.REQUEUED:
+        attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
+    for host in attempt.lost_nodes:
+        nodes.condemn(host, f"lost in attempt {attempt.number}")
+    # Nodes that could not start ranks count as lost.
+    for host in ending.unfit_nodes(_facts(context, attempt), attempt.rank_hosts):
+        nodes.condemn(host, f"ranks of attempt {attempt.number} could not be started there")
+        attempt.lost_nodes.add(host)
+
+
+def _ask_slurm(context: Context) -> ending.Slurm:
+    """Return how Slurm sees the job at this moment. A cancelled run counts as cancelled in any case."""
+    if context.asked() is Intent.CANCEL:
+        return ending.Slurm.CANCELLED
+    return context.job.state(outages.PATIENCE_S)
+
+
+def _facts(context: Context, attempt: Attempt) -> Facts:
+    assert attempt.exit_code is not None
+    retry = context.config.retry
+    return Facts(
+        exit_code=attempt.exit_code,
+        failures=tuple(attempt.failures),
+        stopped_cleanly=bool(attempt.stopped) and not attempt.failures and not attempt.lost_nodes,
+        stop=attempt.stop,
+        left_nodes=tuple(f"{host}: {bad.why}" for host, bad in attempt.left_nodes.items()),
+        slurm=attempt.slurm,
+        lost_nodes=tuple(sorted(attempt.lost_nodes)),
+        can_go_on=context.nodes.plan() is not None,
+        has_result=attempt.result is not None,
+        lost_ranks=bool(attempt.lost_ranks),
+        hang=attempt.hang,
+        cut_links=tuple(sorted(attempt.cut_links)),
+        hosts=attempt.plan.hosts,
+        step_start=attempt.progress.get("step_start"),
+        step_end=attempt.progress.get("step"),
+        step_saved=attempt.step_saved,
+        gained_s=attempt.gained_s,
+        lost_s=attempt.lost_s,
+        is_foreign=context.is_foreign,
+        history=context.journal.history(),
+        budgets=Budgets(retry.max_failures, retry.max_requeues, retry.no_progress_attempts),
+    )

@@ -1,0 +1,68 @@
+"""The attempt that was left behind when its supervisor died, or its node."""
+
+from __future__ import annotations
+
+import time
+
+from toolkit import logs
+from toolkit.errors import ToolkitError
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.supervise import ending
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.ending import Cause, Decision, Ending, Stop
+from toolkit.metrics.goodput import Start
+from toolkit.rundir import RunDir
+
+log = logs.get(__name__)
+
+
+def find_running(run: RunDir, job: Allocation) -> Attempt | None:
+    """Return the attempt whose ranks may still run: a supervisor of this start of the job has died."""
+    status = run.left_over()
+    if status is None or status.get("state") not in ("starting", "running", "stopping"):
+        return None
+    attempt = Attempt.of_status(status, job)
+    is_of_this_start = (status.get("job_id"), status.get("restart_count")) == (job.job_id, job.restart_count)
+    can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
+    if not is_of_this_start or not can_go_on or not {*attempt.plan.hosts} <= {*job.hosts}:
+        return None
+    attempt.start = Start(**status["start"]) if status.get("start") else None
+    attempt.stop = Stop(status["stop"]) if status.get("stop") else None
+    return attempt
+
+
+def close(context: Context, last_words: str | None) -> None:
+    """Write the line of an attempt whose supervisor died without writing it. A preempted one would have had TERM.
+
+    ``last_words`` says how that supervisor died, if it was one of this start of the job. Raises ToolkitError when the
+    run has been requeued too often without a new checkpoint.
+    """
+    run, job, nodes = context.run, context.job, context.nodes
+    status = run.left_over()
+    if status is None:
+        return
+    left = Attempt.of_status(status, context.allocation)
+    gone = job.unreachable(left.plan.hosts) if job.slurm else set()
+    left.lost_nodes = lost = gone | nodes.given_up(left.started)  # they may be back
+    decision = Decision.REQUEUE
+    # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
+    if last_words is not None:
+        cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
+    elif lost:
+        cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
+    elif status.get("stop") not in (None, Stop.MOVE) or job.was_preempted(status.get("job_id")):
+        cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
+    else:
+        cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
+    log.warning("attempt %d: %s", left.number, why)
+    for host in gone:
+        nodes.condemn(host, why)
+    # The attempt ended, as far as is known, when its supervisor wrote last.
+    left.left_over, left.ended = status, status.get("updated", time.time())
+    context.journal.note_gain(left)
+    outages.persist(lambda: context.journal.add(left, Ending(cause, decision, why)), run.path)
+    in_vain, limit = ending.requeues_in_vain(context.journal.history()), context.config.retry.max_requeues
+    if in_vain > limit:
+        raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")

@@ -1,0 +1,340 @@
+"""The supervisor: the one process that owns a run's lifecycle, on the batch host or on this machine.
+
+It starts an attempt (a fresh store, then the ranks), has it watched to its end, judges how it ended, records the
+verdict and restarts, requeues or finishes. Ranks own only training. The supervisor imports no torch, so it is up in a
+fraction of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from queue import SimpleQueue
+
+from toolkit import config as configs
+from toolkit import fsio, logs, rundir
+from toolkit.agent.die_with_parent import SIGNALS
+from toolkit.config import FOREIGN_JOB, JobConfig
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from toolkit.launch import outages
+from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.nodes import Nodes
+from toolkit.launch.job.requeue import Comeback
+from toolkit.launch.job.slurm_job import SlurmJob
+from toolkit.launch.record.journal import Journal, write_ended
+from toolkit.launch.record.notify import notify
+from toolkit.launch.record.ownership import Claim
+from toolkit.launch.record.request import Intent
+from toolkit.launch.start.agents import Agents
+from toolkit.launch.start.preflight import check_nodes
+from toolkit.launch.start.steps import Events, Launcher
+from toolkit.launch.start.store import refuse_too_many_ranks
+from toolkit.launch.supervise import ending, left_over
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.attempt_loop import AttemptLoop
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.ending import Cause, Decision, Ending
+from toolkit.launch.supervise.judging import judge_attempt
+from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
+from toolkit.launch.watch import hang
+from toolkit.launch.watch.node_care import NodeCare
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import SlurmCommands
+from toolkit.slurm.container import Container
+from toolkit.slurm.network import job_address, wildcard
+
+#: Pause before a restart after an attempt that made no step. It doubles after each further one, up to the second value.
+#: A file system that is away for some seconds must not use up all restarts, which take only a second each.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+log = logs.get(__name__)
+
+
+class Supervisor:
+    """Carries one run to its end. ``launcher``, ``agents`` and ``slurm`` are its interfaces to the outside."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: JobConfig,
+        allocation: Allocation,
+        launcher: Launcher,
+        slurm: SlurmCommands | None,
+        agents: Agents | None = None,
+        container: Container | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._run, self._config, self._allocation = run, config, allocation
+        self._launcher, self._agents, self._token = launcher, agents, token
+        self._events: Events = SimpleQueue()
+        self._in_vain = 0  #: attempts in a row that made no step
+        self._job = SlurmJob(slurm, allocation, config.cluster.signal_delay_s)
+        spare, fewer = config.cluster.spare_nodes, config.retry.allow_fewer_nodes
+        self._nodes = Nodes(run, allocation, spare=spare, allow_fewer=fewer)
+        self._journal = Journal(run, allocation, self._nodes)
+        self._context = Context(
+            run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events
+        )
+        self._care = NodeCare(self._context)
+        self._comeback = None if slurm is None else Comeback(run, allocation, slurm, self._nodes)
+
+    def run(self, last_words: str | None = None) -> int:
+        """Make attempts until one finishes or no more may be made; return the exit code of the job.
+
+        ``last_words`` says what became of the supervisor before this one, if it is known. Raises Overtaken when the run
+        belongs to another job.
+        """
+        self._install_handlers()
+        # Look for ranks of a dead supervisor first: they may still train, and can be taken over.
+        left = None if last_words is None else left_over.find_running(self._run, self._allocation)
+        claim = None if left is None else Claim.of_dead(self._run, self._allocation)
+        self._context.claim = claim or Claim.of_job(self._run, self._allocation, self._token)
+        self._journal.read()
+        if self._has_ended(last_words):
+            return EXIT_DONE
+        refuse_too_many_ranks(self._allocation.without(self._config.cluster.spare_nodes).world_size)
+        # The run is this job's: record its size and id, and remove the result of an earlier start.
+        if self._job.slurm is not None:
+            _record_size(self._run, self._config, self._allocation)
+            _remember_job(self._run, self._allocation)
+        outages.persist(self._run.clear_result, self._run.path)
+        # Go on with the ranks that still run, else start anew.
+        self._job.look()
+        try:
+            verdict = None if left is None or claim is None else self._take_over(left)
+            verdict = verdict or self._start(last_words)
+        finally:
+            if self._agents is not None:
+                self._agents.close()
+        if verdict is None:
+            return self._finish_unstarted()
+        # The run is over for good: cancel its follow-up jobs.
+        if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
+            self._comeback.dismiss()
+        notify(self._run)
+        return _exit_code(verdict)
+
+    def _install_handlers(self) -> None:
+        """Replace submitit's handlers, which requeue inside the handler. SimpleQueue.put may interrupt
+        itself safely."""
+        for number in SIGNALS:
+            signal.signal(number, lambda n, _: self._events.put(Signalled(signal.Signals(n))))
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _has_ended(self, last_words: str | None) -> bool:
+        """Return whether Slurm has restarted the job of a run that is done or was given up.
+
+        Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it
+        ends. Our own requeue does not clear that, so Slurm acts on it at the next end, days later. A user who wants the
+        run to go on calls `toolkit resume`, which removes the result first. An unreadable result may be that of a
+        cancelled run.
+        """
+        result = self._run.result()
+        restarted = self._allocation.restart_count > 0 or last_words is not None
+        if not restarted or result is None or result["state"] not in ("completed", "failed", rundir.UNREADABLE):
+            return False
+        log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
+        self._run.write_status({**self._run.status(), "state": result["state"]})
+        return True
+
+    # ------------------------------------------------------------------------------------------------- the beginning
+
+    def _start(self, last_words: str | None) -> Ending | None:
+        """Start anew; return None for a run that a user has ended."""
+        left_over.close(self._context, last_words)
+        self._journal.announce()
+        if self._context.asked():  # the request may date from the queue, or from before a requeue by Slurm
+            return None
+        # The agents import torch while this process does the rest. Each attempt's order has its own number.
+        plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
+        self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
+        self._prepare_comeback()
+        return self._check_nodes() or self._run_attempts()
+
+    def _prepare_comeback(self) -> None:
+        if self._comeback is not None:
+            self._comeback.prepare(self._job.row, self._job.settings, self._context.claim)
+
+    def _take_over(self, attempt: Attempt) -> Ending | None:
+        """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
+        context = self._context
+        command, environ = context.rank_command(), context.rank_environ(attempt=0)
+        ranks = self._launcher.take_over(attempt.number, attempt.plan, command, environ, self._events)
+        if ranks is None:
+            context.claim.renew()  # ranks that are left must not write any more
+            return None
+        log.warning(
+            "attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.get("step")
+        )
+        self._journal.take_over(attempt)
+        self._nodes.note_used(attempt.plan)
+        self._prepare_comeback()
+        loop = AttemptLoop(context, attempt, *ranks, self._care)
+        # The dead supervisor may have begun a stop, and a user may have asked for one since.
+        stop, attempt.stop = attempt.stop, None
+        if context.asked():
+            stop = why_stop(context, signal.SIGTERM)
+        if stop is not None:  # the ranks may not have been told
+            loop.stops.ask(stop)
+        loop.run()
+        # From here on like any other attempt.
+        verdict = self._conclude(attempt)
+        return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
+
+    def _check_nodes(self) -> Ending | None:
+        """Mark the nodes that the preflight finds bad as unusable.
+
+        Return a recorded verdict if too few are left, and None if the run can start. A job that was requeued for bad
+        nodes twice, in vain, takes what it gets: it may well run.
+        """
+        if not self._config.cluster.preflight or self._job.slurm is None or self._agents is None:
+            return None
+        # Spare nodes are checked too, with no ranks on them.
+        job, spare = self._allocation, self._config.cluster.spare_nodes
+        checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
+        report = check_nodes(self._run.path, checked, self._agents, self._events)
+        if not report.is_fine and is_being_ended(self._context):
+            return None  # what ends the job ended the checks, too: they say nothing about the nodes
+        for line in report.summary():
+            log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
+        if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
+            return None
+        # A node that did not answer is bad only if its slurmd does not answer either.
+        dead = self._job.unreachable(report.unknown) if report.unknown else set()
+        bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
+        for host, why in bad.items():
+            self._nodes.condemn(host, why)
+        return None if self._nodes.plan() is not None else self._requeue_for(bad)
+
+    def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
+        # An attempt without ranks, so that the history has a line for this requeue.
+        attempt = self._new_attempt(self._allocation)
+        attempt.lost_nodes, attempt.ended = set(bad), time.time()
+        why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
+        verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
+        self._record(attempt, verdict)
+        return verdict
+
+    # -------------------------------------------------------------------------------------------------- the attempts
+
+    def _run_attempts(self) -> Ending:
+        while True:
+            plan = self._nodes.plan()
+            assert plan is not None, "the verdict before was to restart"
+            self._nodes.note_used(plan)
+            attempt = self._new_attempt(plan)
+            # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
+            pause_s = min(FIRST_PAUSE_S * 2 ** (self._in_vain - 1), LONGEST_PAUSE_S) if self._in_vain else 0.0
+            if is_told_to_end(self._context, attempt, pause_s):
+                attempt.exit_code = EXIT_STOPPED
+            else:
+                self._run_ranks(attempt)
+            verdict = self._conclude(attempt)
+            if verdict.decision is not Decision.RESTART:
+                return verdict
+
+    def _new_attempt(self, plan: Allocation) -> Attempt:
+        start = None if self._context.is_foreign else self._journal.begin(self._job.row)
+        return Attempt(self._journal.next_number(), time.time(), plan, start)
+
+    def _run_ranks(self, attempt: Attempt) -> None:
+        plan, number, command = attempt.plan, attempt.number, self._context.rank_command()
+        # Each start has its own claim, so that ranks of an earlier one can write no more.
+        self._context.claim.renew()
+        self._journal.set_status("starting", attempt)
+        hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
+        log.info("attempt %d: %d ranks on %s", number, plan.world_size, hosts)
+        environ = self._context.rank_environ(number)
+        # The ranks meet at this address, so all their nodes must reach it.
+        host = job_address(self._allocation.hosts[0], plan.hosts, environ)
+        store = self._launcher.start_store(number, plan.world_size, host, environ, self._events)
+        if host != wildcard():  # else each rank uses the address from which srun started it
+            environ["MASTER_ADDR"] = host
+        step = self._launcher.start(number, plan, command, environ, self._events, store)
+        AttemptLoop(self._context, attempt, step, store, self._care).run()
+
+    def _conclude(self, attempt: Attempt) -> Ending:
+        """Judge an attempt whose ranks have ended, and record the verdict."""
+        attempt.ended = time.time()
+        self._journal.note_gain(attempt)
+        verdict = judge_attempt(self._context, attempt)
+        # Attempts without a step lengthen the pause before the next one.
+        made_a_step = (attempt.progress.get("step") or 0) > (attempt.progress.get("step_start") or 0)
+        self._in_vain = 0 if made_a_step or self._context.is_foreign else self._in_vain + 1
+        self._record(attempt, verdict)
+        if verdict.cause is Cause.MOVED:
+            self._care.give_back(attempt)
+        hang.remove_unused(self._run.attempt_logs(attempt.number))  # last: a job that is being ended has only seconds
+        return verdict
+
+    # ------------------------------------------------------------------------------------------------- what is written
+
+    def _record(self, attempt: Attempt, verdict: Ending) -> None:
+        log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
+        outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
+        if verdict.decision is Decision.RESTART:
+            self._journal.set_status("restarting", attempt, why=verdict.line)
+            return
+        state, why = _state(verdict), verdict.line
+        self._journal.set_status(state, attempt, why=why, ended=time.time())
+        # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
+        if verdict.decision is Decision.REQUEUE:
+            seen = ending.Slurm.UNKNOWN if self._comeback is None else self._comeback.requeue()
+            if seen is ending.Slurm.REQUEUED:
+                return
+            if seen is ending.Slurm.CANCELLED:
+                state, why = self._state_asked_for(), f"{why}; cancelled before it was requeued"
+            else:
+                state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+            self._journal.set_status(state, attempt, why=why, ended=time.time())
+        outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
+
+    def _state_asked_for(self) -> str:
+        return "stopped" if self._context.asked() is Intent.STOP else "cancelled"
+
+    def _finish_unstarted(self) -> int:
+        state = self._state_asked_for()
+        code = EXIT_STOPPED if state == "stopped" else EXIT_FAILED
+        why = f"{state} before it started again"
+        outages.persist(lambda: write_ended(self._run, state, why), self._run.path)
+        notify(self._run)
+        return code
+
+
+def _state(verdict: Ending) -> str:
+    """Return the run's state after a verdict that ends the job."""
+    if verdict.decision is Decision.REQUEUE:
+        return "requeued"
+    if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
+        return verdict.cause.value
+    return "failed"
+
+
+def _exit_code(verdict: Ending) -> int:
+    if verdict.cause is Cause.COMPLETED:
+        return EXIT_DONE
+    return EXIT_FAILED if verdict.decision is Decision.GIVE_UP else EXIT_STOPPED
+
+
+def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None:
+    """Write the allocation's size into the run's config."""
+    cluster = config.cluster
+    used = allocation.without(cluster.spare_nodes)
+    if config.job != FOREIGN_JOB and not configs.is_loop(config.job, run.code):
+        configs.check_batch(config, used.world_size)
+    cluster.nodes = len(used.hosts)
+    cluster.tasks_per_node = max(allocation.tasks)
+    cluster.cpus_per_task = allocation.cpus_per_task
+    cluster.gpus_per_node = allocation.gpus_per_node
+    outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
+
+
+def _remember_job(run: RunDir, allocation: Allocation) -> None:
+    """Record which run the job serves. An sbatch script that Slurm starts again knows only its job id."""
+    key = allocation.job_key
+    if key is not None:
+        outages.persist(lambda: rundir.remember_job(run, key), run.path)

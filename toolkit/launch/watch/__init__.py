@@ -1,0 +1,1 @@
+"""Watches nodes, ranks and the batch host while an attempt runs."""

@@ -1,0 +1,107 @@
+"""Watches one attempt for hangs. In a hang the ranks write their stacks and are killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from toolkit import logs
+from toolkit.agent import progress
+from toolkit.agent.progress import Digest, Standing
+from toolkit.hang import stacks
+from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
+from toolkit.launch.start.steps import Step
+from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.context import Context
+from toolkit.launch.supervise.ending import Stop
+from toolkit.launch.watch import hang, silence
+from toolkit.launch.watch.silence import SilenceWatch
+
+log = logs.get(__name__)
+
+
+class HangWatch:
+    """Watches by the ranks' reports, or from outside where they report nothing."""
+
+    def __init__(self, context: Context, attempt: Attempt, step: Step) -> None:
+        self._context, self._attempt, self._step = context, attempt, step
+        self._silence: SilenceWatch | None = None
+        self._reports: Watchdog | None = None
+        if not context.is_foreign:
+            self._reports = Watchdog(context.config.dist.timeout_s)
+
+    @property
+    def hears_ranks(self) -> bool:
+        """True where ranks are to report: the toolkit's own, and a script that has called ``toolkit.start()``."""
+        return self._reports is not None
+
+    def hear(self, host: str, digest: Digest) -> None:
+        """Take the progress of the ranks on ``host``."""
+        if self._reports is None:
+            self._reports = Watchdog(self._context.config.dist.timeout_s)
+        self._reports.hear(host, digest)
+
+    def look(self) -> None:
+        """Kill the ranks if they hang, and find out which of them is to blame.
+
+        A stop that hangs is the ranks' to end (FORCE_AFTER_S), and ranks that are being killed need no other reason.
+        """
+        attempt, agents = self._attempt, self._context.agents
+        if attempt.stop not in (None, Stop.MOVE) or attempt.kill_at is not None:
+            return
+        watch = self._reports or self._watch_from_outside()
+        if watch is None or not watch.is_stuck():
+            return
+        timeout_s = self._context.config.dist.timeout_s
+        log.error(
+            "no progress for %.0f s, dist.timeout_s is %d: asking the ranks for their stacks", watch.still_s, timeout_s
+        )
+        # Ask before the kill, which destroys the evidence.
+        assert agents is not None
+        agents.ask_for_unanswered()
+        known: Mapping[str, Digest] = {} if isinstance(watch, SilenceWatch) else watch.nodes
+        ranks = self._ask_for_stacks(watch)
+        groups = hang.look(agents, self._context.run, attempt.number, ranks, known)
+        attempt.hang = hang.investigate(groups, attempt.rank_hosts, self._context.run, attempt.number)
+        attempt.kill_at = time.monotonic()
+
+    def _ask_for_stacks(self, watch: Watchdog | SilenceWatch) -> dict[str, list[Standing]]:
+        """Have the ranks write their stacks; return, by host, what is known here of those in question."""
+        attempt = self._attempt
+        if isinstance(watch, SilenceWatch):
+            standings = watch.standings()
+            watch.ask_for_stacks()
+        else:
+            # Ranks that report write their stacks on a signal.
+            log.info("all ranks together: %s", progress.merge(watch.nodes.values()))
+            standings = [Standing(rank, None, None, watch.still_s, False) for rank in range(attempt.plan.world_size)]
+            self._step.kill(stacks.ASK)
+        by_host: dict[str, list[Standing]] = {}
+        for standing in standings:
+            if standing.rank not in attempt.lost_ranks:
+                by_host.setdefault(attempt.host_of(standing.rank), []).append(standing)
+        return by_host
+
+    def _watch_from_outside(self) -> SilenceWatch | None:
+        """Return the watch of a script without reports; None until it has had time to report."""
+        attempt, context = self._attempt, self._context
+        bound_s = STUCK_SHARE * context.config.dist.timeout_s
+        late = time.time() - attempt.started > silence.START_AFTER_SHARE * bound_s
+        if self._silence is None and late:
+            environ = context.rank_environ(attempt.number)
+            self._silence = silence.start_watch(context.run, attempt.number, attempt.plan, environ, bound_s)
+        return self._silence
+
+    def close(self) -> None:
+        """End the watch from outside.
+
+        In an attempt that failed it names the silent ranks: others may have waited for them, in NCCL until it gave up.
+        """
+        if self._silence is None:
+            return
+        silent = self._silence.standings()
+        if silent and self._attempt.failures and self._attempt.hang is None:
+            still_s = min(standing.still_s for standing in silent)
+            names = ",".join(str(standing.rank) for standing in silent)
+            log.warning("silent for %.0f s or longer before: rank %s", still_s, names)
+        self._silence.close()

@@ -1,0 +1,152 @@
+"""How a rank reports its progress: to its node's agent, or to files in an unsupervised run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit import logs
+from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.reports import AgentGoneError, Outbox
+from toolkit.errors import EXIT_FAILED
+from toolkit.hang.activity import Activity
+from toolkit.rundir import RunDir
+
+#: Seconds between two reports of rank 0.
+HEARTBEAT_S = 0.5
+#: Seconds that a busy agent may take to accept the last report, and the result of the run.
+LAST_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
+
+log = logs.get(__name__)
+
+
+class Reporter:
+    """Takes a rank's progress and its result. The base class drops them."""
+
+    def progress(self, **fields: Any) -> None:
+        """Note where the rank is; never blocks on I/O."""
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand over the result of the whole run."""
+
+    def close(self) -> None:
+        """Send what is still to be sent and stop."""
+
+
+class _Latest(Reporter):
+    """Keeps the newest report, which a thread publishes: a slow store or disk never delays a step."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._fields: dict[str, Any] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="toolkit-report", daemon=True)
+
+    def progress(self, **fields: Any) -> None:
+        self._fields = {**self._fields, **fields, "time": time.time()}  # one assignment: the thread sees old or new
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self._publish(self._fields)
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        raise AssertionError("each reporter publishes in its own way")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        # Once more after the thread's last time, so that the newest report is sent.
+        self._publish(self._fields)
+
+
+class AgentReporter(_Latest):
+    """Reports to the agent of this node, which tells the supervisor the progress of all its ranks.
+
+    Each report says what the rank is doing. Its arrival is the heartbeat that tells a rank that waits from one that is
+    stopped or dead.
+
+    The rank's life also depends on the connection: without a supervisor nothing would end this rank, so it ends itself.
+    The agent leaves when it has lost the supervisor.
+    """
+
+    def __init__(self, outbox: Outbox, attempt: int, rank: int, activity: Activity) -> None:
+        # The other ranks' progress is passed on once a second.
+        super().__init__(HEARTBEAT_S if rank == 0 else 2 * HEARTBEAT_S)
+        self._outbox, self._sending = outbox, threading.Lock()
+        self._attempt, self._rank = attempt, rank
+        self._activity = activity
+        self._is_cut = False  #: True once a report was too long
+        self._thread.start()
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        report = self._report()
+        patience_s = LAST_PATIENCE_S if self._closed.is_set() else 0.0
+        self._send(replace(report, fields=fields) if self._rank == 0 else report, patience_s)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        if self._rank == 0:
+            self._send(replace(self._report(), result=dict(result)), RESULT_PATIENCE_S)
+
+    def _report(self) -> Report:
+        now = self._activity
+        return Report(self._attempt, self._rank, now.phase, now.step, now.count)
+
+    def _send(self, report: Report, patience_s: float) -> None:
+        # Too long for one message: leave the metrics out.
+        data = report.as_bytes()
+        if len(data) > MAX_BYTES:
+            data = self._without_metrics(report).as_bytes()
+        try:
+            with self._sending:
+                is_sent = self._outbox.send(data, patience_s)
+            if not is_sent and patience_s:
+                log.error("the agent of this node has not taken the last report within %.0f s", patience_s)
+        except AgentGoneError:
+            if self._closed.is_set():  # the attempt is over on both sides
+                return
+            log.error("the agent of this node is gone, and nobody looks after this rank any more: it ends")
+            os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
+
+    def _without_metrics(self, report: Report) -> Report:
+        if not self._is_cut:
+            self._is_cut = True
+            log.warning("there are too many metrics for `toolkit status`: only TensorBoard and metrics.jsonl have them")
+        fields, result = ({**extra, "metrics": {}} if extra else extra for extra in (report.fields, report.result))
+        return replace(report, fields=fields, result=result)
+
+
+class FileReporter(_Latest):
+    """Writes ``status.json`` and ``result.json`` itself, on rank 0 of an unsupervised run."""
+
+    def __init__(self, run: RunDir, status: Mapping[str, Any]) -> None:
+        super().__init__(HEARTBEAT_S)
+        self._run_dir = run
+        self._status = dict(status)
+        self._started = time.time()
+        self._run_dir.clear_result()
+        self._thread.start()
+
+    def _publish(self, fields: dict[str, Any]) -> None:
+        status = {**self._status, "state": "running", "updated": time.time(), "progress": fields}
+        with contextlib.suppress(OSError):  # a full disk; the next one is a second away
+            self._run_dir.write_status(status)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        wall_s = round(time.time() - self._started, 3)
+        self._run_dir.write_result({"state": "completed", "attempts": 1, **result, "wall_s": wall_s})
+        self._status["ended"] = time.time()
+
+    def close(self) -> None:
+        super().close()
+        state = "completed" if "ended" in self._status else "failed"
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            self._run_dir.write_status({**self._run_dir.status(), "state": state})
+
+
+class NullReporter(Reporter):
+    """For the other ranks of an unsupervised run, whose reports have no reader."""

@@ -1,0 +1,321 @@
+"""The session: process group, device and run folder of one rank, opened in order and torn down in reverse."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from toolkit import error_file, logs, rundir, signals, trust
+from toolkit.agent import reports
+from toolkit.config import DistConfig
+from toolkit.errors import EXIT_FAILED, ConfigError, StoppedError, ToolkitError
+from toolkit.hang.activity import Activity
+from toolkit.ranks import rendezvous, timeouts
+from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
+from toolkit.ranks.stop import STOP, Gate, Hang
+from toolkit.ranks.stop_store import StoreTransport, connector
+
+#: The number of this attempt, counted from 1.
+ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
+#: A stop that has not been reached this long after the request never will be: a rank is frozen or dead. Longer than any
+#: step, save and batch of an evaluation should take, shorter than the grace time that sites grant.
+FORCE_AFTER_S = 120.0
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's place in the run. The default process group is open during the session, also for one rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    run_dir: Path
+    attempt: int
+    store: dist.Store
+    reporter: Reporter
+    gate: Gate
+    #: The process group's limit until the first step has been made.
+    timeout: timedelta = timedelta(minutes=10)
+    #: What this rank is doing, for the supervisor: a run in which no rank's activity changes for long ends as a hang.
+    activity: Activity = field(default_factory=Activity)
+    #: Ranks that have died and that the attempt goes on without; only some strategies can do that.
+    lost: set[int] = field(default_factory=set)
+    #: The numbers of the blocks of :meth:`main_first`.
+    blocks: Iterator[int] = field(default_factory=count)
+
+    @property
+    def is_main(self) -> bool:
+        """True for rank 0."""
+        return self.rank == 0
+
+    def step_made(self) -> None:
+        """Tighten the timeouts after this attempt's first step.
+
+        From then on no rank has reason to keep others waiting for long.
+        """
+        timeouts.tighten(self.timeout)
+
+    def progress(self, **fields: Any) -> None:
+        """Report where this rank is (phase, step, loss, ...). Cheap, and never blocks on I/O."""
+        self.reporter.progress(**fields)
+
+    def lose(self, rank: int) -> None:
+        """Note that ``rank`` has died and is not waited for any more. Any thread may call it.
+
+        Call it on rank 0, which a save and the gate ask.
+        """
+        if rank not in self.lost:
+            self.lost.add(rank)
+            log.warning("rank %d has died", rank)
+            self.gate.bury(rank)
+
+    def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
+        """Return on every rank what ``say()`` returns on rank 0, the only rank that calls it; JSON.
+
+        All ranks call this, once per topic. Where ``say()`` raises, the other ranks raise ToolkitError.
+        """
+        key = f"toolkit/{topic}/{self.attempt}"
+        if not self.is_main:
+            said = json.loads(self.store.get(key))
+            if said is None:
+                raise ToolkitError(f"{topic}: rank 0 could not say: see its log")
+            return said
+        # Publish None if ``say`` raises: the others must not wait for the timeout.
+        said = None
+        try:
+            said = say()
+        finally:
+            self.store.set(key, json.dumps(said))
+        return said
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block on rank 0, then on all others: for a download into a shared folder, say. Every rank calls it.
+
+        Where it raises on rank 0, the others raise ToolkitError.
+        """
+        topic = f"main_first/{next(self.blocks)}"
+        if not self.is_main:
+            self.from_main(topic, dict)
+            yield
+            return
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            # Also if the block fails: the others must not wait for the timeout.
+            self.store.set(f"toolkit/{topic}/{self.attempt}", "{}" if is_done else "null")
+
+    def owns_run(self) -> bool:
+        """True if no later attempt has taken the run over while this rank's node was cut off."""
+        owner = os.environ.get(rundir.OWNER_VARIABLE)
+        return owner is None or rundir.RunDir(self.run_dir).belongs_to(int(owner))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand over the run's result: step, epoch, samples, metrics. Any rank may call it; rank 0's result counts."""
+        self.reporter.finish(result)
+
+
+@contextmanager
+def open_session(config: DistConfig) -> Iterator[Session]:
+    """Open the process group of this launch, read from the environment that ``toolkit run`` (or torchrun) has set.
+
+    Raises ConfigError when the backend does not fit the devices here. At the end everything is closed in reverse, also
+    after an exception, which then goes on to the caller.
+    """
+    rank, world_size, local_rank = place = _place()
+    timeout = timedelta(seconds=config.timeout_s)
+    backend = choose_backend(config.backend)
+    device = choose_device(backend, local_rank)
+    with ExitStack() as stack:
+        # Over our MPI backend the ranks can agree on a launch key themselves if the launcher gives none.
+        key: Callable[[], str] | None = None
+        if config.backend == "mpi" and backend != "mpi":
+            stack.push(_mpi().finalize)
+            key = partial(_mpi().launch_key, rank, world_size)
+        store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir(), key)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        # Pushed before the session, so closed after it.
+        stack.push(partial(_close_process_group, rank))
+        log.info("rank %d of %d: %s on %s", rank, world_size, backend, device)
+        yield stack.enter_context(_session(place, device, store, timeout))
+
+
+@contextmanager
+def open_beside(config: DistConfig) -> Iterator[Session]:
+    """Open a session beside a library that opens the process group. Uses only the launch's store, no collective."""
+    rank, world_size, local_rank = place = _place()
+    timeout = timedelta(seconds=config.timeout_s)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    store = rendezvous.open_store(rank, world_size, timeout, _rendezvous_dir())
+    with _session(place, device, store, timeout) as session:
+        yield session
+
+
+@contextmanager
+def _session(
+    place: tuple[int, int, int], device: torch.device, store: dist.Store, timeout: timedelta
+) -> Iterator[Session]:
+    rank, world_size, _ = place
+    with ExitStack() as stack:
+        run = rundir.RunDir(_agree_on_run_dir(store, rank))
+        activity = Activity()
+        # Closed in reverse order: the gate, then the reporter.
+        client = store.clone()
+        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+        reporter = _build_reporter(run, rank, world_size, attempt, activity)
+        stack.callback(reporter.close)
+        gate = stack.enter_context(_open_gate(store, client, rank, world_size))
+        yield Session(*place, device, run.path, attempt, store, reporter, gate, timeout, activity)
+
+
+def _place() -> tuple[int, int, int]:
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    return rank, world_size, local_rank
+
+
+#: Variables of a rank's place, with the values of a rank that is alone.
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _rendezvous_dir() -> Path:
+    return rundir.runs_root() / ".rendezvous"
+
+
+def choose_backend(name: str) -> str:
+    """Return torch's name of the backend.
+
+    ``auto`` is NCCL with CUDA and gloo without. torch's own MPI is preferred to ours.
+    """
+    if name == "auto":
+        return "nccl" if torch.cuda.is_available() else "gloo"
+    if name == "mpi":
+        return "mpi" if dist.is_mpi_available() else _mpi().register()
+    if name == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("dist.backend: nccl needs CUDA, and torch sees none on this node; use auto or gloo")
+    return name
+
+
+def _mpi() -> ModuleType:
+    try:
+        from toolkit.ranks import mpi
+    except (ImportError, RuntimeError) as error:  # no mpi4py; mpi4py finds no MPI library
+        raise ConfigError(
+            f"dist.backend: mpi needs mpi4py and an MPI on every node: pip install slurm-batch-toolkit[mpi] ({error})"
+        ) from error
+    return mpi
+
+
+def choose_device(backend: str, local_rank: int) -> torch.device:
+    """Return the rank's device and make it current.
+
+    It is the GPU of the local rank, or the only one if Slurm already narrowed the view.
+    """
+    if backend != "nccl" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    index = local_rank if visible > 1 else 0
+    if index >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: {visible} are visible on this node; "
+            "set cluster.tasks_per_node to cluster.gpus_per_node"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agree_on_run_dir(store: dist.Store, rank: int) -> Path:
+    """Return the run folder: the environment's, else the one that rank 0 of an unsupervised run has published."""
+    known = os.environ.get(rundir.RUN_DIR_VARIABLE)
+    if rank == 0:
+        if known is None:
+            raise ConfigError(f"{rundir.RUN_DIR_VARIABLE} is not set: start this job with `toolkit run`")
+        store.set("toolkit/run_dir", known)
+    if known is not None:
+        return Path(known)
+    # The path comes from the store: check that it exists here and is trusted.
+    told = Path(store.get("toolkit/run_dir").decode(errors="replace"))
+    if not told.is_dir():
+        raise ToolkitError(f"rank {rank}: there is no run folder {told}, which rank 0 has told; do all nodes share it?")
+    trust.refuse_of_others(told, f"rank {rank}: the run folder that rank 0 has told")
+    return told
+
+
+def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, attempt: int, activity: Activity) -> Reporter:
+    if os.environ.get("TOOLKIT_SUPERVISED") == "1":
+        token = os.environ.get(reports.VARIABLE)
+        if token is None:
+            raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
+        return AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
+    if rank == 0:
+        return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
+    return NullReporter()
+
+
+@contextmanager
+def _open_gate(store: dist.Store, client: dist.Store, rank: int, world_size: int) -> Iterator[Gate]:
+    """Open the gate at which the ranks agree where to stop, fed by this process's stop signals."""
+    ask = StoreTransport(client)
+    gate = Gate(rank, world_size, connector(store), ask=ask, force_after_s=FORCE_AFTER_S, on_hang=_force_exit)
+    handler = signals.install()
+    handler.listen(lambda: gate.request(STOP))
+    try:
+        yield gate
+    finally:
+        handler.listen(None)
+        gate.close()
+
+
+def _force_exit(hang: Hang) -> None:
+    """End the process if a stop hangs.
+
+    Nothing can be saved any more, and every second left is better spent on the next start.
+    """
+    if hang.kind != STOP:  # a save can wait, for the end of an evaluation too
+        log.warning("%s", hang)
+        return
+    log.error("forced exit: %s", hang)
+    os._exit(EXIT_FAILED)
+
+
+def _close_process_group(rank: int, kind: object, error: BaseException | None, trace: object) -> None:
+    """Destroy the group. After an exception, write it down first and abort NCCL's group.
+
+    NCCL's shutdown may wait for peers that sit in a collective: a crash would look like a hang, without a message.
+    """
+    crashed = error is not None and not isinstance(error, StoppedError)
+    if error is not None and crashed:
+        error_file.write(error, rank)
+    if not dist.is_initialized():
+        return
+    if crashed and dist.get_backend() == "nccl":
+        with suppress(Exception):  # the exception that is on its way is the one to show
+            distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

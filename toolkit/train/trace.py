@@ -1,0 +1,143 @@
+"""The witness: a trace of each rank's steps, their inputs and results, for `toolkit resume-check` to compare.
+
+It exists only when ``TOOLKIT_WITNESS`` is set. Then it wraps the loop's loader and strategy; without it the loop pays
+nothing. Each rank appends lines to ``witness/rank-00003.jsonl`` in the run's folder: one at its start, with its
+conditions, and one for each step done, with digests of everything that a step takes and leaves.
+
+It can also send signals: ``{"strikes": {"1": {"rank": 2, "step": 37, "late": 0.4, "signal": "SIGKILL"}}}`` sends the
+signal to rank 2 of attempt 1, 0.4 of a step's time after it has begun step 37, wherever it is then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from toolkit import fsio
+from toolkit.checkpoint.tensors import to_bytes
+from toolkit.ranks import nested
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
+from toolkit.rundir import WITNESS_VARIABLE, RunDir
+from toolkit.strategies.protocol import StepOutput, Strategy
+
+
+class Witness:
+    """The trace of one rank."""
+
+    def __init__(self, brief: Mapping[str, Any], session: Session, conditions: Mapping[str, Json]) -> None:
+        self._attempt = session.attempt
+        self._strike = brief.get("strikes", {}).get(str(session.attempt))
+        self._rank = session.rank
+        path = fsio.make_dir(RunDir(session.run_dir).witness, parents=0) / f"rank-{session.rank:05d}.jsonl"
+        self._file = fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._began = time.monotonic()
+        self._step_s = 0.0
+        self._line: dict[str, Any] = {}
+        self._write({"conditions": dict(conditions)})
+
+    def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
+        """Return the loader and the strategy, wrapped so that this witness sees each step."""
+        return _Loader(loader, self), cast(Strategy, _Strategy(strategy, self))
+
+    def begin(self, step: int) -> None:
+        """Note that ``step`` begins. Start the timer of a signal that is due in it."""
+        now = time.monotonic()
+        self._step_s, self._began = now - self._began, now
+        # The delay is a fraction of the last step's time.
+        strike = self._strike
+        if strike is not None and (strike["rank"], strike["step"]) == (self._rank, step):
+            number = signal.Signals[strike["signal"]]
+            late = threading.Timer(strike["late"] * self._step_s, os.kill, [os.getpid(), number])
+            late.daemon = True
+            late.start()
+
+    def take_batch(self, step: int, batch: Any, samples: list[int]) -> None:
+        """Take the digest of each sample of the step. So steps compare however samples are shared among ranks.
+
+        A batch that is not one of our loader's gives the digests of its tensors.
+        """
+        self._line = {"step": step, "samples": samples}
+        if batch is None:
+            return
+        if not isinstance(batch, Batch):
+            self._line["inputs"] = [_digest(leaf) for leaf in nested.leaves(batch) if isinstance(leaf, Tensor)]
+            return
+        # One line for each sample, inputs and targets apart; one for the batch where its rows are not samples.
+        self._line["positions"] = batch.positions.tolist()
+        is_pair = isinstance(batch.data, (tuple, list)) and len(batch.data) == 2
+        parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}
+        for name, data in parts.items():
+            tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
+            are_rows = all(t.ndim and len(t) == len(batch) for t in tensors)
+            rows = zip(*tensors, strict=True) if are_rows else [tensors]
+            self._line[name] = [" ".join(map(_digest, row)) for row in rows]
+
+    def take_start(self, lr: float) -> None:
+        """Take the learning rate, and the state of the random generators from which the step will draw."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states.append(torch.cuda.get_rng_state())
+        self._line |= {"lr": lr, "random": _digest(torch.cat(states))}
+
+    def take_end(self, loss: Tensor, live: Mapping[str, Tensor]) -> None:
+        """Take the loss and the live tensors that the step leaves on this rank. Write the step's line."""
+        self._line["loss"] = float(loss.item()).hex()
+        for name, tensor in live.items():
+            kind, _, rest = name.partition("/")
+            self._line.setdefault(kind, {})[rest] = _digest(tensor)
+        self._write(self._line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Write a line with one system call, so that a rank that is killed leaves whole lines."""
+        os.write(self._file, (json.dumps({"attempt": self._attempt, **line}) + "\n").encode())
+
+
+def summoned(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> Witness | None:
+    """Return a witness if the environment asks for one."""
+    brief = os.environ.get(WITNESS_VARIABLE)
+    return None if brief is None else Witness(json.loads(brief), session, conditions(session))
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"{zlib.crc32(to_bytes('a tensor', tensor)):08x}"
+
+
+class _Loader:
+    def __init__(self, loader: Any, witness: Witness) -> None:
+        self._loader = loader
+        self._witness = witness
+
+    def at(self, step: int) -> Batch | None:
+        self._witness.begin(step)
+        batch: Batch | None = self._loader.at(step)
+        self._witness.take_batch(step, batch, self._loader.samples(step))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Strategy:
+    def __init__(self, strategy: Strategy, witness: Witness) -> None:
+        self._strategy = strategy
+        self._witness = witness
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        self._witness.take_start(lr)
+        output = self._strategy.step(batch, lr)
+        self._witness.take_end(output.loss, self._strategy.live())
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
