@@ -282,9 +282,7 @@ class JobConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    notify: list[str] = field(
-        default_factory=list
-    )  #: a command that is called at the end: launch/record/notify.py
+    notify: list[str] = field(default_factory=list)  #: a command that is called at the end: launch/record/notify.py
 
 
 def all_keys(schema: Any = JobConfig, prefix: str = "") -> list[str]:
