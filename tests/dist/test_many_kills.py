@@ -25,7 +25,7 @@ from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
-from toolkit.diagnose.resume_check import Plan, compare
+from toolkit.diagnose.resume_check import CheckPlan, compare
 from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs
@@ -119,7 +119,10 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_like_the_undisturbed_on
     print(f"TOOLKIT_SEED={SEED}")
     steps = STEPS_PER_KILL * kills
     report = compare(
-        undisturbed(tmp_path, steps, workers), killed(tmp_path, kills, steps, workers), Plan(steps), f"{kills} kills"
+        undisturbed(tmp_path, steps, workers),
+        killed(tmp_path, kills, steps, workers),
+        CheckPlan(steps),
+        f"{kills} kills",
     )
     assert (report.first, report.different, report.conditions) == (None, {}, {})
     assert report.steps == steps

@@ -26,7 +26,7 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
-from toolkit.diagnose.resume_check import Plan, Report, compare
+from toolkit.diagnose.resume_check import CheckPlan, CheckReport, compare
 from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs
@@ -151,9 +151,9 @@ def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) ->
     run.add_attempt({"attempt": attempt, "world_size": world_size, "step_start": step_start, **times, **end})
 
 
-def check(folder: Path, *, off: str | None = None, then: int = 4) -> Report:
+def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport:
     """Both runs on 4 ranks, the second one going on with ``then``, and the comparison."""
-    small, plan = then != 4, Plan(STEPS)
+    small, plan = then != 4, CheckPlan(STEPS)
     whole, killed = RunDir(folder / "whole"), RunDir(folder / "killed")
     for run, ranks in ((whole, [4]), (killed, [4, then])):
         run.path.mkdir()

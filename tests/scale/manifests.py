@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.scale import Curve
 from toolkit.checkpoint import manifest as manifests
 from toolkit.checkpoint import writer
-from toolkit.checkpoint.manifest import Part, TensorRecord
+from toolkit.checkpoint.manifest import TensorPart, TensorRecord
 
 TENSORS, COLUMNS = 20, 4
 
@@ -28,7 +28,7 @@ def _written(rank: int, rows: int) -> writer._WrittenPart:
     for number in range(TENSORS):
         # every other tensor lies the other way round
         offsets, shape = ((row, column), (rows, COLUMNS)) if number % 2 else ((column, row), (COLUMNS, rows))
-        part = Part(name, 4 * number, 4, offsets, (1, 1), 0)
+        part = TensorPart(name, 4 * number, 4, offsets, (1, 1), 0)
         records[f"layer{number}.weight"] = TensorRecord("sharded", "float32", shape, (part,))
     return writer._WrittenPart({name: 4 * TENSORS}, records, {})
 

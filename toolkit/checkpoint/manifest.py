@@ -54,7 +54,7 @@ IN_MEMORY = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A rectangle of a tensor, and the bytes `[start, start + size_bytes)` of `file` that hold it in C order."""
 
     file: str
@@ -72,7 +72,7 @@ class TensorRecord:
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ def parse_value(record: Any) -> ValueRecord:
     return ValueRecord(kind=_kind(record["kind"]), rank=_count(record["rank"]), value=record["value"])
 
 
-def _part(fields: Any) -> Part:
-    return Part(
+def _part(fields: Any) -> TensorPart:
+    return TensorPart(
         file=_file_name(fields["file"]),
         start=_count(fields["start"]),
         size_bytes=_count(fields["size_bytes"]),
@@ -227,7 +227,7 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
             if path.is_file():
                 name, size = str(path.relative_to(folder)), path.stat().st_size
                 with path.open("rb", buffering=0) as file:
-                    part = Part(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
+                    part = TensorPart(_file_name(name), 0, size, (0,), (size,), _crc_of(file, size, buffer))
                 records[FILES + name] = TensorRecord("replicated", "uint8", (size,), (part,))
     return records
 
@@ -267,7 +267,7 @@ def check_cover(name: str, record: TensorRecord) -> None:
         raise ValueError(f"{name}: {len(record.parts)} parts of {filled} elements do not make up {record.shape}")
 
 
-def _meet(parts: tuple[Part, ...]) -> bool:
+def _meet(parts: tuple[TensorPart, ...]) -> bool:
     """True if two of the rectangles share an element.
 
     Only neighbors along the dimension with the most cuts can meet, so the time grows with the number of parts, not with
@@ -325,7 +325,7 @@ def _crc_of(file: FileIO, size_bytes: int, buffer: memoryview) -> int:
     return crc
 
 
-def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
+def check_crc(folder: Path, name: str, part: TensorPart, found: int) -> None:
     """Raise CorruptCheckpointError unless the crc32 found is that of the part."""
     if found != part.crc32:
         raise CorruptCheckpointError(
@@ -335,7 +335,7 @@ def check_crc(folder: Path, name: str, part: Part, found: int) -> None:
 
 
 @contextmanager
-def open_part(folder: Path, part: Part) -> Iterator[FileIO]:
+def open_part(folder: Path, part: TensorPart) -> Iterator[FileIO]:
     """Yield the part's file, positioned at its first byte. Refuse a symbolic link: it could lead outside the folder."""
     # The entries of /proc/self/fd are links, and this process itself has opened their files.
     no_link = 0 if folder == IN_MEMORY else os.O_NOFOLLOW

@@ -35,7 +35,7 @@ from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_t
 from toolkit.checkpoint.manifest import (
     IN_MEMORY,
     Manifest,
-    Part,
+    TensorPart,
     TensorRecord,
     ValueRecord,
     file_name,
@@ -44,7 +44,7 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.memory_file import ALIGNMENT, START, Label, MemoryFile, Moment, Pair
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
-from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
+from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
 from toolkit.checkpoint.reader import Loaded, fill_state
 from toolkit.checkpoint.writer import KINDS
 from toolkit.errors import CheckpointError, ToolkitError, listing
@@ -179,10 +179,10 @@ class Memory:
             "world_size": self._seat.world_size,
             "meta": dict(meta),
         }
-        parts = [_Part(self._own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
+        parts = [_PartWriter(self._own, own, {**about, "of": self._seat.rank}, self._seat.rank)]
         # This rank's own part stays the last: the partner gets a copy of it.
         if self._shared is not None:
-            parts.insert(0, _Part(self._shared, shared, {**about, "of": None}, self._seat.rank))
+            parts.insert(0, _PartWriter(self._shared, shared, {**about, "of": None}, self._seat.rank))
         # Allocating is timed apart: it happens only where a file must grow, and would make the copy look slow.
         started = time.monotonic()
         for part in parts:
@@ -279,15 +279,17 @@ class Memory:
         told: Mapping[str, Any] = json.loads(kv.get(self._key(rank)))
         return told
 
-    def _agree(self, talk: Exchange, newer_than: int) -> Plan:
+    def _agree(self, talk: Exchange, newer_than: int) -> RestorePlan:
         seat = self._seat
         held = self._held() if seat.local_rank == 0 else []
-        own = Report(seat.node, seat.local_world_size, bool(seat.files), held)
+        own = MemoryReport(seat.node, seat.local_world_size, bool(seat.files), held)
         if seat.rank:
             talk.report(dataclasses.asdict(own))
-            return Plan.of_json(talk.listen())
+            return RestorePlan.of_json(talk.listen())
         # Rank 0 alone makes the plan, and all ranks follow it.
-        agreed = plan({0: own, **{rank: Report(**told) for rank, told in talk.gather().items()}}, newer_than)
+        agreed = plan_restore(
+            {0: own, **{rank: MemoryReport(**told) for rank, told in talk.gather().items()}}, newer_than
+        )
         talk.tell(dataclasses.asdict(agreed))
         return agreed
 
@@ -313,7 +315,7 @@ class Memory:
             log.warning("the state in memory is not used: %s", "; ".join(problems))
         return None if problems else result
 
-    def _transfer(self, moment: Moment, agreed: Plan, kv: KeyValue | None) -> bool:
+    def _transfer(self, moment: Moment, agreed: RestorePlan, kv: KeyValue | None) -> bool:
         """Send and receive this rank's part of the transfers."""
         assert kv is not None  # there is another node
         rank, failed = self._seat.rank, f"memory/{self._attempt}/failed"
@@ -395,7 +397,7 @@ class Memory:
         return loaded
 
 
-class _Part:
+class _PartWriter:
     """A part of the state that is being written into a file."""
 
     def __init__(self, pair: Pair, entries: Mapping[str, Entry], about: Mapping[str, Json], rank: int) -> None:
@@ -484,7 +486,7 @@ def _record(name: str, entry: Entry, rank: int, start: int) -> TensorRecord:
     parts = []
     for piece, offsets in pieces:
         data = tensors.to_bytes(name, piece)
-        parts.append(Part(file_name(rank), start, len(data), offsets, tuple(piece.shape), zlib.crc32(data)))
+        parts.append(TensorPart(file_name(rank), start, len(data), offsets, tuple(piece.shape), zlib.crc32(data)))
         start += len(data)
     return TensorRecord(KINDS[type(entry)], tensors.dtype_name(value), whole, tuple(parts))
 

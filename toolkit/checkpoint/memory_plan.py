@@ -19,7 +19,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestorePlan:
     """What rank 0 tells all ranks at a start."""
 
     moment: Moment | None = None  #: None: nothing is loaded from memory
@@ -28,15 +28,15 @@ class Plan:
     has_partners: bool = False  #: all nodes have the same number of ranks, and there are at least two nodes
 
     @staticmethod
-    def of_json(told: Mapping[str, Any]) -> Plan:
+    def of_json(told: Mapping[str, Any]) -> RestorePlan:
         """Return the plan from the JSON of :func:`dataclasses.asdict`."""
         moment = None if told["moment"] is None else (told["moment"][0], told["moment"][1])
         transfers = [Transfer(**each) for each in told["transfers"]]
-        return Plan(moment, told["without"], transfers, told["has_partners"])
+        return RestorePlan(moment, told["without"], transfers, told["has_partners"])
 
 
 @dataclass(frozen=True)
-class Report:
+class MemoryReport:
     """What a rank reports at a start."""
 
     node: int  #: the first rank of its node
@@ -45,11 +45,11 @@ class Report:
     held: Sequence[tuple[int, int, int | None]] = ()  #: attempt, step and part; from its node's first rank only
 
 
-def plan(reports: Mapping[int, Report], newer_than: int) -> Plan:
+def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> RestorePlan:
     """Pick the newest moment, above step ``newer_than``, with all parts held, and who sends which part."""
     without = [rank for rank, report in sorted(reports.items()) if not report.has_files]
     if without:
-        return Plan(without=without)
+        return RestorePlan(without=without)
     nodes = {rank: report for rank, report in reports.items() if rank == report.node}
     has_partners = len(nodes) > 1 and len({report.local_world_size for report in reports.values()}) == 1
     # Which nodes hold each part of each moment.
@@ -62,7 +62,7 @@ def plan(reports: Mapping[int, Report], newer_than: int) -> Plan:
     # A state is usable only with the common part and every rank's own.
     whole = [moment for moment in moments if all((moment, of) in holders for of in parts)]
     if not whole:
-        return Plan(has_partners=has_partners)
+        return RestorePlan(has_partners=has_partners)
     moment = max(whole)
     transfers = []
     # The common part goes to each node that lacks it, from first rank to first rank.
@@ -76,4 +76,4 @@ def plan(reports: Mapping[int, Report], newer_than: int) -> Plan:
         if report.node not in sources:
             source = sources[0]
             transfers.append(Transfer(source + (rank - report.node) % nodes[source].local_world_size, rank, rank))
-    return Plan(moment, (), transfers, has_partners)
+    return RestorePlan(moment, (), transfers, has_partners)

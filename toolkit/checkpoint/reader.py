@@ -83,7 +83,7 @@ def load(
     number = store.next_conversation()
     topic = f"checkpoint/{store.folder.name}/{attempt}"
     talk = Exchange(kv, rank=rank, world_size=world_size, topic=topic, number=number, timeout_s=timeout_s)
-    reader = _Reader(store, state, rank, world_size)
+    reader = _RankReader(store, state, rank, world_size)
     if rank:
         return _follow(reader, talk)
     with failures_told(talk, f"no checkpoint was loaded from {store.folder}"):
@@ -93,7 +93,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _RankReader:
     """One rank's part in a load."""
 
     store: CheckpointStore
@@ -149,7 +149,7 @@ def fill_state(
     return Loaded(manifest.step, manifest.meta, values, path)
 
 
-def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
+def _lead(reader: _RankReader, talk: Exchange, read_only: bool, newest: int | None) -> Loaded | None:
     """Run rank 0's side: propose checkpoints, newest first, until all ranks have verified one."""
     store, skipped = reader.store, dict[str, str]()
     # The writer trusts no folder that others can change: a checkpoint decides what the run goes on with.
@@ -179,7 +179,7 @@ def _lead(reader: _Reader, talk: Exchange, read_only: bool, newest: int | None) 
     return None
 
 
-def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None, str]:
+def _propose(reader: _RankReader, talk: Exchange, name: str) -> tuple[Loaded | None, str]:
     """Let all ranks read `name`. Return what rank 0 loaded, or None and the reasons why some rank found damage."""
     talk.tell({"try": name})
     loaded, reasons = None, list[str]()
@@ -197,7 +197,7 @@ def _propose(reader: _Reader, talk: Exchange, name: str) -> tuple[Loaded | None,
     return (None, "; ".join(reasons)) if reasons else (loaded, "")
 
 
-def _follow(reader: _Reader, talk: Exchange) -> Loaded | None:
+def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
     """Run every other rank's side: read what is proposed and report, until rank 0 says that it is done."""
     loaded: Loaded | None = None
     while "try" in (word := talk.listen()):

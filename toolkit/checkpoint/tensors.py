@@ -11,7 +11,7 @@ import torch
 
 from toolkit.checkpoint.manifest import (
     CorruptCheckpointError,
-    Part,
+    TensorPart,
     check_crc,
     open_part,
     unreadable_is_corrupt,
@@ -44,7 +44,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError("checkpoints are little-endian and this machine is not; it is not supported")
 
 
-def fill(name: str, live: torch.Tensor, folder: Path, part: Part) -> None:
+def fill(name: str, live: torch.Tensor, folder: Path, part: TensorPart) -> None:
     """Read `part` into `live`, in place. Raises CorruptCheckpointError, with `live` unchanged, for wrong bytes."""
     staged = _verified(name, folder, part)
     target = live.detach()
@@ -56,7 +56,9 @@ def fill(name: str, live: torch.Tensor, folder: Path, part: Part) -> None:
         target.copy_(staged.view(live.dtype).reshape(live.shape))
 
 
-def assemble(name: str, live: torch.Tensor, offsets: tuple[int, ...], folder: Path, parts: Iterable[Part]) -> None:
+def assemble(
+    name: str, live: torch.Tensor, offsets: tuple[int, ...], folder: Path, parts: Iterable[TensorPart]
+) -> None:
     """Fill `live`, which begins at `offsets` of the global tensor, from all overlapping `parts`.
 
     The parts may be cut in any way. Each overlapping part is read whole, once, and used only if its crc32 is right; one
@@ -95,7 +97,7 @@ def _meeting(
     return tuple(here), tuple(there)
 
 
-def _verified(name: str, folder: Path, part: Part) -> torch.Tensor:
+def _verified(name: str, folder: Path, part: TensorPart) -> torch.Tensor:
     """Return the bytes of `part`. Raises CorruptCheckpointError if the crc32 is wrong."""
     staged = torch.empty(part.size_bytes, dtype=torch.uint8)
     _read(folder, part, staged.numpy().data)
@@ -103,7 +105,7 @@ def _verified(name: str, folder: Path, part: Part) -> torch.Tensor:
     return staged
 
 
-def _read(folder: Path, part: Part, target: memoryview) -> None:
+def _read(folder: Path, part: TensorPart, target: memoryview) -> None:
     """Fill `target` from the file. One read may return less than was asked for."""
     with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
         done = 0

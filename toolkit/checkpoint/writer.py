@@ -23,7 +23,7 @@ from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import (
     Manifest,
-    Part,
+    TensorPart,
     TensorRecord,
     ValueRecord,
     check_cover,
@@ -217,10 +217,10 @@ def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord
         whole, pieces = shape, [(entry.value, (0,) * len(shape))]
         if isinstance(entry, Sharded):
             whole, pieces = entry.global_shape, [*entry.pieces()]
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         for value, offsets in pieces:
             data = tensors.to_bytes(name, value)
-            parts.append(Part(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data)))
+            parts.append(TensorPart(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data)))
             start += len(data)
             yield data
         records[name] = TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), whole, tuple(parts))
@@ -294,7 +294,7 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
     files: dict[str, int] = {}
     values: dict[str, ValueRecord] = {}
     firsts: dict[str, TensorRecord] = {}
-    pieces: dict[str, list[Part]] = {}
+    pieces: dict[str, list[TensorPart]] = {}
     for part in parts:
         files |= part.files
         for name, value in part.values.items():

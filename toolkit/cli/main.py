@@ -520,7 +520,7 @@ def _resume_check(args: argparse.Namespace) -> int:
     from toolkit.diagnose import resume_check
 
     logs.setup()
-    plan = resume_check.Plan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
+    plan = resume_check.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
     report = resume_check.check(args.config, args.overrides, plan, args.executor)
     print(show.as_json(resume_check.as_dict(report)) if args.json else resume_check.page(report))
     return EXIT_DONE if report.is_identical else EXIT_FAILED

@@ -47,7 +47,7 @@ log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """One interruption: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
 
     steps: int = 60
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What was done and found: the first step that differs, and what differs in it."""
 
     steps: int
@@ -79,7 +79,7 @@ class Report:
         return self.first is None and not self.different
 
 
-def check(config: str, overrides: Sequence[str], plan: Plan, executor: str = "auto") -> Report:
+def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
     """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
     loaded = configs.load_config(config, overrides)
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
@@ -104,7 +104,7 @@ def _needed(config: configs.JobConfig, ranks: int) -> int:
     return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
 
 
-def _strike(plan: Plan, ranks: int) -> dict[str, Any]:
+def _strike(plan: CheckPlan, ranks: int) -> dict[str, Any]:
     """Choose rank and step of the interruption, after the first step and before the last.
 
     Before the first step there is nothing to lose.
@@ -135,7 +135,7 @@ def _run(config: str, overrides: Sequence[str], brief: Mapping[str, Any], execut
     return _completed(run)
 
 
-def _disturb(config: str, overrides: list[str], plan: Plan, brief: Mapping[str, Any], executor: str) -> RunDir:
+def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> RunDir:
     """Run the config with the interruption.
 
     A killed run comes back by itself. One that was stopped, or goes on with other ranks, is resumed.
@@ -186,14 +186,14 @@ def _completed(run: submit.Run) -> RunDir:
 
 
 @dataclass(frozen=True)
-class Record:
+class WitnessRecord:
     """What the witnesses of one run wrote: by step, a line of each rank that took part, from the latest attempt."""
 
     steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
     conditions: Sequence[Mapping[str, Any]]
 
 
-def read(run: RunDir) -> Record:
+def read(run: RunDir) -> WitnessRecord:
     """Return the record of a run."""
     lines: dict[int, dict[int, Mapping[str, Any]]] = {}
     conditions: list[Mapping[str, Any]] = []
@@ -210,10 +210,10 @@ def read(run: RunDir) -> Record:
                 latest[step], lines[step] = attempt, {}
             if attempt == latest[step]:
                 lines[step][rank] = line
-    return Record(lines, conditions)
+    return WitnessRecord(lines, conditions)
 
 
-def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> Report:
+def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str) -> CheckReport:
     """Compare the two records, step by step, then the bytes of the last checkpoints and the curves."""
     attempts = disturbed.attempts()
     if len(attempts) < 2:
@@ -236,7 +236,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
             break
     if first is None and exact:
         different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
-    return Report(
+    return CheckReport(
         steps=len(ours.steps),
         ranks=ranks,
         struck=struck,
@@ -250,7 +250,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: Plan, struck: str) -> 
     )
 
 
-def _at(step: int, ours: Record, theirs: Record, plan: Plan, *, exact: bool) -> dict[str, str]:
+def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, *, exact: bool) -> dict[str, str]:
     """Return what differs in one step, by kind."""
     mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
     if not mine or not other:
@@ -319,7 +319,7 @@ def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
     return abs(one - two) / max(abs(one), abs(two), 1e-30)
 
 
-def _worst_loss(ours: Record, theirs: Record) -> float:
+def _worst_loss(ours: WitnessRecord, theirs: WitnessRecord) -> float:
     both = ours.steps.keys() & theirs.steps.keys()
     return max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
 
@@ -360,12 +360,12 @@ def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[s
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: CheckReport) -> dict[str, Any]:
     """Return the report for ``--json``."""
     return {"identical": report.is_identical, **asdict(report), "runs": [str(path) for path in report.runs]}
 
 
-def page(report: Report) -> str:
+def page(report: CheckReport) -> str:
     """Return the report for a terminal."""
     ranks = " then ".join(map(str, report.ranks))
     lines = [f"disturbed run: {report.struck}; resumed from step {report.resumed_from}", ""]
@@ -392,7 +392,7 @@ def page(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _what_of_the_loss(report: Report, worst: float) -> list[str]:
+def _what_of_the_loss(report: CheckReport, worst: float) -> list[str]:
     equal = f"loss: equal to {worst:.1e} of its value;"
     if report.moving_shares:
         return [
@@ -405,7 +405,7 @@ def _what_of_the_loss(report: Report, worst: float) -> list[str]:
     ]
 
 
-def _what_is_identical(report: Report) -> str:
+def _what_is_identical(report: CheckReport) -> str:
     if report.worst_loss is not None:
         return "positions, sample ids, inputs (augmentation) and targets of every sample"
     return ", ".join(RECORDED.values()) + ", the bytes of the last checkpoint, and the curves"

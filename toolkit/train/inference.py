@@ -132,7 +132,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     return manifest, chosen
 
 
-class Alone(AllNeeded):
+class OneProcess(AllNeeded):
     """One process with the whole model: the part of a strategy that an evaluation uses."""
 
     share = Share(0, 1)
@@ -169,7 +169,7 @@ def figures(trained: Trained) -> dict[str, float]:
     evaluate = evaluation(trained.job)
     if evaluate is None:
         raise RequestError(f"job: {trained.config.job} of run {trained.run.id} has no eval_set() to evaluate on")
-    found = evaluate(cast(Strategy, Alone(trained)), lambda: False)
+    found = evaluate(cast(Strategy, OneProcess(trained)), lambda: False)
     assert found is not None, "only a stop cuts an evaluation short, and nobody asks for one here"
     return {f"eval/{name}": value for name, value in found.items()}
 

@@ -27,7 +27,7 @@ from toolkit.train.seeds import reseed
 log = logs.get(__name__)
 
 
-class Loader(Protocol):
+class BatchesByStep(Protocol):
     """The methods of the loader that are used here."""
 
     def at(self, step: int) -> Batch | None: ...
@@ -46,7 +46,7 @@ class NotFinite:
         config: TrainConfig,
         session: Session,
         strategy: Strategy,
-        loader: Loader,
+        loader: BatchesByStep,
         roll_back: Callable[[int, int], int | None],
     ) -> None:
         self.stops = config.on_nan == "stop"

@@ -34,7 +34,7 @@ _LINE = Record({"step": COUNT})
 log = logs.get(__name__)
 
 
-class Samples(Protocol):
+class SampleNumbers(Protocol):
     """The part of a loader that is used here."""
 
     global_batch_size: int
@@ -45,7 +45,7 @@ class Samples(Protocol):
 class SkippedSteps:
     """One rank's record of the steps left out. It is equal on all ranks, and rank 0 writes the list."""
 
-    def __init__(self, config: TrainConfig, session: Session, loader: Samples) -> None:
+    def __init__(self, config: TrainConfig, session: Session, loader: SampleNumbers) -> None:
         self._is_on = config.skip_bad_steps or config.precision == "fp16"
         self._after = config.rollback_after
         self._loader = loader

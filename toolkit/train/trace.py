@@ -48,7 +48,7 @@ class Witness:
 
     def watch(self, loader: Any, strategy: Strategy) -> tuple[Any, Strategy]:
         """Return the loader and the strategy, wrapped so that this witness sees each step."""
-        return _Loader(loader, self), cast(Strategy, _Strategy(strategy, self))
+        return _WatchedLoader(loader, self), cast(Strategy, _WatchedStrategy(strategy, self))
 
     def begin(self, step: int) -> None:
         """Note that ``step`` begins. Start the timer of a signal that is due in it."""
@@ -113,7 +113,7 @@ def _digest(tensor: Tensor) -> str:
     return f"{zlib.crc32(to_bytes('a tensor', tensor)):08x}"
 
 
-class _Loader:
+class _WatchedLoader:
     def __init__(self, loader: Any, witness: Witness) -> None:
         self._loader = loader
         self._witness = witness
@@ -128,7 +128,7 @@ class _Loader:
         return getattr(self._loader, name)
 
 
-class _Strategy:
+class _WatchedStrategy:
     def __init__(self, strategy: Strategy, witness: Witness) -> None:
         self._strategy = strategy
         self._witness = witness

@@ -20,7 +20,7 @@ from toolkit.checkpoint import memory
 from toolkit.checkpoint.memory import Memory, Seat
 from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
-from toolkit.checkpoint.memory_plan import Plan, Report, Transfer, plan
+from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
 from toolkit.checkpoint.reader import Loaded
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
@@ -317,42 +317,42 @@ def test_a_stranger_changes_nothing(nodes: Nodes) -> None:
 # --------------------------------------------------------------------------------------------------- what is agreed
 
 
-def held(node: int, *parts: tuple[int, int | None], size: int = 1) -> Report:
+def held(node: int, *parts: tuple[int, int | None], size: int = 1) -> MemoryReport:
     """What the first rank of a node with ``size`` ranks reports: steps and parts, all of attempt 1."""
-    return Report(node, size, held=[(1, step, of) for step, of in parts])
+    return MemoryReport(node, size, held=[(1, step, of) for step, of in parts])
 
 
 def test_a_step_counts_if_each_part_is_somewhere() -> None:
     reports = {0: held(0, (5, None), (5, 0), (6, None), (6, 0)), 1: held(1, (5, 1), (6, 0))}
-    assert plan(reports, 0).moment == (1, 5)
-    assert plan(reports, 5).moment is None
+    assert plan_restore(reports, 0).moment == (1, 5)
+    assert plan_restore(reports, 5).moment is None
 
 
 def test_a_step_without_the_common_part_or_the_part_of_one_rank_is_none() -> None:
-    assert plan({0: held(0, (5, 0), (5, 1)), 1: held(1)}, 0) == Plan(has_partners=True)
-    assert plan({0: held(0, (5, None), (5, 0)), 1: held(1)}, 0) == Plan(has_partners=True)
+    assert plan_restore({0: held(0, (5, 0), (5, 1)), 1: held(1)}, 0) == RestorePlan(has_partners=True)
+    assert plan_restore({0: held(0, (5, None), (5, 0)), 1: held(1)}, 0) == RestorePlan(has_partners=True)
 
 
 def test_only_what_a_node_lacks_is_sent() -> None:
     everything: list[tuple[int, int | None]] = [(5, None), *[(5, rank) for rank in range(4)]]
-    reports = {0: held(0, *everything, size=2), 1: Report(0, 2), 2: held(2, size=2), 3: Report(2, 2)}
-    assert plan(reports, 0).transfers == [Transfer(0, 2, None), Transfer(0, 2, 2), Transfer(1, 3, 3)]
+    reports = {0: held(0, *everything, size=2), 1: MemoryReport(0, 2), 2: held(2, size=2), 3: MemoryReport(2, 2)}
+    assert plan_restore(reports, 0).transfers == [Transfer(0, 2, None), Transfer(0, 2, 2), Transfer(1, 3, 3)]
 
 
 def test_the_common_part_comes_from_each_holder_in_turn() -> None:
     reports = {rank: held(rank, (5, None), *[(5, of) for of in range(6)]) for rank in (0, 1)}
     reports |= {rank: held(rank, (5, rank)) for rank in range(2, 6)}
-    assert [transfer.source for transfer in plan(reports, 0).transfers] == [0, 1, 0, 1]
+    assert [transfer.source for transfer in plan_restore(reports, 0).transfers] == [0, 1, 0, 1]
 
 
 def test_a_plan_is_told_whole() -> None:
-    told = Plan((2, 5), [], [Transfer(0, 1, None), Transfer(0, 1, 1)], True)
-    assert Plan.of_json(json.loads(json.dumps(asdict(told)))) == told
+    told = RestorePlan((2, 5), [], [Transfer(0, 1, None), Transfer(0, 1, 1)], True)
+    assert RestorePlan.of_json(json.loads(json.dumps(asdict(told)))) == told
 
 
 def test_nodes_of_different_size_have_no_partners() -> None:
-    reports = {0: held(0, size=2), 1: Report(0, 2), 2: held(2)}
-    assert not plan(reports, 0).has_partners
+    reports = {0: held(0, size=2), 1: MemoryReport(0, 2), 2: held(2)}
+    assert not plan_restore(reports, 0).has_partners
 
 
 def test_without_files_on_one_rank_no_rank_keeps_anything(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, load_alone, on_ranks
 from toolkit.checkpoint import tensors
-from toolkit.checkpoint.manifest import Part
+from toolkit.checkpoint.manifest import TensorPart
 from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
@@ -124,7 +124,7 @@ def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of the parts that are read from now on."""
     found, plain = list[str](), tensors._read
 
-    def noted(folder: Path, part: Part, target: memoryview) -> None:
+    def noted(folder: Path, part: TensorPart, target: memoryview) -> None:
         found.append(part.file)
         plain(folder, part, target)
 

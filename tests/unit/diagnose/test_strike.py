@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.config import JobConfig, ParameterServerConfig, StrategyConfig
-from toolkit.diagnose.resume_check import Plan, _needed, _strike
+from toolkit.diagnose.resume_check import CheckPlan, _needed, _strike
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from toolkit.diagnose.resume_check import Plan, _needed, _strike
 )
 def test_any_rank_is_struck_that_the_attempt_needs_and_no_other(strategy: StrategyConfig, struck: set[int]) -> None:
     needed = _needed(JobConfig(strategy=strategy), 4)
-    assert {_strike(Plan(seed=seed), needed)["rank"] for seed in range(60)} == struck
+    assert {_strike(CheckPlan(seed=seed), needed)["rank"] for seed in range(60)} == struck

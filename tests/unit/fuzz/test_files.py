@@ -23,7 +23,7 @@ from tests.unit.launch.test_supervisor import Ranks, completes
 from toolkit import config as configs
 from toolkit import fsio, records, rundir
 from toolkit.agent.die_with_parent import SIGNALS
-from toolkit.checkpoint.manifest import Manifest, Part, TensorRecord, ValueRecord
+from toolkit.checkpoint.manifest import Manifest, TensorPart, TensorRecord, ValueRecord
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig
 from toolkit.errors import ToolkitError
@@ -125,7 +125,7 @@ def _checkpoint(run: RunDir, step: int) -> None:
     folder = store.begin(step)
     data = bytes(range(1, 49))
     store.write(folder / "rank-00000.bin", [memoryview(data)])
-    part = Part("rank-00000.bin", 0, 48, (0, 0), (3, 4), zlib.crc32(data))
+    part = TensorPart("rank-00000.bin", 0, 48, (0, 0), (3, 4), zlib.crc32(data))
     record = TensorRecord("replicated", "float32", (3, 4), (part,))
     value = ValueRecord("replicated", 0, {"a": [1, 2.5, None]})
     meta = {"metrics": {"eval/accuracy": 0.5}, "evaluated": step, "samples": 64 * step, "identity": {"job": "x"}}
