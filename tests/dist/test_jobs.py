@@ -152,9 +152,9 @@ def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobC
 
 def by_hand(kind: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The same training on the whole batches, with torch alone."""
-    from toolkit.data.permutation import Order
+    from toolkit.data.permutation import ShuffledOrder
 
-    model, order, data = Tied(), Order(SAMPLES, 5), Sentences()
+    model, order, data = Tied(), ShuffledOrder(SAMPLES, 5), Sentences()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
     losses: dict[str, float] = {}
@@ -333,12 +333,12 @@ def branching(session: Session, run_dir: Path) -> tuple[dict[str, Tensor], dict[
 
 
 def test_branches_that_not_every_step_takes_train_on_request_as_with_gradients_of_zero(tmp_path: Path) -> None:
-    from toolkit.data.permutation import Order
+    from toolkit.data.permutation import ShuffledOrder
 
     whole, parts = run_ranks(2, branching, tmp_path)[0]
     assert whole.keys() == parts.keys()
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
-    model, order = Branching(), Order(SAMPLES, 5)
+    model, order = Branching(), ShuffledOrder(SAMPLES, 5)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
     for step in range(STEPS):
         numbers = torch.stack([torch.arange(2.0) + i for i in order.at(np.arange(step * 8, step * 8 + 8)).tolist()])

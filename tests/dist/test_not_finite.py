@@ -17,7 +17,7 @@ from tests.dist.test_rollback import spoilt
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, logged
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import StrategyConfig, TrainConfig
-from toolkit.data.permutation import Order
+from toolkit.data.permutation import ShuffledOrder
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 
@@ -80,7 +80,7 @@ def saved(run_dir: Path) -> dict[int, bool]:
 
 def test_at_the_second_mean_that_is_not_finite_an_attempt_ends_and_names_step_samples_and_layer(told: Any) -> None:
     folder, ranks = told
-    samples = Order(SAMPLES, CONFIG.seed).at(torch.arange(5 * BATCH, 6 * BATCH).numpy()).tolist()
+    samples = ShuffledOrder(SAMPLES, CONFIG.seed).at(torch.arange(5 * BATCH, 6 * BATCH).numpy()).tolist()
     first = ", ".join(map(str, samples[:8]))
     for rank in ranks:
         assert rank["stop"].startswith(

@@ -19,7 +19,7 @@ from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images,
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import PruningConfig, TrainConfig
 from toolkit.data.loader import Loader
-from toolkit.data.permutation import Order
+from toolkit.data.permutation import ShuffledOrder
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
@@ -115,7 +115,7 @@ def receipts(run_dir: Path) -> list[dict[str, Any]]:
 def test_the_receipt_names_each_step_left_out_once_with_the_samples_of_all_ranks(told: Any) -> None:
     lines = receipts(told[0] / "undisturbed")
     assert [line["step"] for line in lines] == [5, 6, 7]
-    order = Order(SAMPLES, CONFIG.seed)
+    order = ShuffledOrder(SAMPLES, CONFIG.seed)
     for line in lines:
         first, last = line["positions"]
         assert (first, last) == (line["step"] * BATCH, line["step"] * BATCH + BATCH - 1)

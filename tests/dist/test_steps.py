@@ -32,7 +32,7 @@ from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.strategies.layouts import local
-from toolkit.strategies.update.parts import Parts
+from toolkit.strategies.update.parts import ShardedParameters
 from toolkit.strategies.update.verdict import MADE, NOT_FINITE, OVERFLOW, SPIKE
 from toolkit.train.evaluate import evaluate
 from toolkit.train.objectives import classification, cross_entropy
@@ -147,10 +147,11 @@ def norm_on_a_mesh(session: Session) -> tuple[float, float, float]:
     ways = [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
     placed = [distribute_tensor(tensor, mesh, way) for tensor, way in zip(wholes, ways, strict=False)]
     tensors = [*placed, wholes[-1]]
-    parts = Parts(tensors)
+    parts = ShardedParameters(tensors)
     found = parts.norm({tensor: local(tensor) for tensor in tensors}, torch.device("cpu"))
     nothing = parts.norm({}, torch.device("cpu"))
-    alone = [Parts([tensor]).norm({tensor: local(tensor)}, torch.device("cpu")).item() for tensor in tensors]
+    apart = [ShardedParameters([tensor]).norm({tensor: local(tensor)}, torch.device("cpu")) for tensor in tensors]
+    alone = [norm.item() for norm in apart]
     assert alone == pytest.approx([tensor.norm().item() for tensor in wholes], rel=1e-6)
     return found.item(), nothing.item(), torch.cat(wholes).norm().item()
 

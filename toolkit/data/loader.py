@@ -13,7 +13,7 @@ import torch
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
-from toolkit.data.workers import PREFETCH, Collate, InlineSource, Reader, Samples, WorkerSource
+from toolkit.data.workers import PREFETCH, Collate, InlineSource, SampleReader, Samples, WorkerSource
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
@@ -250,7 +250,7 @@ def _source(
     pin = device.type == "cuda"
     if isinstance(dataset, BatchedSamples):
         return _TensorSource(dataset, sampler, pin=pin)
-    reader = Reader(dataset, seed, skips=skips, collate=collate)
+    reader = SampleReader(dataset, seed, skips=skips, collate=collate)
     if workers > 0:
         return WorkerSource(reader, sampler, workers=workers, pin=pin)
     return InlineSource(reader, sampler, pin=pin)

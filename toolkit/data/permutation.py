@@ -122,7 +122,7 @@ def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
     return (high << low_bits) | low
 
 
-class Order:
+class ShuffledOrder:
     """The endless order of a training run: epoch after epoch, each with its own permutation of ``range(n)``."""
 
     def __init__(self, n: int, seed: int) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from toolkit.data.permutation import BLOCK, GivenOrder, Indices, Order
+from toolkit.data.permutation import BLOCK, GivenOrder, Indices, ShuffledOrder
 from toolkit.data.split import PartOrder
 from toolkit.ranks.batch import Share
 
@@ -28,7 +28,7 @@ KEPT_CUTS = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """What one share loads in one step: sample ``indices`` (n,), at ``positions`` start, start + 1, ..."""
 
     indices: Indices
@@ -43,7 +43,7 @@ class Part:
 class Sampler(Protocol):
     """A sequence of parts, in which any step may be asked for."""
 
-    def at(self, step: int) -> Part:
+    def at(self, step: int) -> BatchPart:
         """Return the part of step ``step``. Raises IndexError after the last."""
 
 
@@ -67,7 +67,7 @@ class TrainSampler:
         """Set the sampler up. ``order`` is the job's own, instead of a permutation for each epoch."""
         if global_batch_size < 1:
             raise ValueError(f"a global batch of {global_batch_size} samples; it needs at least one")
-        self.order = order or Order(size, seed)
+        self.order = order or ShuffledOrder(size, seed)
         self.global_batch_size = global_batch_size
         self._part = None if split == "global" or not share.count else PartOrder(size, seed, share, split)
         self._share = share
@@ -75,14 +75,14 @@ class TrainSampler:
         self._cuts = [(0, share.bounds(global_batch_size))]
         self._first, self._block = 0, np.empty((0, 0), np.int64)
 
-    def at(self, step: int) -> Part:
+    def at(self, step: int) -> BatchPart:
         """Return this share's samples of global batch ``step``."""
         if step < 0:
             raise IndexError(f"step {step} is before the beginning of the run")
         if not self._first <= step < self._first + len(self._block):
             self._first, self._block = step, self._generated(step)
         start = step * self.global_batch_size + self._cut_of(step)[0][0]
-        return Part(self._block[step - self._first], start, self.global_batch_size)
+        return BatchPart(self._block[step - self._first], start, self.global_batch_size)
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         """Give each share i ``counts[i]`` samples of the global batch from ``step`` on. Earlier steps do not change."""
@@ -127,7 +127,7 @@ class EvalSampler:
         self._count = share.count
         self.calls = eval_calls(size, share.count, batch_size)
 
-    def at(self, step: int) -> Part:
+    def at(self, step: int) -> BatchPart:
         """Return the samples of call ``step``; ``global_count`` is the number of samples of all shares in this call."""
         if not 0 <= step < self.calls:
             raise IndexError(f"evaluation batch {step} of {self.calls}")
@@ -136,7 +136,7 @@ class EvalSampler:
         own = self._part_of(self.stop - self.start, step)
         longer, shorter = self._part_of(self._shortest + 1, step), self._part_of(self._shortest, step)
         together = self._longer * longer + (self._count - self._longer) * shorter
-        return Part(np.arange(start, start + own, dtype=np.int64), start, together)
+        return BatchPart(np.arange(start, start + own, dtype=np.int64), start, together)
 
     def _part_of(self, size: int, call: int) -> int:
         """Return the number of samples that call ``call`` takes of a range of ``size`` samples."""

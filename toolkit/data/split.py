@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toolkit.data.permutation import Indices, Order, hash64, mix_array
+from toolkit.data.permutation import Indices, ShuffledOrder, hash64, mix_array
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 
@@ -60,7 +60,7 @@ class PartOrder:
 
     def __init__(self, size: int, seed: int, share: Share, split: str) -> None:
         self._samples = samples_of(size, share, split)
-        self._order = Order(len(self._samples), hash64(_PART, seed, share.index))
+        self._order = ShuffledOrder(len(self._samples), hash64(_PART, seed, share.index))
 
     def at(self, places: Indices) -> Indices:
         """Return the samples at ``places``, of any shape, counted from the first that this share takes in the run."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from toolkit.data.randomness import seed_sample
-from toolkit.data.sampler import Part
+from toolkit.data.sampler import BatchPart
 from toolkit.data.workers import NO_SAMPLE, Collate, InlineSource, PartReader, WorkerSource
 from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch, Share
@@ -121,15 +121,15 @@ class StreamLoader:
         self.data_wait_s = 0.0
         self._device = torch.device(device)
         self._clock = clock
-        self._parts = _Parts(global_batch_size, share)
+        self._sampler = _StreamSampler(global_batch_size, share)
         self._source: InlineSource | WorkerSource | None = None
         # A rank without a share reads nothing.
         if share.count:
             reader, pin = _StreamReader(make(share, seed), seed, share, collate), self._device.type == "cuda"
             self._source = (
-                WorkerSource(reader, self._parts, workers=1, pin=pin)
+                WorkerSource(reader, self._sampler, workers=1, pin=pin)
                 if workers
-                else InlineSource(reader, self._parts, pin=pin)
+                else InlineSource(reader, self._sampler, pin=pin)
             )
         self._next = 0
         self._first: Batch | None = None  # the strategy is primed on step 0's batch, and step 0 needs it again
@@ -164,7 +164,7 @@ class StreamLoader:
 
     def samples(self, step: int) -> list[int]:
         """Return the positions of the samples that ``at(step)`` gives; they have no index."""
-        start, stop = self._parts.bounds_of(step)
+        start, stop = self._sampler.bounds_of(step)
         return list(range(start, stop))
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
@@ -189,7 +189,7 @@ class StreamLoader:
         self.close()  # a worker has read ahead from the old position
         self._next, self._first = state["next_step"], None
         self._state = None if state["stream"] is None else json.dumps(state["stream"])
-        self._parts.begin(self._next, self._state)
+        self._sampler.begin(self._next, self._state)
 
     def close(self) -> None:
         """End the worker, if any."""
@@ -232,14 +232,14 @@ def build_stream_loader(
 
 
 @dataclass(frozen=True)
-class _StreamPart(Part):
+class _StreamBatchPart(BatchPart):
     """The next samples to read from a stream; indices are positions. With ``state`` the stream goes there first."""
 
     state: str | None = None
 
 
-class _Parts:
-    """The parts of a share: the number of samples in each step follows from the step number."""
+class _StreamSampler:
+    """The part of each global batch that a share takes: its bounds follow from the step number."""
 
     def __init__(self, global_batch_size: int, share: Share) -> None:
         self.global_batch_size = global_batch_size
@@ -254,10 +254,10 @@ class _Parts:
         """Return the positions of the samples of ``step``: the first, and the one after the last."""
         return step * self.global_batch_size + self.bounds[0], step * self.global_batch_size + self.bounds[1]
 
-    def at(self, step: int) -> _StreamPart:
+    def at(self, step: int) -> _StreamBatchPart:
         start, stop = self.bounds_of(step)
         state = self._state if step == self._begins else None
-        return _StreamPart(np.arange(start, stop, dtype=np.int64), start, self.global_batch_size, state)
+        return _StreamBatchPart(np.arange(start, stop, dtype=np.int64), start, self.global_batch_size, state)
 
 
 class _StreamReader(PartReader):
@@ -269,8 +269,8 @@ class _StreamReader(PartReader):
         self._share = share
         self._iterator: Iterator[Any] | None = None
 
-    def load(self, part: Part) -> Batch:
-        assert isinstance(part, _StreamPart)
+    def load(self, part: BatchPart) -> Batch:
+        assert isinstance(part, _StreamBatchPart)
         where = part.start
         try:
             # Only the first part after a restore has a state: the stream moves there.

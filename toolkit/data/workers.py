@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS
 from toolkit.data.permutation import hash64
 from toolkit.data.randomness import generators_kept, seed_sample
-from toolkit.data.sampler import Part, Sampler
+from toolkit.data.sampler import BatchPart, Sampler
 from toolkit.errors import JobFailedError
 from toolkit.hang import stacks
 from toolkit.ranks import nested
@@ -96,7 +96,7 @@ class PartReader(ABC):
         self.current: Any = [NO_SAMPLE, NO_SAMPLE]
 
     @abstractmethod
-    def load(self, part: Part) -> Batch:
+    def load(self, part: BatchPart) -> Batch:
         """Load and collate the samples of ``part``. The process's generators stay seeded with the last sample's."""
 
     def collated(self, samples: list[Any]) -> Any:
@@ -108,7 +108,7 @@ class PartReader(ABC):
         except Exception as error:
             raise JobFailedError(f"data: the job's collate failed: {type(error).__name__}: {error}") from error
 
-    def __getitem__(self, part: Part) -> Batch | Failure:
+    def __getitem__(self, part: BatchPart) -> Batch | Failure:
         """Load a part for torch's DataLoader, in a worker.
 
         An error is returned as a value: if raised there, its text would be hidden under torch's own.
@@ -119,7 +119,7 @@ class PartReader(ABC):
             return Failure(f"{error}\nIn the data worker:\n{traceback.format_exc()}")
 
 
-class Reader(PartReader):
+class SampleReader(PartReader):
     """A reader of a part sample by sample, which first seeds the random generators from each sample's position.
 
     A sample whose loading raises ends the run. With ``skips`` another sample takes its place. The choice follows from
@@ -131,7 +131,7 @@ class Reader(PartReader):
         self.dataset = dataset
         self.skips = skips
 
-    def load(self, part: Part) -> Batch:
+    def load(self, part: BatchPart) -> Batch:
         positions = part.positions()
         pairs = zip(part.indices.tolist(), positions.tolist(), strict=True)
         bad: list[BadSample] = []
@@ -306,7 +306,7 @@ class _StepsFrom:
         self.sampler = sampler
         self.start = 0
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchPart]:
         step = self.start
         while True:
             try:

@@ -356,7 +356,7 @@ class Collective(MpiWork):
             self._end()
 
 
-class Message(MpiWork):
+class MpiMessage(MpiWork):
     """A message sent or received. MPI moves it only during a poll: by the caller that waits, else by a thread."""
 
     def __init__(self, request: MPI.Request, *work: Any) -> None:
@@ -469,8 +469,8 @@ def _run_in_order(comm: MPI.Intracomm, queue: SimpleQueue[Collective | None]) ->
         work.run(comm)
 
 
-def _ask_after(queue: SimpleQueue[Message | None]) -> None:
-    pending: list[Message] = []
+def _ask_after(queue: SimpleQueue[MpiMessage | None]) -> None:
+    pending: list[MpiMessage] = []
     while True:
         # With nothing pending the thread sleeps in the queue and costs nothing.
         if not pending or not queue.empty():
@@ -756,7 +756,7 @@ class MpiGroup(_Group):  # type: ignore[misc]
         return self._noted(work)
 
     def _start(self, what: str, request: MPI.Request, *outcome: Any) -> Work:
-        message = Message(request, f"{self.where}: {what}", *outcome)
+        message = MpiMessage(request, f"{self.where}: {what}", *outcome)
         if not message.poll():
             self._messages.put(message)
         return self._noted(message)

@@ -11,7 +11,7 @@ from toolkit.errors import ConfigError, nearest
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.alone import Alone, data_parallel
+from toolkit.strategies.layouts.alone import LocalReplica, data_parallel
 from toolkit.strategies.layouts.replicas import Replicas
 from toolkit.strategies.layouts.shards import Shards
 from toolkit.strategies.objective import Criterion, Loss, Measure, Objective, Sums, of_pairs
@@ -119,15 +119,15 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
         return _replicas(config, session, train, how)
     if name in ("alone", "dp"):
         # "alone" sends nothing (local SGD without after_steps); dp is one process with all GPUs of a node.
-        return Alone(session, **how) if name == "alone" else data_parallel(session, **how)
+        return LocalReplica(session, **how) if name == "alone" else data_parallel(session, **how)
     if name != "tensor":
         # fsdp and zero differ only in whether a block's gathered weights are freed after its forward pass.
         return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
-    from toolkit.strategies.layouts.plan import Plan
+    from toolkit.strategies.layouts.plan import TensorPlan
     from toolkit.strategies.layouts.tensor import TensorParallel
 
     # The plan says which layers are cut. With strategy.mesh.shards the cut layers are sharded over ranks as well.
-    plan = Plan(config.tensor_plan, config.sequence_parallel)
+    plan = TensorPlan(config.tensor_plan, config.sequence_parallel)
     if sizes.shards == 1:
         return TensorParallel(session, sizes, plan, **how)
     return Shards(session, sizes, plan=plan, **how)

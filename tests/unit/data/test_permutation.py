@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.permutation import SORTED_MAX, Order, hash64, mix, mix_array, order
+from toolkit.data.permutation import SORTED_MAX, ShuffledOrder, hash64, mix, mix_array, order
 
 
 def test_hash_is_splitmix64_as_published() -> None:
@@ -66,7 +66,7 @@ def test_positions_outside_an_epoch_are_refused() -> None:
 
 def test_order_across_epochs_is_the_epochs_one_after_the_other() -> None:
     n = SORTED_MAX + 10
-    endless = Order(n, 3)
+    endless = ShuffledOrder(n, 3)
     straddling = endless.at(np.arange(n - 4, n + 6))
     assert np.array_equal(straddling[:4], order(n, 3, 0, n - 4, n))
     assert np.array_equal(straddling[4:], order(n, 3, 1, 0, 6))
@@ -79,16 +79,16 @@ def test_order_across_epochs_is_the_epochs_one_after_the_other() -> None:
 )
 def test_order_gives_any_positions_in_whatever_sequence_they_are_asked(n: int, asked: list[int]) -> None:
     alone = [order(n, 1, p // n, p % n, p % n + 1)[0] for p in asked]
-    assert Order(n, 1).at(np.array(asked, dtype=np.int64)).tolist() == alone
+    assert ShuffledOrder(n, 1).at(np.array(asked, dtype=np.int64)).tolist() == alone
 
 
 def test_large_orders_give_any_positions() -> None:
     n = 10**9
     asked = np.array([[0, 64, 5], [2 * n + 7, n - 3, n]])
     expected = [[order(n, 1, p // n, p % n, p % n + 1)[0] for p in row] for row in asked.tolist()]
-    assert Order(n, 1).at(asked).tolist() == expected
+    assert ShuffledOrder(n, 1).at(asked).tolist() == expected
 
 
 def test_an_empty_training_set_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        Order(0, 1)
+        ShuffledOrder(0, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.permutation import BLOCK, Order, order
+from toolkit.data.permutation import BLOCK, ShuffledOrder, order
 from toolkit.data.sampler import EvalSampler, TrainSampler, eval_calls
 from toolkit.ranks.batch import Share
 
@@ -64,7 +64,7 @@ def test_what_is_generated_ahead_of_a_large_set_is_the_order_across_blocks_and_t
 def test_a_share_generates_no_other_shares_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1,024 shares all but a thousandth of the work would be for nothing."""
     generated = []
-    monkeypatch.setattr(Order, "at", lambda self, positions: generated.append(positions.size) or positions)
+    monkeypatch.setattr(ShuffledOrder, "at", lambda self, positions: generated.append(positions.size) or positions)
     sampler = samplers(10**9, 64 * 1024, 1024)[5]
     for step in range(1000):
         sampler.at(step)

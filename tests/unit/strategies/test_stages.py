@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from jobs.gpt import GPT
 from jobs.models import lenet, mlp
 from toolkit.errors import ConfigError
-from toolkit.strategies.pipeline.stages import Plan, keep, plan, tensors
+from toolkit.strategies.pipeline.stages import StagePlan, keep, plan, tensors
 
 BYTES = torch.zeros(2, 16, dtype=torch.long)
 IMAGE = torch.zeros(2, 1, 8, 8)
@@ -90,7 +90,7 @@ class Frozen(nn.Module):
 
 def test_a_frozen_layer_that_is_not_used_stays_with_the_first_stage() -> None:
     found = plan(Frozen(), ROW, 2, [])
-    assert found == Plan((("chain.0",), ("chain.1",)), ("spare",))
+    assert found == StagePlan((("chain.0",), ("chain.1",)), ("spare",))
     assert found.kept([0]) == ["chain.0", "spare"]
     assert found.kept([1]) == ["chain.1"]
 

@@ -15,7 +15,7 @@ from toolkit.config import PruningConfig, TrainConfig
 from toolkit.errors import ConfigError
 from toolkit.strategies import StepOutput
 from toolkit.strategies.update import Update
-from toolkit.strategies.update.parts import Parts
+from toolkit.strategies.update.parts import ShardedParameters
 from toolkit.strategies.update.pruning import Pruning, level
 from toolkit.strategies.update.verdict import DECAY, MADE, NOT_FINITE, OVERFLOW, SPIKE, WARM_UP, Judge, LossScale
 from toolkit.train.loop import LossWindow
@@ -153,8 +153,8 @@ def test_no_part_of_a_step_makes_the_host_wait_for_the_device(optimizer: Any, st
 def test_a_total_adds_what_other_ranks_hold() -> None:
     parameters = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
     gradients = {tensor: tensor for tensor in parameters}
-    assert Parts(parameters).norm(gradients, CPU) == 13
-    there = Parts(parameters, lambda mine: mine.add_(84.0**2))
+    assert ShardedParameters(parameters).norm(gradients, CPU) == 13
+    there = ShardedParameters(parameters, lambda mine: mine.add_(84.0**2))
     assert there.norm(gradients, CPU) == 85
 
 

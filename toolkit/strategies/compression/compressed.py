@@ -26,7 +26,7 @@ from toolkit.ranks.collectives import sum_across_ranks
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank
 from toolkit.strategies.compression import Piece, Wire, amount_for, build_scheme
-from toolkit.strategies.layouts.alone import Alone
+from toolkit.strategies.layouts.alone import LocalReplica
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
@@ -37,7 +37,7 @@ PROBES = (1 << 12, 1 << 22)
 log = logs.get(__name__)
 
 
-class Compressed(Alone):
+class Compressed(LocalReplica):
     """See :class:`~.Layout`."""
 
     _model: nn.Module
@@ -72,7 +72,7 @@ class Compressed(Alone):
         self._moving = torch.zeros(0 if self._decay is None else size, device=self._device)
         # For the log: what a plain all-reduce would send, and how long it would take on this link.
         self._plain_bytes = sum(self._wire.cost_of_sum(p.detach().float()) for p in self._all())
-        self._plain_s = _link(self._device).seconds(self._plain_bytes)
+        self._plain_s = _measured_cost(self._device).seconds(self._plain_bytes)
         return self._model
 
     @torch.no_grad()
@@ -247,7 +247,7 @@ def _give_back(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------- the link
 
 
-class _Link:
+class _AllReduceCost:
     """The cost of an all-reduce: a latency, and seconds for each byte that a rank sends."""
 
     def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
@@ -258,11 +258,11 @@ class _Link:
         return self._seconds + max(0.0, sent_bytes - self._bytes) * self._per_byte
 
 
-def _link(device: torch.device) -> _Link:
+def _measured_cost(device: torch.device) -> _AllReduceCost:
     """Measure the link: for each size the mean of two laps, after one that opens connections. Every rank calls it."""
     laps = {size: [_lap(size, device) for _ in range(3)][1:] for size in PROBES}
     small, large = ((_sent(size), sum(found) / len(found)) for size, found in laps.items())
-    return _Link(small, large)
+    return _AllReduceCost(small, large)
 
 
 def _sent(size_bytes: int) -> float:

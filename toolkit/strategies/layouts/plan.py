@@ -51,7 +51,7 @@ log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """Where the layers are cut.
 
     ``layers`` is `strategy.tensor_plan`, empty for the model's own; ``sequence`` is `strategy.sequence_parallel`.

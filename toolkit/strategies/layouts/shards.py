@@ -33,7 +33,7 @@ from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients
+from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
@@ -57,7 +57,7 @@ class Shards(Layout):
         recompute: bool,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        plan: Plan | None = None,
+        plan: TensorPlan | None = None,
     ) -> None:
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)

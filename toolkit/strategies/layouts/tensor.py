@@ -28,7 +28,7 @@ from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast, local
 from toolkit.strategies.layouts.first_values import hand_out, made
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
-from toolkit.strategies.layouts.plan import CutLayers, Plan, refuse_partial_gradients, tie, tied
+from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
 from toolkit.strategies.objective import TrialPass
 from toolkit.strategies.protocol import ModelFactory
 
@@ -46,7 +46,7 @@ class TensorParallel(Layout):
     _replicas: DeviceMesh | None
 
     def __init__(
-        self, session: Session, sizes: MeshConfig, plan: Plan, *, precision: str, compile: bool, recompute: bool
+        self, session: Session, sizes: MeshConfig, plan: TensorPlan, *, precision: str, compile: bool, recompute: bool
     ) -> None:
         self.share = share_of(session, sizes)
         self.counts = is_first(session, sizes)

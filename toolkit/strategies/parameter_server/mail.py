@@ -43,7 +43,7 @@ class Kind(IntEnum):
     LOST = 11  #: never sent: the sender is dead
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """A message from ``sender``: some ``numbers``, and bytes (n,) uint8 if the kind has any."""
 
     kind: Kind
@@ -69,7 +69,7 @@ class Mail:
         group = dist.new_group(backend="gloo", timeout=FOREVER)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in it, as all are
         self.group = group
-        self._queue: SimpleQueue[Message] = SimpleQueue()
+        self._queue: SimpleQueue[PeerMessage] = SimpleQueue()
         self._threads = {
             peer: threading.Thread(target=self._read, args=[peer], name=f"toolkit-mail-{peer}", daemon=True)
             for peer in peers
@@ -94,7 +94,7 @@ class Mail:
         except RuntimeError:
             self._unreachable.add(peer)  # the thread that reads from it gets an error as well
 
-    def receive(self) -> Message:
+    def receive(self) -> PeerMessage:
         """Return the next message of any peer. Those of one peer come in the order in which they were sent."""
         return self._queue.get()
 
@@ -115,16 +115,16 @@ class Mail:
         except RuntimeError:
             # gloo raises when the connection breaks: the peer has died.
             self._on_lost(peer)
-            self._queue.put(Message(Kind.LOST, peer))
+            self._queue.put(PeerMessage(Kind.LOST, peer))
 
-    def _next(self, peer: int) -> Message:
+    def _next(self, peer: int) -> PeerMessage:
         header = torch.empty(2 + _NUMBERS, dtype=torch.float64)
         dist.recv(header, peer, group=self.group)
         kind, size, *numbers = header.tolist()
         payload = torch.empty(int(size), dtype=torch.uint8) if size else None
         if payload is not None:
             dist.recv(payload, peer, group=self.group)
-        return Message(Kind(int(kind)), peer, tuple(numbers), payload)
+        return PeerMessage(Kind(int(kind)), peer, tuple(numbers), payload)
 
 
 def encode(value: Any) -> Tensor:
@@ -132,7 +132,7 @@ def encode(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def decode(message: Message) -> Any:
+def decode(message: PeerMessage) -> Any:
     """Return the value that :func:`encode` was given."""
     assert message.payload is not None
     return json.loads(message.payload.numpy().tobytes())

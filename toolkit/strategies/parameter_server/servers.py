@@ -12,7 +12,7 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Measure, Objective, Sums
 from toolkit.strategies.parameter_server.cuts import Flat
-from toolkit.strategies.parameter_server.mail import Kind, Message
+from toolkit.strategies.parameter_server.mail import Kind, PeerMessage
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push
 from toolkit.strategies.protocol import Again, StepOutput
@@ -109,10 +109,10 @@ class SyncServer(Server):
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig) -> None:
         super().__init__(session, config, train)
-        self._arrived: dict[int, Message] = {}
+        self._arrived: dict[int, PeerMessage] = {}
         self._folded = 0  #: the number of this step's shares that are in the sum
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: PeerMessage) -> None:
         if message.kind is Kind.PUSH:
             pushed = Push.of(message)
             assert pushed.step == self._n, "a ticket comes in its step"
@@ -175,7 +175,7 @@ class AsyncServer(Server):
         super().begin(step, again)
         self._done = [step] * self._count
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: PeerMessage) -> None:
         if message.kind is Kind.PUSH:
             self._push(message)
         else:
@@ -195,7 +195,7 @@ class AsyncServer(Server):
         loss, self._loss = self._loss, 0.0
         return loss
 
-    def _push(self, message: Message) -> None:
+    def _push(self, message: PeerMessage) -> None:
         pushed, gradients = Push.of(message), self._place.views(message.payload)
         factor = _scale(gradients, pushed.assumed / max(pushed.weight, 1e-30))
         self._stale.append(self._version - pushed.version)

@@ -24,7 +24,7 @@ from toolkit.strategies.modes import in_training
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.parameter_server import cuts
 from toolkit.strategies.parameter_server.cuts import Cut, Flat
-from toolkit.strategies.parameter_server.mail import Kind, Mail, Message, decode, encode
+from toolkit.strategies.parameter_server.mail import Kind, Mail, PeerMessage, decode, encode
 from toolkit.strategies.protocol import Again, ModelFactory, OptimizerFactory
 from toolkit.strategies.update import Update
 
@@ -54,7 +54,7 @@ class Side:
         self._server = self._rank if self._rank in self._servers else None
         #: Ranks that have died, by the messages handled so far: what a dead worker had sent before still counts.
         self._gone: set[int] = set()
-        self._waiting: defaultdict[Kind, deque[Message]] = defaultdict(deque)
+        self._waiting: defaultdict[Kind, deque[PeerMessage]] = defaultdict(deque)
         self._again: Again | None = None
         self._n = 0
         self._settled = True
@@ -159,7 +159,7 @@ class Side:
         if self._rank == 0 and rank in self._workers:
             self._session.lose(rank)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: PeerMessage) -> None:
         """Do what a message asks for, or keep it until it is awaited."""
         if message.kind is Kind.LOST:
             self._mourn(message.sender)
@@ -179,15 +179,15 @@ class Side:
         """Return the living workers, as this rank knows at this moment. Others may know more, or less."""
         return [rank for rank in self._workers if rank not in self._gone]
 
-    def _await(self, kind: Kind) -> Message:
+    def _await(self, kind: Kind) -> PeerMessage:
         """Return the next message of ``kind``; all others are handled meanwhile."""
         while not self._waiting[kind]:
             self._take(self._mail.receive())
         return self._waiting[kind].popleft()
 
-    def _gather(self, kind: Kind) -> list[Message]:
+    def _gather(self, kind: Kind) -> list[PeerMessage]:
         """Return a message of ``kind`` from every other living rank, in rank order. Rank 0 calls it."""
-        found: dict[int, Message] = {}
+        found: dict[int, PeerMessage] = {}
         others = range(1, self._session.world_size)
         while True:
             while self._waiting[kind]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
-from toolkit.strategies.parameter_server.mail import Message
+from toolkit.strategies.parameter_server.mail import PeerMessage
 
 #: Loss, weight, samples, samples of the global batch; see Push.
 Told: TypeAlias = tuple[float, float, int, int]
@@ -32,6 +32,6 @@ class Push:
         return astuple(self)
 
     @staticmethod
-    def of(message: Message) -> Push:
+    def of(message: PeerMessage) -> Push:
         step, share, version, loss, weight, samples, assumed = message.numbers
         return Push(int(step), int(share), int(version), loss, weight, int(samples), int(assumed))

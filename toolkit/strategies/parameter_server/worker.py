@@ -26,7 +26,7 @@ from toolkit.strategies.objective import (
     weights_of,
 )
 from toolkit.strategies.parameter_server.cuts import Flat
-from toolkit.strategies.parameter_server.mail import Kind, Message
+from toolkit.strategies.parameter_server.mail import Kind, PeerMessage
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push, Told
 from toolkit.strategies.priming import CheckedObjective, undone, unused_message, without_gradient
@@ -141,7 +141,7 @@ class Worker(Side):
                 self._fill(message)
                 self._versions[message.sender] = int(message.numbers[0])
 
-    def _fill(self, message: Message) -> None:
+    def _fill(self, message: PeerMessage) -> None:
         placed = self._placed[message.sender]
         if placed:
             views = self._places[message.sender].views(message.payload)
@@ -149,7 +149,7 @@ class Worker(Side):
 
     # ------------------------------------------------------------------------------------------- for others and for all
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: PeerMessage) -> None:
         if message.kind is Kind.REISSUE:
             self._stand_in(message.sender, int(message.numbers[0]), int(message.numbers[1]))
         elif message.kind is Kind.ASK:

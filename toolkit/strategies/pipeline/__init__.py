@@ -82,7 +82,7 @@ class Pipeline(AllNeeded):
     evaluates_together = True
 
     _model: nn.Module  #: the layers of the whole model that this rank has
-    _parts: list[_Part]  #: this rank's stages, in the order of the pipeline
+    _parts: list[_Stage]  #: this rank's stages, in the order of the pipeline
     _schedule: Any
     _update: Update
     _objective: Objective
@@ -363,20 +363,20 @@ class Pipeline(AllNeeded):
         is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         self._model = in_training(model.to_empty(device=self._device) if is_meta else model.to(self._device))
         self._hand_out(whole, plan)
-        self._parts = [self._part(stage, plan.stages[stage]) for stage in self._stages]
+        self._parts = [self._stage(stage, plan.stages[stage]) for stage in self._stages]
         if dist.get_rank() == 0:
             cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
             shape = self._replicas, self._ranks, self._micro_batches, self._size
             log.info("pipelines: %d, of %d ranks each, with %d micro-batches of %d samples; %s", *shape, cut)
 
-    def _part(self, stage: int, names: Sequence[str]) -> _Part:
+    def _stage(self, stage: int, names: Sequence[str]) -> _Stage:
         chain = [self._model.get_submodule(name) for name in names]
-        part = _Part(stage * self._micro_batches, chain, self._precision, self._device)
+        part = _Stage(stage * self._micro_batches, chain, self._precision, self._device)
         if self._train.compile:
             part.chain.compile()
         return part
 
-    def _hand_out(self, whole: Mapping[str, Tensor], plan: layers.Plan) -> None:
+    def _hand_out(self, whole: Mapping[str, Tensor], plan: layers.StagePlan) -> None:
         """Send each other rank the tensors of its layers from rank 0, one at a time."""
         if dist.get_rank():
             # Rank 0 sends in the same order, the model's.
@@ -459,7 +459,7 @@ class _Shape:
         return torch.empty((samples, *self.row), dtype=self.dtype, device=device)
 
 
-class _Part(nn.Module):
+class _Stage(nn.Module):
     """One stage: its layers in a row, as torch's pipelining wants them."""
 
     takes: _Shape
@@ -508,7 +508,7 @@ def _filled(inputs: Tensor, size: int) -> Tensor:
     return torch.cat([inputs, inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])])
 
 
-def _agreed(make: Callable[[], layers.Plan]) -> layers.Plan:
+def _agreed(make: Callable[[], layers.StagePlan]) -> layers.StagePlan:
     """Return what rank 0 makes, on every rank. Raises its ConfigError on every rank."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -519,7 +519,7 @@ def _agreed(make: Callable[[], layers.Plan]) -> layers.Plan:
     dist.broadcast_object_list(told, 0)
     if told[1] is not None:
         raise ConfigError(told[1])
-    return cast(layers.Plan, told[0])
+    return cast(layers.StagePlan, told[0])
 
 
 @contextmanager

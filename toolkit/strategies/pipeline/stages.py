@@ -28,7 +28,7 @@ from toolkit.strategies.priming import random_state, undone, unused_message
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """The names of each stage's layers in call order, and of the layers that no pass calls."""
 
     stages: tuple[tuple[str, ...], ...]
@@ -47,7 +47,7 @@ class _Call:
     rows: tuple[int, ...]  # the first dimension of its output
 
 
-def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> Plan:
+def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) -> StagePlan:
     """Cut ``model`` into ``stages`` by its pass over ``inputs``, two samples or more.
 
     ``split`` names the layers that begin a stage, except the first one. Without it the cost of the largest stage is as
@@ -67,7 +67,7 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
     ends = [*starts[1:], len(calls)]
     cut = tuple(tuple(call.name for call in calls[a:b]) for a, b in zip(starts, ends, strict=True))
-    found = Plan(cut, tuple(idle))
+    found = StagePlan(cut, tuple(idle))
     # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
     _refuse_empty(model, found)
@@ -113,7 +113,7 @@ def _only_holds(module: nn.Module) -> bool:
 # -------------------------------------------------------------------------------------------- watching one pass
 
 
-class _Watch:
+class _CallRecorder:
     """Records the calls of layers in one pass.
 
     Raises ConfigError if more happens than that one tensor is handed from layer to layer.
@@ -176,7 +176,7 @@ _HINT = (
 def _watch(model: nn.Module, inputs: Tensor, *, training: bool) -> list[_Call]:
     handles = []
     with undone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        watch = _Watch(inputs, counter, "training" if training else "evaluation")
+        watch = _CallRecorder(inputs, counter, "training" if training else "evaluation")
         for name, layer in _layers(model).items():
             handles.append(layer.register_forward_pre_hook(partial(_before, watch, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(watch.after, name)))
@@ -204,7 +204,7 @@ def _refuse_other_calls(evaluation: Sequence[_Call], training: Sequence[_Call]) 
         )
 
 
-def _before(watch: _Watch, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(watch: _CallRecorder, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     watch.before(name, layer, args, kwargs)
 
 
@@ -298,7 +298,7 @@ def _refuse_unused(model: nn.Module, idle: Sequence[str]) -> None:
         raise ConfigError(unused_message(unused))
 
 
-def _refuse_shared(model: nn.Module, found: Plan) -> None:
+def _refuse_shared(model: nn.Module, found: StagePlan) -> None:
     users: dict[Tensor, set[int]] = defaultdict(set)
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -312,7 +312,7 @@ def _refuse_shared(model: nn.Module, found: Plan) -> None:
             )
 
 
-def _refuse_empty(model: nn.Module, found: Plan) -> None:
+def _refuse_empty(model: nn.Module, found: StagePlan) -> None:
     for number, names in enumerate(found.stages):
         if not any(_trains(model.get_submodule(name)) for name in names):
             raise ConfigError(

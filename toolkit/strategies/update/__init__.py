@@ -34,9 +34,10 @@ class Update:
     """Owns the optimizer of this rank's part of the model, and all else that changes with a step.
 
     ``train`` says what else there is; None: nothing. ``total`` sums over the ranks that hold other parts of the model,
-    see :class:`~.parts.Parts`. ``criterion`` has parameters that are trained as well, under ``criterion/<name>``; those
-    that the optimizer lacks become a group of their own. Raises ConfigError if the optimizer cannot skip a step where
-    that is asked for, if it has a parameter of neither model nor criterion, or if nothing can be pruned.
+    see :class:`~.parts.ShardedParameters`. ``criterion`` has parameters that are trained as well, under
+    ``criterion/<name>``; those that the optimizer lacks become a group of their own. Raises ConfigError if the
+    optimizer cannot skip a step where that is asked for, if it has a parameter of neither model nor criterion, or if
+    nothing can be pruned.
     """
 
     def __init__(

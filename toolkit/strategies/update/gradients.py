@@ -10,7 +10,7 @@ from torch import Tensor
 from toolkit.config import TrainConfig
 from toolkit.ranks.state import Entry
 from toolkit.strategies.layouts import local
-from toolkit.strategies.update.parts import Parts, Total
+from toolkit.strategies.update.parts import ShardedParameters, Total
 from toolkit.strategies.update.verdict import Judge, LossScale
 
 
@@ -23,7 +23,7 @@ class Gradients:
     def __init__(self, parameters: Iterable[Tensor], train: TrainConfig, total: Total | None) -> None:
         self._parameters = list(parameters)
         self._device = local(self._parameters[0]).device if self._parameters else torch.device("cpu")
-        self._parts = Parts(self._parameters, total)
+        self._parts = ShardedParameters(self._parameters, total)
         self._clip_norm = train.clip_norm
         self.scale = LossScale(self._device) if train.precision == "fp16" else None
         judges = train.skip_bad_steps or self.scale is not None

@@ -17,7 +17,7 @@ Total: TypeAlias = Callable[[Tensor], Tensor]
 _Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
 
 
-class Parts:
+class ShardedParameters:
     """The parameters of a model, of which this rank may hold parts.
 
     A DTensor knows over which dimensions of its mesh it is cut. Sums run over those, and not over the others, along

@@ -19,7 +19,7 @@ from toolkit.config import PruningConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.layouts import entry, local
-from toolkit.strategies.update.parts import Parts, Total
+from toolkit.strategies.update.parts import ShardedParameters, Total
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LEVEL = "mask/level"
@@ -62,7 +62,7 @@ class Pruning:
         self._refuse()
         self._masks = {tensor: torch.ones_like(local(tensor), dtype=torch.bool) for tensor in self._names}
         # An output belongs to one layer, which ranks with other layers lack; a single weight competes with all others.
-        self._parts = Parts(self._weights, None if config.structured else total)
+        self._parts = ShardedParameters(self._weights, None if config.structured else total)
 
     def _refuse(self) -> None:
         for weight, name in self._weights.items():
