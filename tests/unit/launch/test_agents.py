@@ -32,7 +32,16 @@ from toolkit.launch.start.agent_launcher import AgentLauncher
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents, Endpoint
-from toolkit.launch.start.steps import FirstReports, LaunchFailed, MainReport, Progress, RankEnded, Step, StepEnded
+from toolkit.launch.start.steps import (
+    FirstReports,
+    LaunchFailed,
+    MainReport,
+    Progress,
+    RankEnded,
+    RankFinished,
+    Step,
+    StepEnded,
+)
 from toolkit.launch.start.store import StoreHostEnded
 from toolkit.launch.watch import hang
 
@@ -85,8 +94,10 @@ class Site:
         return self.launcher.start(self.attempt, self.allocation, command, environ, self.events, self.store)
 
     def next(self) -> Any:
-        """What happens next to ranks, or to the store at its end."""
-        return self.events.get(timeout=TIMEOUT_S)
+        """What happens next to ranks, or to the store at its end; ends with exit code 0 are left out."""
+        while isinstance(event := self.events.get(timeout=TIMEOUT_S), RankFinished):
+            pass
+        return event
 
     @property
     def agent(self) -> int:
@@ -103,6 +114,15 @@ def test_ranks_know_their_numbers_and_where_the_store_is_and_log_apart(tmp_path:
     assert site.next() == StepEnded(0)
     for rank in range(3):
         assert site.log(rank) == f"{rank} of 3 at 127.0.0.1:7\n"
+    site.agents.close()
+
+
+def test_a_rank_that_ends_well_is_reported_before_the_others_have_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, ranks=2)
+    step = site.start("[ $RANK = 1 ] && exit 0; sleep 600")
+    assert site.events.get(timeout=TIMEOUT_S) == RankFinished((1,))
+    step.kill()
+    assert [type(site.next()), type(site.next())] == [RankEnded, StepEnded]
     site.agents.close()
 
 

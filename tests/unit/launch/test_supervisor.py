@@ -27,7 +27,7 @@ from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import journal, request
 from toolkit.launch.record.request import Intent
-from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress, RankEnded, StepEnded
+from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress, RankEnded, RankFinished, StepEnded
 from toolkit.launch.submission import submit
 from toolkit.launch.supervise import attempt_loop, stop_path, supervisor
 from toolkit.launch.supervise.error_files import read_error_file
@@ -252,6 +252,7 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
         fsio.make_dir(path.parent)
         fsio.write_json(path, {**said, "exit_code": 1})
         ranks.events.put(ended(2))
+        ranks.events.put(RankFinished((1,)))
         ranks.events.put(ended(3, code=1))
         ranks.report(step=10, step_start=0, expendable=[1, 2, 3])
         ranks.tell_result(10)

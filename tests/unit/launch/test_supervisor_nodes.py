@@ -28,7 +28,8 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, StepEnded
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, RankFinished, StepEnded
+from toolkit.launch.start.user_job import nodes, slurm_job
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
@@ -121,6 +122,23 @@ def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(run: RunDir,
     first, second = run.attempts()
     assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
     assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
+    assert ranks.signals == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
+    run: RunDir, slurm: FakeSlurm, is_first: bool
+) -> None:
+    def loses_the_last(ranks: Ranks) -> None:
+        ranks.answers_kill = False
+        ranks.report(step=10, step_start=0)
+        events = [NodeFailed("node2"), RankFinished((0,))]
+        for event in events if is_first else reversed(events):
+            ranks.events.put(event)
+
+    ranks = Ranks(loses_the_last, completes)
+    assert supervise(run, slurm, ranks, spare=1) == 0
+    assert [line["cause"] for line in run.attempts()] == ["node_failure", "completed"]
     assert ranks.signals == [signal.SIGKILL]
 
 

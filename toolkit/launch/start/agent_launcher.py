@@ -17,7 +17,16 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_links import AgentLinks
 from toolkit.launch.start.agents import Agents, AgentUser, Awaited
-from toolkit.launch.start.steps import Events, LaunchFailed, RankEnded, Step, StepEnded, Store, signal_name
+from toolkit.launch.start.steps import (
+    Events,
+    LaunchFailed,
+    RankEnded,
+    RankFinished,
+    Step,
+    StepEnded,
+    Store,
+    signal_name,
+)
 from toolkit.launch.start.store import StoreHostEnded, port_in
 from toolkit.rundir import RunDir
 from toolkit.slurm.container import Container
@@ -333,7 +342,9 @@ class _AgentStep:
             self._end([rank], EXIT_FAILED)
         elif message["is"] == "ended":
             code = message["code"]
-            if code != 0:
+            if code == 0:
+                self._events.put(RankFinished((rank,)))
+            else:
                 self._events.put(_ended(rank, host, code, message["time"], out_of_memory=message["out_of_memory"]))
             self._end([rank], code)
 

@@ -40,6 +40,13 @@ class RankEnded:
 
 
 @dataclass(frozen=True)
+class RankFinished:
+    """Ranks that ended with exit code 0. srun does not report them: only agents do."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class NodeFailed:
     """A node of the attempt does not answer, or srun has lost it."""
 

@@ -34,6 +34,7 @@ class Attempt:
     failures: list[RankFailure] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)  #: those of them that ended with exit code 0
     lost_ranks: dict[int, str] = field(default_factory=dict)  #: dead ranks that were not needed, and how they died
     lost_nodes: set[str] = field(default_factory=set)
     cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
@@ -117,7 +118,7 @@ class Attempt:
         """True if the strategy goes on when ``ranks`` have died: while another one of their kind lives. Rank 0 has
         reported which ranks these are."""
         expendable = set(self.progress.get("expendable") or ())
-        return set(ranks) <= expendable and not expendable <= self.gone
+        return set(ranks) <= expendable and not expendable <= self.gone - self.finished
 
     @property
     def lost_s(self) -> float:

@@ -26,6 +26,7 @@ from toolkit.launch.start.steps import (
     NodeFailed,
     Progress,
     RankEnded,
+    RankFinished,
     Step,
     StepEnded,
     Store,
@@ -122,6 +123,9 @@ class AttemptLoop:
             # Ends and failures: after the first one the other ranks are killed soon.
             case RankEnded():
                 self._take_rank_ended(event)
+            case RankFinished(ranks):  # a lost node is waited for only while ranks on other nodes are left
+                attempt.note_gone(ranks)
+                attempt.finished |= set(ranks)
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
                 attempt.lost_nodes.add(host)
