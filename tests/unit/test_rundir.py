@@ -18,7 +18,7 @@ from toolkit import error_file, fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.launch.start.steps import open_log
-from toolkit.metrics.sinks import JsonlSink
+from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
 from toolkit.rundir import RunDir
 
 
@@ -197,24 +197,35 @@ def _write_error(run: RunDir) -> None:
     error_file.write(ValueError("x"), 3)
 
 
+def _part(run: RunDir) -> Path:
+    return run.checkpoints / "step-00000005.tmp-1a2b3c4d/rank-00001.bin"
+
+
+@pytest.mark.parametrize("is_mount_point", [True, False])
 @pytest.mark.parametrize(
     "write",
     [
         pytest.param(lambda run: run.take_number(1), id="an owner"),
         pytest.param(_write_error, id="a rank's error file"),
         pytest.param(lambda run: open_log(run.rank_log(1, 0)), id="a rank's log"),
+        pytest.param(lambda run: open_log(run.logs / "agent-node1.log"), id="an agent's log"),
         pytest.param(lambda run: JsonlSink(run.tensorboard / "metrics.jsonl", None), id="metrics"),
+        pytest.param(lambda run: TensorBoardSink(run.tensorboard), id="TensorBoard"),
+        pytest.param(lambda run: CheckpointStore(run.checkpoints).write(_part(run), []), id="a rank's part"),
         pytest.param(lambda run: CheckpointStore(run.checkpoints).begin(5), id="a checkpoint"),
         pytest.param(lambda run: rundir.remember_job(run, "box-1"), id="which job serves it"),
     ],
 )
 def test_a_run_folder_that_is_away_is_not_made_anew(
-    tmp_path: Path, write: Callable[[RunDir], object], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, write: Callable[[RunDir], object], is_mount_point: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would lie on the disk below, and hide from the run's later jobs what is in the true one."""
     run = rundir.create("test", tmp_path / "mounted")
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(run.path))
     shutil.rmtree(tmp_path / "mounted")
+    if is_mount_point:
+        run.path.parent.mkdir(parents=True)
     with suppress(OSError, CheckpointError):
         write(run)
-    assert not (tmp_path / "mounted").exists()
+    assert not run.path.exists()
+    assert (tmp_path / "mounted").exists() == is_mount_point

@@ -104,6 +104,10 @@ def _copy(source: CheckpointStore, path: Path, target: CheckpointStore) -> None:
     temporary = target.begin(manifest.step)
     try:
         for name in manifest.files:
+            # A library's file may lie in folders of its own.
+            with file_errors("creating", temporary / name):
+                for folder in reversed(Path(name).parents[:-1]):
+                    fsio.make_dir(temporary / folder, parents=0)
             target.write(temporary / name, _chunks(path / name))
             target.moved()
         # Check what is on the second disk, not what was sent to it.

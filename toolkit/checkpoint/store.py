@@ -158,9 +158,11 @@ class CheckpointStore:
         return temporary
 
     def write(self, path: Path, chunks: Iterable[memoryview]) -> None:
-        """Write one rank's file and flush it to disk."""
+        """Write one rank's file and flush it to disk.
+
+        The folder must exist: a rank that is late would make one anew that the next attempt has removed.
+        """
         with file_errors("writing", path):
-            fsio.make_dir(path.parent)  # for a library's file that is copied
             fsio.write_stream(path, chunks, self.moved)
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:

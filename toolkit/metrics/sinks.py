@@ -117,7 +117,7 @@ class JsonlSink(NullSink):
     """
 
     def __init__(self, path: Path, resumed_step: int | None, clock: Callable[[], float] = time.time) -> None:
-        fsio.make_dir(path.parent, parents=1)
+        fsio.make_dir(path.parent, parents=0)
         # Cut the file at the resumed step, and read the last line back: a later call at its step adds to it.
         end = _end_of(path, resumed_step)
         self._file = fsio.PatientFile(path)
@@ -242,7 +242,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
-        fsio.make_dir(folder, parents=1)
+        fsio.make_dir(folder, parents=0)
         # TensorBoard reads the files in the order of these stamps: ours must be the last.
         latest = _latest_stamp(folder)
         stamp = max(int(clock()), latest + 1)

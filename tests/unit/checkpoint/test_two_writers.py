@@ -50,6 +50,15 @@ def test_two_writers_leave_whole_checkpoints_only_whoever_comes_when(tmp_path: P
         assert float(state["model/weight"].value.unique().item()) == loaded.step  # type: ignore[union-attr]
 
 
+def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path) -> None:
+    old, new = (CheckpointStore(tmp_path) for _ in range(2))
+    folder = old.begin(300)
+    assert new.sweep() == [folder]
+    with pytest.raises(CheckpointError, match="has vanished"):
+        old.write(folder / "rank-00001.bin", [])
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("at", range(1, 30))
 def test_an_attempt_that_starts_while_an_earlier_one_still_writes_is_not_disturbed(tmp_path: Path, at: int) -> None:
     """It sweeps what it takes for left over; the earlier one's save then fails, and nothing half is committed."""

@@ -163,7 +163,7 @@ def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool
 
 def open_log(path: Path) -> IO[bytes]:
     """Open a log file to append to, private to the user."""
-    fsio.make_dir(path.parent, parents=1)
+    fsio.make_dir(path.parent, parents=0)
     return os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
