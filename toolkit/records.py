@@ -165,13 +165,15 @@ def read_or(path: Path, shape: Shape, default: Any, damage: list[str] | None = N
     return default if value is None else value
 
 
-def read_lines(path: Path, shape: Shape, damage: list[str] | None = None) -> list[Any]:
+def read_lines(path: Path, shape: Shape, damage: list[str] | None = None, *, may_be_empty: bool = True) -> list[Any]:
     """Return the lines of ``path`` that fit; none of a missing file.
 
     A last line without a line break counts if it fits: then only the break is missing.
     """
     try:
         raw = _read_bytes(path)
+        if not raw and not may_be_empty:
+            raise Misfit("it is empty")
     except FileNotFoundError:
         return []
     except Misfit as misfit:

@@ -293,7 +293,8 @@ class RunDir:
 
     def attempts(self, damage: list[str] | None = None) -> list[dict[str, Any]]:
         """Return the closed attempts whose lines can be read, oldest first; ``nodes`` becomes a list of names."""
-        lines = records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage)
+        # The file is made with its first line, so an empty one has lost lines.
+        lines = records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage, may_be_empty=False)
         return [{**line, "nodes": list(_hosts(line["nodes"]) or ())} for line in lines]
 
     def next_attempt(self, closed: Sequence[Mapping[str, Any]]) -> int:

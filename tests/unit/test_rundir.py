@@ -145,6 +145,15 @@ def test_a_damaged_line_of_attempts_is_named_and_its_number_is_not_given_again(t
     assert [line["attempt"] for line in run.attempts([])] == [1, 3]
 
 
+def test_an_emptied_list_of_attempts_is_named(tmp_path: Path) -> None:
+    run = rundir.create("name", tmp_path)
+    damage: list[str] = []
+    assert (run.attempts(damage), damage) == ([], []), "a run has no such file before its first attempt ends"
+    (run.path / "attempts.jsonl").touch()
+    assert run.attempts(damage) == []
+    assert damage == [f"{run.path / 'attempts.jsonl'} is damaged: it is empty"]
+
+
 def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
     nodes = [f"node{number}" for number in range(10_000)]

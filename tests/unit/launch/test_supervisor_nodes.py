@@ -216,7 +216,9 @@ def test_the_lines_of_earlier_attempts_are_read_once(
 
     reads: list[Path] = []
     read_lines = records.read_lines
-    monkeypatch.setattr(records, "read_lines", lambda path, *more: reads.append(path) or read_lines(path, *more))
+    monkeypatch.setattr(
+        records, "read_lines", lambda path, *more, **options: reads.append(path) or read_lines(path, *more, **options)
+    )
     assert supervise(run, slurm, Ranks(crashes, crashes, completes)) == 0
     files = [path.name for path in reads]
     assert files.count("attempts.jsonl") <= 2, "once for what was left over, once for the journal"
