@@ -192,12 +192,56 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(then: int, tmp_pa
     assert 0 < report.worst_loss < 1e-4
 
 
+def command(runs: Path, *words: str, project: Path | None = None) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "toolkit", "resume-check", *words, "--executor", "local"]
+    environ = {"TOOLKIT_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        argv, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120, check=False
+    )
+
+
 def test_the_command_says_what_was_done_and_found(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "toolkit", "resume-check", "configs/digits_ddp.yaml", "--executor", "local"]
-    argv += ["--steps", "20", "--json"]
-    environ = {"TOOLKIT_RUNS": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)
+    done = command(tmp_path, "configs/digits_ddp.yaml", "--steps", "20", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["identical"], report["steps"], report["ranks"]) == (True, 20, [2])
     assert "seed" in done.stderr
+
+
+#: A loop of one's own that decides by itself how long it is.
+SHORT_LOOP = """
+import time
+
+import torch
+import toolkit
+
+with toolkit.start() as run:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.resumable(model=model, optimizer=optimizer)
+    loader = run.loader([(torch.ones(1), 0)] * 24, global_batch_size=2)
+    for batch in run.steps(loader, total=12):
+        time.sleep(0.1)  # so that the signal comes before the loop has ended
+        loss = (model(batch.inputs) - 2).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+"""
+
+
+def test_a_loop_that_ends_before_the_steps_asked_for_is_struck_within(tmp_path: Path) -> None:
+    """Of 60 steps seed 5 would choose step 40."""
+    (tmp_path / "train.py").write_text(SHORT_LOOP)
+    done = command(tmp_path / "runs", "train.py", "--seed", "5", "--json", project=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["identical"], report["steps"]) == (True, 12)
+
+
+def test_a_step_after_the_end_of_a_loop_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHORT_LOOP)
+    done = command(tmp_path / "runs", "train.py", "--at", "20", project=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "ended by itself after 12 of the 60 steps, and --at must be within 0..10" in done.stderr
+    assert "the script's own loop" in done.stderr

@@ -40,6 +40,8 @@ RECORDED = {
 OF_SAMPLES = ("samples", "inputs", "targets")
 #: Logged figures that must be equal, beside those of evaluations.
 CURVES = ("train/loss", "train/lr")
+#: With fewer steps no step is left after the interruption and one before it.
+FEWEST_STEPS = 3
 #: The signal of each kind of interruption.
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGUSR1"}
 
@@ -81,17 +83,20 @@ class CheckReport:
 
 def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str = "auto") -> CheckReport:
     """Train twice and compare. Raises JobFailedError when a run ends otherwise than completed."""
+    _refuse_impossible(plan)
     loaded = configs.load_config(config, overrides)
     ranks = loaded.cluster.nodes * loaded.cluster.tasks_per_node
-    strike = _strike(plan, _needed(loaded, ranks))
-    plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     # Several checkpoints within the few steps, unless the user says how often.
     common = [*overrides, f"train.max_steps={plan.steps}"]
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
         common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
     common.append(f"checkpoint.keep={max(2, loaded.checkpoint.keep)}")
     undisturbed = _run(config, [*common, f"name={loaded.name}-undisturbed"], {}, executor)
-    log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, plan.steps, ranks)
+    # A loop of one's own, or few epochs, may end before ``plan.steps``.
+    steps = len(read(undisturbed).steps)
+    log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, steps, ranks)
+    strike = _strike(plan, _needed(loaded, ranks), steps)
+    plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
     disturbed = _disturb(config, [*common, f"name={loaded.name}-disturbed"], plan, {"strikes": {"1": strike}}, executor)
     return compare(undisturbed, disturbed, plan, f"rank {strike['rank']}, {plan.how}, in step {strike['step']}")
 
@@ -104,23 +109,38 @@ def _needed(config: configs.JobConfig, ranks: int) -> int:
     return config.strategy.parameter_server.servers if config.strategy.name == "parameter_server" else ranks
 
 
-def _strike(plan: CheckPlan, ranks: int) -> dict[str, Any]:
-    """Choose rank and step of the interruption, after the first step and before the last.
-
-    Before the first step there is nothing to lose.
-    """
+def _refuse_impossible(plan: CheckPlan) -> None:
     if plan.how not in SIGNALS:
         raise RequestError(f"resume-check: --how {plan.how}: there is {' and '.join(SIGNALS)}")
     if plan.then_ranks is not None and plan.how != "kill":
         raise RequestError("resume-check: --then-ranks goes with --how kill: a stopped job may come back by itself")
-    if plan.steps < 3:
-        raise RequestError(f"resume-check: {plan.steps} steps are too few; use 3 or more")
+    if plan.steps < FEWEST_STEPS:
+        raise RequestError(f"resume-check: {plan.steps} steps are too few; use {FEWEST_STEPS} or more")
     if plan.step is not None and not 0 <= plan.step < plan.steps - 1:
         raise RequestError(f"resume-check: step {plan.step} is not within 0..{plan.steps - 2}")
+
+
+def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:
+    """Choose rank and step of the interruption, after the first step and before the last.
+
+    Before the first step there is nothing to lose. ``steps`` is how many steps the undisturbed run has made. Raises
+    RequestError if they are too few.
+    """
+    if not steps:
+        raise RequestError(
+            "resume-check: the script has recorded no step: its training must be a job of the toolkit's, or a loop "
+            "over run.steps() of toolkit.start()"
+        )
+    if steps < FEWEST_STEPS or (plan.step is not None and plan.step >= steps - 1):
+        what = f"{FEWEST_STEPS} are needed" if steps < FEWEST_STEPS else f"--at must be within 0..{steps - 2}"
+        raise RequestError(
+            f"resume-check: the training ended by itself after {steps} of the {plan.steps} steps, and {what}; to make "
+            "it longer raise train.epochs, or the number of steps or epochs in the script's own loop"
+        )
     seed = random.randrange(10**6) if plan.seed is None else plan.seed
     log.info("seed %d", seed)
     dice = random.Random(seed)
-    step = dice.randrange(1, max(2, plan.steps * 3 // 4))  # early enough that steps are left in which to differ
+    step = dice.randrange(1, max(2, steps * 3 // 4))  # early enough that steps are left in which to differ
     return {
         "rank": dice.randrange(ranks),
         "step": step if plan.step is None else plan.step,
@@ -218,8 +238,8 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
     attempts = disturbed.attempts()
     if len(attempts) < 2:
         raise JobFailedError(
-            f"{disturbed.path} ended before it was struck in step {plan.step}: it has fewer than {plan.steps} steps; "
-            "raise train.epochs, or lower --steps"
+            f"{disturbed.path} ended before the signal of step {plan.step} reached it: choose an earlier step with "
+            "--at, or more steps"
         )
     ours, theirs = read(undisturbed), read(disturbed)
     ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))

@@ -474,7 +474,7 @@ def reporting(folder: Path, lines: str) -> str:
     """A rank that imports no torch and reports as ours do."""
     script = folder / "rank.py"
     script.write_text(REPORTS + lines)
-    return f"PYTHONPATH={Path(agent_links.__file__).parents[2]} exec {sys.executable} {script}"
+    return f"PYTHONPATH={Path(agent_links.__file__).parents[3]} exec {sys.executable} {script}"
 
 
 def until(site: Site, kind: type[Any]) -> list[Any]:

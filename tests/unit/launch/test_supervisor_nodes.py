@@ -29,7 +29,6 @@ from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, RankFinished, StepEnded
-from toolkit.launch.start.user_job import nodes, slurm_job
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
