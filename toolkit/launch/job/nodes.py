@@ -51,6 +51,11 @@ class Nodes:
         return self._bad
 
     @property
+    def out(self) -> Mapping[str, str]:
+        """The nodes that this job does not use any more, each with the reason."""
+        return self._out
+
+    @property
     def ailing(self) -> Mapping[str, BadNode]:
         """The nodes that are in use, or spare, and have something wrong with them."""
         return {host: ailing for host, ailing in self._ailing.items() if host not in self._out}

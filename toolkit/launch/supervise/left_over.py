@@ -58,7 +58,7 @@ def close(context: Context, last_words: str | None) -> None:
         cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
     log.warning("attempt %d: %s", left.number, why)
     for host in gone:
-        nodes.condemn(host, why)
+        nodes.condemn(host, f"lost in attempt {left.number}")
     # The attempt ended, as far as is known, when its supervisor wrote last.
     left.left_over, left.ended = status, status.get("updated", time.time())
     context.journal.note_gain(left)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -153,7 +152,8 @@ class Supervisor:
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
         self._prepare_comeback()
-        return self._check_nodes() or self._run_attempts()
+        self._check_nodes()
+        return self._run_attempts()
 
     def _prepare_comeback(self) -> None:
         if self._comeback is not None:
@@ -185,33 +185,32 @@ class Supervisor:
         verdict = self._conclude(attempt)
         return self._run_attempts() if verdict.decision is Decision.RESTART else verdict
 
-    def _check_nodes(self) -> Ending | None:
+    def _check_nodes(self) -> None:
         """Mark the nodes that the preflight finds bad as unusable.
 
-        Return a recorded verdict if too few are left, and None if the run can start. A job that was requeued for bad
-        nodes twice, in vain, takes what it gets: it may well run.
+        A job that was requeued for bad nodes twice, in vain, takes what it gets: it may well run.
         """
         if not self._config.cluster.preflight or self._job.slurm is None or self._agents is None:
-            return None
+            return
         # Spare nodes are checked too, with no ranks on them.
         job, spare = self._allocation, self._config.cluster.spare_nodes
         checked = replace(job, tasks=(*job.without(spare).tasks, *[0] * spare))
         report = check_nodes(self._run.path, checked, self._agents, self._events)
         if not report.is_fine and is_being_ended(self._context):
-            return None  # what ends the job ended the checks, too: they say nothing about the nodes
+            return  # what ends the job ended the checks, too: they say nothing about the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
         if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
-            return None
+            return
         # A node that did not answer is bad only if its slurmd does not answer either.
         dead = self._job.unreachable(report.unknown) if report.unknown else set()
         bad = {**report.bad, **dict.fromkeys(dead, "nothing was heard of it, and its slurmd does not answer")}
         for host, why in bad.items():
             self._nodes.condemn(host, why)
-        return None if self._nodes.plan() is not None else self._requeue_for(bad)
 
-    def _requeue_for(self, bad: Mapping[str, str]) -> Ending:
+    def _requeue_off_bad_nodes(self) -> Ending:
         # An attempt without ranks, so that the history has a line for this requeue.
+        bad = self._nodes.out
         attempt = self._new_attempt(self._allocation)
         attempt.lost_nodes, attempt.ended = set(bad), time.time()
         why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
@@ -222,9 +221,7 @@ class Supervisor:
     # -------------------------------------------------------------------------------------------------- the attempts
 
     def _run_attempts(self) -> Ending:
-        while True:
-            plan = self._nodes.plan()
-            assert plan is not None, "the verdict before was to restart"
+        while (plan := self._nodes.plan()) is not None:
             self._nodes.note_used(plan)
             attempt = self._new_attempt(plan)
             # Attempts that make no step are spaced out; a stop or a signal during the pause ends the run.
@@ -236,6 +233,8 @@ class Supervisor:
             verdict = self._conclude(attempt)
             if verdict.decision is not Decision.RESTART:
                 return verdict
+        # The checks have found bad nodes, or nodes have died together with the last supervisor.
+        return self._requeue_off_bad_nodes()
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
         start = None if self._context.is_foreign else self._journal.begin(self._job.row)
