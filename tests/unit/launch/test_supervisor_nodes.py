@@ -30,6 +30,8 @@ from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, RankFinished, StepEnded
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
+from toolkit.launch.supervise.ending import Ending
+from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.rundir import RunDir
@@ -139,6 +141,68 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
     assert supervise(run, slurm, ranks, spare=1) == 0
     assert [line["cause"] for line in run.attempts()] == ["node_failure", "completed"]
     assert ranks.signals == [signal.SIGKILL]
+
+
+class UnheardKill(Ranks):
+    """Ranks of which one is on ``dead``: it says nothing of its end."""
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        AGENTS.silent_hosts = frozenset({"dead"})
+        living = tuple(rank for rank, host in enumerate(self.hosts) if host != "dead")
+        self.events.put(RankEnded(living, "node3", "killed by SIGKILL", signal.SIGKILL, time.time()))
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("first", ["node1", "dead"])
+def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
+    run: RunDir,
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    preflight: Preflight,
+    first: str,
+    is_killed: bool,
+) -> None:
+    """Before, the node of rank 0 was never asked, nor any in an attempt that was being killed: it was awaited for ever.
+
+    The death itself may be why other ranks crash. Where the batch host is bad, rank 0 is on another node.
+    """
+    monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.02)
+    monkeypatch.setattr(AGENTS, "silent_hosts", frozenset())
+    allocation = Allocation(("node1", "dead", "node3", "node4"), (1, 1, 1, 1), 1, job_id="1")
+    preflight.bad = {} if first == "node1" else {"node1": "its disk is full"}
+
+    def falls_silent(ranks: Ranks) -> None:
+        ranks.report(step=10, step_start=0)
+        if is_killed:
+            ranks.events.put(RankEnded((ranks.hosts[0] == "dead",), "node3", "exit code 1", None, time.time(), 1))
+        else:
+            AGENTS.silent_hosts = frozenset({"dead"})
+
+    config = JobConfig()
+    config.cluster.spare_nodes = 2
+    config.retry.allow_fewer_nodes = True
+    ranks = UnheardKill(falls_silent, completes)
+    assert Supervisor(run, config, allocation, ranks, slurm, AGENTS).run() == 0
+    assert run.attempts()[0]["nodes"][0] == first
+    assert run.attempts()[0]["lost_nodes"] == ["dead"]
+
+
+def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
+    run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped, and the next attempt waited for ever for agents that were served no more."""
+
+    def crashes(ranks: Ranks) -> None:
+        ranks.events.put(RankEnded((0,), "node1", "exit code 1", None, time.time(), 1))
+
+    def judge(*arguments: Any) -> Ending:
+        ranks.events.put(ValueError("the links broke"))
+        return judge_attempt(*arguments)
+
+    ranks = Ranks(crashes, completes)
+    monkeypatch.setattr(supervisor, "judge_attempt", judge)
+    with pytest.raises(ValueError, match="the links broke"):
+        supervise(run, slurm, ranks)
 
 
 def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) -> None:

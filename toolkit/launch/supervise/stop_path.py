@@ -71,6 +71,8 @@ def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:
             event = context.events.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             break
+        if isinstance(event, Exception):  # as in an attempt: the agents are served no more
+            raise event
         if isinstance(event, Signalled) and not is_slurms_signal(context, event.number):
             attempt.stop, attempt.stop_asked = why_stop(context, event.number), time.time()
             log.warning("%s: the ranks are not started", event.number.name)
