@@ -36,7 +36,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.step_checks import check_step
 from toolkit.config.validation import check_change, goes_on_with, validate
-from toolkit.config.words import is_one_line, tensor_style
+from toolkit.config.words import choose, is_one_line, tensor_style
 
 __all__ = [
     "DATASETS",
@@ -67,6 +67,7 @@ __all__ = [
     "check_pipeline",
     "check_places",
     "check_step",
+    "choose",
     "dump_config",
     "filled",
     "goes_on_with",

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from toolkit.errors import ConfigError, nearest
+
+Choice = TypeVar("Choice")
+
+
+def choose(key: str, value: str, choices: Mapping[str, Choice]) -> Choice:
+    """Return the choice that belongs to the config's ``value``. Raises ConfigError, naming the key, for any other."""
+    one_of(key, value, choices)
+    return choices[value]
 
 
 def one_of(key: str, value: str, valid: Iterable[str]) -> None:

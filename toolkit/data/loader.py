@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from toolkit.config import choose
 from toolkit.data.fingerprint import fingerprint
 from toolkit.data.permutation import GivenOrder, Indices
 from toolkit.data.sampler import EvalSampler, Sampler, TrainSampler, eval_calls
@@ -183,9 +184,9 @@ def build_loader(
         seed=seed,
         share=share,
         workers=config.workers,
-        max_bad_samples=config.max_bad_samples if config.bad_samples == "skip" else None,
+        max_bad_samples=choose("data.bad_samples", config.bad_samples, {"fail": None, "skip": config.max_bad_samples}),
         split=config.split,
-        balances=config.share == "auto",
+        balances=choose("data.share", config.share, {"even": False, "auto": True}),
         device=device,
         collate=collate,
         order=order,

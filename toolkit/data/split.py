@@ -37,10 +37,14 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
 
     Raises ConfigError where there are none.
     """
-    if split == "blocks":
-        found: range | Indices = range(*share.bounds(size))
-    else:
-        found = np.concatenate([_of_chunk(start, size, share) for start in range(0, size, _CHUNK)])
+    found: range | Indices
+    match split:
+        case "blocks":
+            found = range(*share.bounds(size))
+        case "hash":
+            found = np.concatenate([_of_chunk(start, size, share) for start in range(0, size, _CHUNK)])
+        case _:
+            raise ConfigError(f"data.split: {split} says nothing of which samples a share has")
     if not len(found):
         raise ConfigError(
             f"data.split: {split} leaves share {share.index} of {share.count} none of {size} samples; use fewer ranks, "

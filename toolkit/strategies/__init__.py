@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config import StrategyConfig, TrainConfig, check_step, mesh_of
-from toolkit.errors import ConfigError, nearest
+from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_step, choose, mesh_of
+from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
 from toolkit.strategies.layouts import Layout
@@ -56,12 +56,10 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` asks for
     what this strategy cannot do.
     """
-    if config.name not in _BUILDERS:
-        hint = nearest(config.name, _BUILDERS)
-        raise ConfigError(f"strategy.name: there is no {config.name!r}; {hint}valid: {', '.join(_BUILDERS)}")
+    build = choose("strategy.name", config.name, _BUILDERS)
     train = train or TrainConfig()
     check_step(train, config)
-    return _BUILDERS[config.name](config, session, train)
+    return build(config, session, train)
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
@@ -115,14 +113,22 @@ def _layout(name: str, config: StrategyConfig, session: Session, train: TrainCon
         "compile": train.compile,
         "recompute": config.activation_checkpointing,
     }
-    if name == "ddp":
-        return _replicas(config, session, train, how)
-    if name in ("alone", "dp"):
-        # "alone" sends nothing (local SGD without after_steps); dp is one process with all GPUs of a node.
-        return LocalReplica(session, **how) if name == "alone" else data_parallel(session, **how)
-    if name != "tensor":
-        # fsdp and zero differ only in whether a block's gathered weights are freed after its forward pass.
-        return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
+    match name:
+        case "ddp":
+            return _replicas(config, session, train, how)
+        case "alone":  # it sends nothing: local SGD without after_steps
+            return LocalReplica(session, **how)
+        case "dp":  # one process with all GPUs of a node
+            return data_parallel(session, **how)
+        case "fsdp" | "zero":
+            # These differ only in whether a block's gathered weights are freed after its forward pass.
+            return Shards(session, sizes, reshard_after_forward=name == "fsdp", cpu_offload=config.cpu_offload, **how)
+        case "tensor":
+            return _tensor(config, session, sizes, how)
+    raise ConfigError(f"strategy.name: {name} has no layout")
+
+
+def _tensor(config: StrategyConfig, session: Session, sizes: MeshConfig, how: dict[str, Any]) -> Layout:
     from toolkit.strategies.layouts.plan import TensorPlan
     from toolkit.strategies.layouts.tensor import TensorParallel
 

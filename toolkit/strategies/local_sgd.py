@@ -24,13 +24,13 @@ under ddp.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from toolkit.config import LocalSgdConfig, TrainConfig
+from toolkit.config import LocalSgdConfig, TrainConfig, choose
 from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import sum_across_ranks, sum_tensors
@@ -172,8 +172,12 @@ class LocalSgd(Spmd):
         super().build(model, optimizer, objective, sample)
         parameters = self._model.named_parameters()
         self._weights = {name: parameter.detach() for name, parameter in parameters if parameter.requires_grad}
-        outer = self._config.outer_lr, self._config.outer_momentum
-        self._meeting = DiLoCo(self._weights, *outer) if self._config.outer == "diloco" else Averaging()
+        lr, momentum = self._config.outer_lr, self._config.outer_momentum
+        meetings: dict[str, Callable[[], Meeting]] = {
+            "average": Averaging,
+            "diloco": lambda: DiLoCo(self._weights, lr, momentum),
+        }
+        self._meeting = choose("strategy.local_sgd.outer", self._config.outer, meetings)()
 
     def split_data(self) -> None:
         """Do nothing: statistics stay share 0's, since ranks exchange nothing within a round."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit import logs
-from toolkit.config import TrainConfig
+from toolkit.config import TrainConfig, choose
 from toolkit.errors import ConfigError, listing
 from toolkit.hang import activity
 from toolkit.ranks.batch import Batch
@@ -49,7 +49,7 @@ class NotFinite:
         loader: BatchesByStep,
         roll_back: Callable[[int, int], int | None],
     ) -> None:
-        self.stops = config.on_nan == "stop"
+        self.stops = choose("train.on_nan", config.on_nan, {"stop": True, "warn": False})
         self.count = 0  #: number of logging steps whose mean loss was not finite, in the whole run
         self._seed = config.seed
         self._activity = session.activity

@@ -15,8 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from toolkit.config import OptimConfig
 from toolkit.config.optim_checks import is_path
-from toolkit.config.schema import OPTIMIZERS, SCHEDULES
-from toolkit.config.words import one_of
+from toolkit.config.words import choose
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.train.muon import MuonAndAdamW
 from toolkit.train.parameter_groups import parameter_groups
@@ -36,20 +35,20 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     groups = parameter_groups(config, model)
     if is_path(config.name):
         return _own_optimizer(config, groups)
-    one_of("optim.name", config.name, OPTIMIZERS)
+    muon = partial(MuonAndAdamW, config=config)
+    kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "muon": muon}
+    kind = choose("optim.name", config.name, kinds)
     # torch refuses ``fused`` for other devices, and for parameters that are not floating point.
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters)
     if config.name == "sgd":
         fused = fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
         momentum, nesterov = 0.9 if config.momentum is None else config.momentum, bool(config.nesterov)
-        return SGD(groups, config.lr, momentum, weight_decay=config.weight_decay, nesterov=nesterov, fused=fused)
+        return kind(groups, config.lr, momentum, weight_decay=config.weight_decay, nesterov=nesterov, fused=fused)
     given: dict[str, Any] = {"betas": tuple(config.betas) or None, "eps": config.eps}
     options = {name: value for name, value in given.items() if value is not None}
     options |= {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused}
-    if config.name == "muon":
-        return MuonAndAdamW(groups, config, **options)
-    return Adam(groups, **options) if config.name == "adam" else AdamW(groups, **options)
+    return kind(groups, **options)
 
 
 def _own_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
@@ -106,12 +105,12 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     at step ``total_steps``. ``wsd`` (warm-up, stable, decay: https://arxiv.org/abs/2404.06395) falls in the last
     ``decay_steps`` only.
     """
-    one_of("optim.schedule", config.schedule, SCHEDULES)
+    shape = choose("optim.schedule", config.schedule, _SHAPES)
     falls_from = config.warmup_steps
     if config.schedule == "wsd":
         decay_steps = total_steps // 5 if config.decay_steps is None else config.decay_steps
         falls_from = max(falls_from, total_steps - decay_steps)
-    return partial(_rate, config, _SHAPES[config.schedule], falls_from, total_steps)
+    return partial(_rate, config, shape, falls_from, total_steps)
 
 
 def _rate(config: OptimConfig, shape: Callable[[float], float], falls_from: int, total: int, step: int) -> float:

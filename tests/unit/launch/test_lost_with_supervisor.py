@@ -16,14 +16,15 @@ from tests.unit.launch.test_supervisor import quick  # noqa: F401
 from tests.unit.launch.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
 from toolkit.agent.link import Link, Message
 from toolkit.agent.progress import Report
-from toolkit.cluster.fake import FakeSlurm
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED
-from toolkit.launch import agent_launcher, slurm_job
-from toolkit.launch.agent_launcher import AgentLauncher
-from toolkit.launch.agents import Agents, Endpoint, OnFailure
-from toolkit.launch.supervisor import Supervisor
+from toolkit.launch.job import slurm_job
+from toolkit.launch.start import agent_launcher
+from toolkit.launch.start.agent_launcher import AgentLauncher
+from toolkit.launch.start.agents import Agents, Endpoint, OnFailure
+from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.rundir import RunDir
+from toolkit.slurm.fake import FakeSlurm
 
 ATTEMPT = 3
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.config import StrategyConfig
+from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import broadcast_tensors, exchange_rows, gather_rows, start_sum
 from toolkit.ranks.state import Entry, Replicated
 
@@ -351,8 +352,9 @@ def build_scheme(kind: str, pieces: Sequence[Piece], wire: Wire, device: torch.d
             return Blocks(Int8(), wire, feeds_back=True)
         case "topk":
             return TopK(pieces, wire)
-    assert kind == "powersgd", "config.py knows no other"
-    return PowerSgd(pieces, wire, device)
+        case "powersgd":
+            return PowerSgd(pieces, wire, device)
+    raise ConfigError(f"strategy.compression: {kind} has no scheme")
 
 
 def amount_for(config: StrategyConfig, shape: Sequence[int], said: float | str | None) -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.config import choose
 from toolkit.ranks.batch import Share
 from toolkit.ranks.state import Entry, Replicated, Sharded
 from toolkit.strategies.objective import TrialPass
@@ -78,12 +79,12 @@ class Layout(Protocol):
         return
 
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALVES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """Compute passes inside it as ``train.precision`` says, with weights in fp32."""
-    half = _HALVES.get(precision)
+    half = choose("train.precision", precision, _HALVES)
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 

@@ -194,7 +194,9 @@ def _torch_style(style: str, sequence: bool, embeds: bool) -> ParallelStyle | No
         return ColwiseParallel(input_layouts=into, output_layouts=Replicate())
     if style == "rowwise":
         return RowwiseParallel(input_layouts=Replicate() if embeds else Shard(-1), output_layouts=outside)
-    return SequenceParallel(sequence_dim=_LENGTH, use_local_output=True) if sequence else None
+    if style == "sequence":
+        return SequenceParallel(sequence_dim=_LENGTH, use_local_output=True) if sequence else None
+    raise ConfigError(f"strategy.tensor_plan: {style} has no counterpart in torch")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit import logs
-from toolkit.config import MeshConfig
+from toolkit.config import MeshConfig, choose
 from toolkit.errors import ConfigError, listing
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
@@ -69,7 +69,7 @@ class Shards(Layout):
         self._unchecked: DeviceMesh | None = None  #: the same, until its gradients have been checked
         self._offloads = cpu_offload
         self._device = session.device
-        self._bf16 = precision == "bf16"
+        self._bf16 = choose("train.precision", precision, {"fp32": False, "bf16": True})
         self._compile = compile
         self._recompute = recompute
         self._reshards = reshard_after_forward

@@ -22,7 +22,7 @@ attempt.
 
 from __future__ import annotations
 
-from toolkit.config import StrategyConfig, TrainConfig
+from toolkit.config import StrategyConfig, TrainConfig, choose
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.parameter_server.servers import AsyncServer, SyncServer
@@ -37,8 +37,12 @@ def build(config: StrategyConfig, session: Session, train: TrainConfig) -> SyncS
             f"strategy.parameter_server.servers: {chosen.servers} of {session.world_size} ranks leave no worker; use "
             "fewer, or more ranks"
         )
+    # By how many shares a worker may be ahead; None: of any number, or of none where all wait for each other.
+    ahead = choose(
+        "strategy.parameter_server.mode", chosen.mode, {"sync": None, "async": None, "bounded": chosen.staleness}
+    )
     if session.rank >= chosen.servers:
         return Worker(session, chosen, train, recompute=config.activation_checkpointing)
     if chosen.mode == "sync":
         return SyncServer(session, chosen, train)
-    return AsyncServer(session, chosen, train, ahead=chosen.staleness if chosen.mode == "bounded" else None)
+    return AsyncServer(session, chosen, train, ahead=ahead)

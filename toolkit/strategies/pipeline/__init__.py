@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit import logs
-from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, mesh_of, micro_batches
+from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, choose, mesh_of, micro_batches
 from toolkit.errors import ConfigError
 from toolkit.hang.activity import PRIMING
 from toolkit.metrics.stopwatch import stopwatch
@@ -400,7 +400,10 @@ class Pipeline(AllNeeded):
         options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self._is_interleaved:
             return ScheduleInterleaved1F1B(stages, self._micro_batches, **options)  # type: ignore[arg-type]
-        kind = ScheduleGPipe if self._config.pipeline.schedule == "gpipe" else Schedule1F1B
+        # A single rank makes the same steps with interleaved as with 1f1b.
+        kinds: dict[str, Callable[..., Any]]
+        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedule1F1B}
+        kind = choose("strategy.pipeline.schedule", self._config.pipeline.schedule, kinds)
         return kind(stages[0], self._micro_batches, **options)
 
     def _prime(self, batch: Batch) -> None:

@@ -1,0 +1,140 @@
+"""A word that the config's schema lists but nothing builds is refused, and does not stand for another word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from toolkit import strategies
+from toolkit.config import (
+    STRATEGIES,
+    TENSOR_STYLES,
+    DataConfig,
+    LocalSgdConfig,
+    OptimConfig,
+    ParameterServerConfig,
+    PipelineConfig,
+    StrategyConfig,
+    TrainConfig,
+)
+from toolkit.config.schema import (
+    BAD_SAMPLES,
+    COMPRESSIONS,
+    ON_NAN,
+    OPTIMIZERS,
+    OUTER_STEPS,
+    PIPELINE_SCHEDULES,
+    PRECISIONS,
+    SCHEDULES,
+    SERVER_MODES,
+    SHARES,
+    SPLITS,
+)
+from toolkit.config.validation import WORDS
+from toolkit.data.loader import build_loader
+from toolkit.errors import ConfigError
+from toolkit.ranks.batch import Share
+from toolkit.ranks.report import NullReporter
+from toolkit.ranks.session import Session
+from toolkit.strategies import of_pairs, parameter_server, pipeline
+from toolkit.strategies.compression import build_scheme
+from toolkit.strategies.layouts import autocast
+from toolkit.strategies.layouts.plan import _torch_style
+from toolkit.strategies.local_sgd import LocalSgd
+from toolkit.strategies.pipeline import Pipeline
+from toolkit.strategies.spmd import Spmd
+from toolkit.train.not_finite import NotFinite
+from toolkit.train.objectives import cross_entropy
+from toolkit.train.optim import build_optimizer, build_schedule
+
+CPU = torch.device("cpu")
+NOBODY: Any = None  #: what no dispatch asks
+WIRE: Any = SimpleNamespace(ranks=2, rank=0)
+SESSION = Session(0, 2, 0, CPU, Path("nowhere"), 1, HashStore(), NullReporter(), NOBODY)
+
+
+def a_layout(name: str) -> object:
+    return strategies._layout(name, StrategyConfig(name), SESSION, TrainConfig())
+
+
+def a_strategy(name: str) -> object:
+    """Return a layout, or the builder of a strategy that has none yet; dp's needs several GPUs."""
+    if name in ("pipeline", "parameter_server", "local_sgd", "auto", "custom", "dp"):
+        return strategies._BUILDERS[name]
+    return a_layout(name)
+
+
+def a_server(mode: str) -> object:
+    config = StrategyConfig("parameter_server", parameter_server=ParameterServerConfig(mode=mode))
+    return parameter_server.build(config, SESSION, TrainConfig())
+
+
+def a_pipeline_schedule(schedule: str) -> object:
+    made: Any = Pipeline.__new__(Pipeline)
+    made._config = StrategyConfig(pipeline=PipelineConfig(schedule))
+    made._ranks, made._micro_batches = 1, 2
+    made._stages, made._parts = [0], [nn.Linear(1, 1)]
+    made._count, made._device, made._line = 1, CPU, NOBODY
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PipelineStage", "Schedule1F1B", "ScheduleGPipe"):  # torch's, which need other ranks
+            patch.setattr(pipeline, name, lambda *_, **__: object())
+        return made._make_schedule()
+
+
+def a_meeting(outer: str) -> object:
+    made = LocalSgd(SESSION, LocalSgdConfig(outer=outer), a_layout("alone"), TrainConfig())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Spmd, "build", lambda self, *_: setattr(self, "_model", nn.Linear(1, 1)))
+        made.build(nn.Module, NOBODY, of_pairs(cross_entropy), None)
+    return made._meeting
+
+
+def a_loader(**words: str) -> object:
+    pairs = [(torch.ones(1), 0)] * 40
+    return build_loader(pairs, DataConfig(global_batch_size=4, **words), Share(0, 2), seed=0)  # type: ignore[arg-type]
+
+
+def an_optimizer(name: str) -> object:
+    return build_optimizer(OptimConfig(name), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+
+
+#: By key: the words of the schema, and what makes something of each.
+MAKERS: dict[str, tuple[Sequence[str], Callable[[str], object]]] = {
+    "strategy.name": (STRATEGIES, a_strategy),
+    "strategy.compression": (COMPRESSIONS[1:], lambda kind: build_scheme(kind, [], WIRE, CPU)),  # not "none"
+    "strategy.parameter_server.mode": (SERVER_MODES, a_server),
+    "strategy.pipeline.schedule": (PIPELINE_SCHEDULES, a_pipeline_schedule),
+    "strategy.local_sgd.outer": (OUTER_STEPS, a_meeting),
+    "strategy.tensor_plan": (TENSOR_STYLES, lambda style: _torch_style(style, True, False)),
+    "optim.name": (OPTIMIZERS, an_optimizer),
+    "optim.schedule": (SCHEDULES, lambda name: build_schedule(OptimConfig(schedule=name), 10)),
+    "train.precision": (PRECISIONS, lambda name: autocast(CPU, name)),
+    "train.on_nan": (ON_NAN, lambda word: NotFinite(TrainConfig(on_nan=word), SESSION, NOBODY, NOBODY, NOBODY)),
+    "data.bad_samples": (BAD_SAMPLES, lambda word: a_loader(bad_samples=word)),
+    "data.share": (SHARES, lambda word: a_loader(share=word)),
+    "data.split": (SPLITS, lambda word: a_loader(split=word)),
+}
+#: torch refuses an unknown backend, the catalog an unknown data set, and a checkpoint has weights by these names.
+ELSEWHERE = {"dist.backend", "data.name", "model.init_weights"}
+
+
+def test_every_key_with_a_list_of_words_is_here() -> None:
+    assert WORDS.keys() <= MAKERS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key, (words, _) in MAKERS.items() for word in words])
+def test_every_word_of_the_schema_makes_something(key: str, word: str) -> None:
+    assert MAKERS[key][1](word) is not None
+
+
+@pytest.mark.parametrize("key", MAKERS)
+def test_a_word_that_nothing_is_made_of_is_refused_by_its_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*newcomer"):
+        MAKERS[key][1]("newcomer")
