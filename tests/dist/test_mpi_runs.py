@@ -70,13 +70,13 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_no_rank_sends_before_the_last_one_has_opened_mpi() -> None:
     """A message that comes while a rank opens Open MPI crashes it; what else happens there leaves no time to see it."""
-    from toolkit.ranks.mpi import _await_all
+    from toolkit.ranks.mpi.opening import await_all
 
     store, size = HashStore(), 4
     with ThreadPoolExecutor(size) as pool:
-        early = [pool.submit(_await_all, store, rank, size) for rank in (3, 0, 2)]
+        early = [pool.submit(await_all, store, rank, size) for rank in (3, 0, 2)]
         assert not wait(early, timeout=0.2).done
-        _await_all(store, 1, size)
+        await_all(store, 1, size)
         assert not wait(early, timeout=10).not_done
 
 
