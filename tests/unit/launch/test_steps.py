@@ -142,6 +142,15 @@ def test_a_step_that_is_refused_is_not_started_after_a_kill(tmp_path: Path, monk
     assert starts.read_text().count("x") == 1
 
 
+def test_a_line_of_srun_that_is_no_text_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that listens ended by it, and the step was waited for for ever."""
+    (tmp_path / "srun").write_text("#!/bin/sh\nprintf 'no \\377 text\\n' >&2; exit 3\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    _, said = started(tmp_path)
+    assert said.get(timeout=TIMEOUT_S) == 3
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

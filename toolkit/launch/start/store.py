@@ -121,6 +121,7 @@ def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds:
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
+            errors="replace",
             pass_fds=fds,
             start_new_session=True,
         )
