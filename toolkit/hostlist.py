@@ -150,7 +150,7 @@ def _error(text: str, position: int, problem: str) -> RequestError:
 
 
 @dataclass
-class _Run:
+class _NumberRange:
     """Consecutive hosts ``prefix + low..high``. ``width`` 0 is a name without a number."""
 
     prefix: str
@@ -158,7 +158,7 @@ class _Run:
     high: int = 0
     width: int = 0
 
-    def is_followed_by(self, other: _Run) -> bool:
+    def is_followed_by(self, other: _NumberRange) -> bool:
         """True if ``other`` can join without a change of padding: n9, n10 may join, n9, n010 may not."""
         same_padding = len(str(other.low).zfill(self.width)) == other.width
         return other.low == self.high + 1 and same_padding
@@ -173,9 +173,9 @@ class _Group:
     """Neighboring runs with one prefix, written with one pair of brackets."""
 
     prefix: str
-    runs: list[_Run]
+    runs: list[_NumberRange]
 
-    def add(self, host: _Run) -> None:
+    def add(self, host: _NumberRange) -> None:
         if self.runs[-1].is_followed_by(host):
             self.runs[-1].high = host.low
         else:
@@ -190,11 +190,11 @@ class _Group:
         return f"{self.prefix}[{','.join(map(str, self.runs))}]"
 
 
-def _parse_host(name: str) -> _Run:
+def _parse_host(name: str) -> _NumberRange:
     if not name or any(character in "[]," or character.isspace() for character in name):
         raise RequestError(f"{name!r} is not a host name: a list to compress holds one plain name per entry")
     match = _NUMBERED.fullmatch(name)
     if match is None:
-        return _Run(name)
+        return _NumberRange(name)
     number = int(match[2])
-    return _Run(match[1], number, number, len(match[2]))
+    return _NumberRange(match[1], number, number, len(match[2]))

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.launch.test_agents import Site
 from tests.unit.launch.test_steps import await_true, gone
-from toolkit.agent.link import Link
+from toolkit.agent.link import AuthenticatedLink
 
 pytestmark = pytest.mark.dist
 
@@ -31,7 +31,7 @@ class WatchingAgent:
         listening = socket.create_server(("127.0.0.1", 0))
         command = [sys.executable, "-P", "-m", "toolkit.agent.node", str(folder / "key"), str(folder)]
         self.process = subprocess.Popen([*command, "127.0.0.1", str(listening.getsockname()[1]), "node2"])
-        self.connection, self.link = listening.accept()[0], Link(secret, "supervisor")
+        self.connection, self.link = listening.accept()[0], AuthenticatedLink(secret, "supervisor")
         self.connection.sendall(self.link.greeting)
         script = f"echo $$ > {self.note}.new; mv {self.note}.new {self.note}; exec sleep 600"
         self.say(do="watch", command=["sh", "-c", script], turn=0)

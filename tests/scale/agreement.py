@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tests.scale import Curve
-from toolkit.agent.link import Link
-from toolkit.agent.progress import Digest, NodeProgress, Report, merge, parse
+from toolkit.agent.link import AuthenticatedLink
+from toolkit.agent.progress import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.hang.watchdog import Watchdog
 from toolkit.ranks.stop import PREFIX, STOP, Gate, _Round, propose
 from toolkit.ranks.stop_store import StoreTransport
@@ -68,7 +68,7 @@ def stop(ranks: int) -> Mapping[str, object]:
 def digests(ranks: int) -> Mapping[str, object]:
     """A second of all ranks' progress: what one agent does for its ranks, and the supervisor for all nodes."""
     node = NodeProgress()
-    reports = [Report(1, rank, "in a step", 123_456, 2).as_bytes() for rank in range(A_NODE)]
+    reports = [RankReport(1, rank, "in a step", 123_456, 2).as_bytes() for rank in range(A_NODE)]
     began = time.process_time()
     for data in reports:
         report = parse(data)
@@ -77,7 +77,7 @@ def digests(ranks: int) -> Mapping[str, object]:
     digest = node.digest()
     told_s = time.process_time() - began
     assert digest is not None
-    ends = [Link(b"secret", role) for role in ("agent", "supervisor")]
+    ends = [AuthenticatedLink(b"secret", role) for role in ("agent", "supervisor")]
     for end, other in (ends, reversed(ends)):
         end.receive(other.greeting)
     message = {"is": "alive", "progress": asdict(digest)}

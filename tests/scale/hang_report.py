@@ -32,7 +32,7 @@ class Nodes:
         self._last = ranks - 1
         self.slowest_s, self.longest = 0.0, 0
 
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> Mapping[str, Message]:
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> Mapping[str, Message]:
         return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
 
     def _digest(self, order: Message) -> str:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from tests.scale import Curve
 from toolkit import open_files, rundir
 from toolkit.agent import progress
-from toolkit.agent.link import HEARTBEAT_S, Link
+from toolkit.agent.link import HEARTBEAT_S, AuthenticatedLink
 from toolkit.agent.progress import Digest
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import agents as launched
@@ -39,9 +39,9 @@ def play(secret_file: str, port: str, *hosts: str) -> None:
     """Be the agents of ``hosts`` until the supervisor closes their connections. In ``moves`` is the time, in ms."""
     open_files.claim_all()
     secret, selector = Path(secret_file).read_bytes(), selectors.DefaultSelector()
-    links: dict[socket.socket, Link] = {}
+    links: dict[socket.socket, AuthenticatedLink] = {}
     for host in hosts:
-        connection, link = socket.create_connection(("127.0.0.1", int(port))), Link(secret, "agent")
+        connection, link = socket.create_connection(("127.0.0.1", int(port))), AuthenticatedLink(secret, "agent")
         connection.sendall(link.greeting + link.send({"is": "here", "host": host, "again": False}))
         selector.register(connection, selectors.EVENT_READ)
         links[connection] = link

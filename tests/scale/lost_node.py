@@ -42,7 +42,7 @@ def end(nodes: int) -> Mapping[str, object]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(supervisor, "refuse_too_many_ranks"),
-        patch.object(attempt_loop, "LAST_WORDS_S", 0.01),
+        patch.object(attempt_loop, "ERROR_REPORTS_S", 0.01),
         patch.object(slurm_job, "unreachable", lambda hosts, port, here: set()),
         patch.object(attempt_loop.log, "error"),
     ):

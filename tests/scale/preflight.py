@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from tests.scale import Curve
 from toolkit.agent.link import Message
-from toolkit.health import Answer, Request, ok
+from toolkit.health import CheckAnswer, CheckRequest, ok
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import preflight
 from toolkit.launch.start.agent_requests import NodeAnswered
@@ -35,11 +35,11 @@ class Agents:
     def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
         hosts = list(orders)
         for host in [*(host for number, host in enumerate(hosts) if number % 3), *hosts[::3]]:
-            request = Request(**json.loads(orders[host]["command"][-1]))
+            request = CheckRequest(**json.loads(orders[host]["command"][-1]))
             self.told_bytes += len(" ".join(orders[host]["command"]))
             os.mknod(Path(request.folder) / host)
             now = time.time()
-            answer = Answer(host, now, now, tuple(ok(check, "?") for check in CHECKS))
+            answer = CheckAnswer(host, now, now, tuple(ok(check, "?") for check in CHECKS))
             message = {"text": json.dumps(asdict(answer)), "began": now, "ended": now}
             heard.put(NodeAnswered(host, message, now, now))
         return 0

@@ -17,7 +17,7 @@ import pytest
 from toolkit import error_file, fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
-from toolkit.launch.start.steps import open_log
+from toolkit.launch.start.children import open_log
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
 from toolkit.rundir import RunDir
 

@@ -1,4 +1,4 @@
-"""``python tether.py PARENT SIGNAL DEAF COMMAND ...``: become COMMAND, and get SIGNAL when the parent PARENT dies.
+"""``python die_with_parent.py PARENT SIGNAL HANDLING COMMAND ...``: become COMMAND, and get SIGNAL when PARENT dies.
 
 A process that is started through this does not outlive its parent, even if the parent gets SIGKILL and cannot clean up.
 It is a file of its own that imports nothing of ours: it runs under ``python -I -S`` in some 15 ms. (``preexec_fn``
@@ -12,6 +12,8 @@ import sys
 
 #: Signals that a site, Slurm or a terminal sends to every process of a job.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: HANDLING: whether COMMAND ignores ``SIGNALS``.
+IGNORE, DEFAULT = "ignore", "default"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives exec, is not inherited by children
 
 
@@ -23,10 +25,10 @@ def die_with(parent: int, number: signal.Signals) -> None:
 
 
 def main() -> None:
-    parent, signal_name, deaf, command = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf", sys.argv[4:]
-    die_with(parent, signal.Signals[signal_name])
+    parent, signal_name, handling, *command = sys.argv[1:]
+    die_with(int(parent), signal.Signals[signal_name])
     for number in SIGNALS:  # a submitting shell may have had some ignored
-        signal.signal(number, signal.SIG_IGN if deaf else signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if handling == IGNORE else signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -11,8 +11,27 @@ import selectors
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from toolkit.agent.die_with_parent import die_with
+
+
+def start_child(
+    command: Sequence[str], prepare: Callable[[], None] = lambda: None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process that dies with the agent, which reaps it. ``prepare`` runs in it before ``command`` does.
+
+    ``options`` are those of Popen. Raises OSError.
+    """
+    agent = os.getpid()
+
+    def begin() -> None:  # safe: this process has one thread
+        die_with(agent, signal.SIGKILL)
+        prepare()
+
+    process = subprocess.Popen(command, preexec_fn=begin, **options)
+    process.returncode = 0  # so that Popen does not reap it
+    return process
 
 
 class Helpers:
@@ -27,14 +46,7 @@ class Helpers:
 
         ``hear`` gets empty bytes at its end, and returns whether it wants more. Raises OSError.
         """
-        agent = os.getpid()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if hear else None,
-            preexec_fn=lambda: die_with(agent, signal.SIGKILL),  # safe: this process has one thread
-        )
-        process.returncode = 0  # the agent reaps it itself
+        process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if hear else None)
         self.pids.add(process.pid)
         assert process.stdin is not None
         # A helper that has ended already reads nothing.

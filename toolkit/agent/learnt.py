@@ -140,14 +140,14 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
 
 
 @dataclass
-class _Seen:
+class _ImportEffects:
     harm: bool = False
 
 
 @contextlib.contextmanager
-def _watched(varying: Collection[str]) -> Iterator[_Seen]:
+def _watched(varying: Collection[str]) -> Iterator[_ImportEffects]:
     """Notice reads of one of these environment variables, or of all variables."""
-    seen = _Seen()
+    seen = _ImportEffects()
     kind = type(os.environ)
     get, iterate = kind.__getitem__, kind.__iter__
 

@@ -32,7 +32,7 @@ class StrangerError(Exception):
     """The data was not written by an end that knows the secret: the connection is to be closed."""
 
 
-class Link:
+class AuthenticatedLink:
     """One end of a connection; ``role`` is ``supervisor`` or ``agent``."""
 
     def __init__(self, secret: bytes, role: str) -> None:

@@ -15,7 +15,7 @@ The messages that it receives (``do``) and sends (``is``):
 * ``connections``: which addresses leave connections unanswered. Then ``answer``.
 * ``start``: processes of an attempt, the store or ranks. Then ``ended`` of each, or ``not_started``.
 * ``signal``: to all ranks of an attempt. ``tell``: text for the store's standard input, nothing for its end.
-  ``end_store``: kill it. What the store prints is ``said``.
+  ``end_store``: kill it. What the store prints is ``output``.
 * ``watch``: the command that watches the batch host when the supervisor is silent or gone, and the node's turn.
 * ``stacks``: what the ranks of the node do, by the stacks that they write. Then ``answer``.
 * ``hear_ranks``: pass on what they have reported. Then ``answer``.
@@ -46,7 +46,7 @@ from toolkit import fsio, logs
 from toolkit.agent import connections, gpus, learnt, progress
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.helpers import Helpers
-from toolkit.agent.link import HEARTBEAT_S, SILENT_S, Link, Message, StrangerError
+from toolkit.agent.link import HEARTBEAT_S, SILENT_S, AuthenticatedLink, Message, StrangerError
 from toolkit.agent.processes import Processes
 from toolkit.agent.progress import NodeProgress, Standing
 from toolkit.agent.reports import Inbox, address, token_of
@@ -59,7 +59,7 @@ GONE_S = 120
 #: A supervisor that is started in the place of a dead one sends something within this time.
 TAKE_OVER_S = 10.0
 #: An agent of this job that the supervisor has given up needs a moment to notice it; then its inbox name is free.
-INBOX_PATIENCE_S = 10.0
+INBOX_WAIT_S = 10.0
 #: Agents begin to watch the batch host one after the other: where the first one can, the others need not.
 TURN_S = 10.0
 #: Checks the node's health, see toolkit.health.sickness. It starts late enough not to delay the first ranks.
@@ -79,8 +79,8 @@ class Agent:
     ) -> None:
         """Take what the agent needs. ``connect`` connects to the supervisor. ``imports``: see :class:`.Processes`."""
         self._connect, self._secret, self._name = connect, secret, name
-        self._told: list[Message] = []  #: messages about the last attempt, and about the node
-        self._told_by_main: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
+        self._kept: list[Message] = []  #: messages about the last attempt, and about the node
+        self._main_reports: dict[str, Message] = {}  #: rank 0's last message about the run, and about its result
         self._give_up_at = math.inf  #: the time by which the supervisor must send something
         self._inbox, self._progress = inbox, NodeProgress()
         self._heard = time.monotonic()  #: when the supervisor last sent something, or was lost
@@ -89,7 +89,7 @@ class Agent:
         self._watcher: int | None = None  #: the pid of the process that watches the batch host
         self._selector = selectors.DefaultSelector()
         self._helpers = Helpers(self._selector)
-        self._processes = Processes(self._selector, self._tell, imports)
+        self._processes = Processes(self._selector, self._send_and_keep, imports)
         self._is_over = False
 
     def serve(self) -> None:
@@ -101,7 +101,7 @@ class Agent:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
-        self._selector.register(self._inbox, selectors.EVENT_READ, self._hear_ranks)
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_reports)
         self._open_connection(again=False)
         if gpus.DRIVER.is_dir():  # before the first ranks, which wait for the import of torch
             self._helpers.ask(GPUS_COMMAND, self._processes.take_gpus)
@@ -118,39 +118,39 @@ class Agent:
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
                     digest = self._progress.digest()
-                    self._say({"is": "alive", "progress": None if digest is None else asdict(digest)})
+                    self._send({"is": "alive", "progress": None if digest is None else asdict(digest)})
                     self._processes.learn()
                 if time.monotonic() >= health_at:
                     health_at = math.inf
-                    self._helpers.start(HEALTH_COMMAND, self._hear_of_health)
+                    self._helpers.start(HEALTH_COMMAND, self._take_health_report)
         finally:
             self._processes.end_all()
 
     def _open_connection(self, *, again: bool) -> None:
         """Connect, and send what a supervisor that was not there before must know. Raises OSError."""
-        self._connection, self._link = self._connect(), Link(self._secret, "agent")
-        self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
+        self._connection, self._link = self._connect(), AuthenticatedLink(self._secret, "agent")
+        self._selector.register(self._connection, selectors.EVENT_READ, self._receive)
         self._connection.sendall(self._link.greeting)
         here = {"attempt": self._processes.attempt, "ranks": self._processes.ranks, "lives": self._processes.live}
-        self._say({"is": "here", "host": self._name, "again": again, **here})
-        for message in [*self._told, *self._told_by_main.values()]:
-            self._say(message)
+        self._send({"is": "here", "host": self._name, "again": again, **here})
+        for message in [*self._kept, *self._main_reports.values()]:
+            self._send(message)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if not self._is_alone:
             try:
                 self._connection.sendall(self._link.send(message))
             except OSError:
                 self._lose_supervisor()
 
-    def _tell(self, message: Message) -> None:
+    def _send_and_keep(self, message: Message) -> None:
         """Send ``message``, and send it again to a supervisor that takes over."""
         attempt = message.get("attempt")  # those of earlier attempts are of no more use
-        self._told = [told for told in self._told if attempt is None or told.get("attempt", attempt) == attempt]
-        self._told.append(message)
-        self._say(message)
+        self._kept = [kept for kept in self._kept if attempt is None or kept.get("attempt", attempt) == attempt]
+        self._kept.append(message)
+        self._send(message)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data = self._connection.recv(1 << 16)
             orders, answer = self._link.receive(data)
@@ -165,9 +165,9 @@ class Agent:
         if self._link.is_genuine:
             self._heard, self._give_up_at = time.monotonic(), math.inf
         for order in orders:
-            self._obey(order)
+            self._handle(order)
 
-    def _obey(self, order: Message) -> None:
+    def _handle(self, order: Message) -> None:
         match order["do"]:
             case "warm":
                 self._processes.warm()
@@ -186,7 +186,7 @@ class Agent:
             case "stacks":
                 self._digest_stacks(order)
             case "hear_ranks":
-                self._hear_ranks()
+                self._take_reports()
                 self._answer(order)
             case "watch":
                 self._watch_order = order
@@ -240,13 +240,13 @@ class Agent:
             log.warning("the supervisor has been silent for %.0f s: looking after the batch host", silent_s)
             self._watcher = self._helpers.start(order["command"])
 
-    def _hear_of_health(self, data: bytes) -> bool:
+    def _take_health_report(self, data: bytes) -> bool:
         for line in data.decode(errors="replace").splitlines():
-            self._tell({"is": "sick", "what": line})
+            self._send_and_keep({"is": "sick", "what": line})
         return True
 
-    def _answer(self, order: Message, **words: object) -> None:
-        self._say({"is": "answer", "request": order["request"], **words})
+    def _answer(self, order: Message, **fields: object) -> None:
+        self._send({"is": "answer", "request": order["request"], **fields})
 
     def _check(self, order: Message) -> None:
         began, text = time.time(), bytearray()
@@ -267,7 +267,7 @@ class Agent:
 
     # ----------------------------------------------------------------------------------------------------- the ranks
 
-    def _hear_ranks(self) -> None:
+    def _take_reports(self) -> None:
         """Take what ranks have reported, and pass on what cannot wait for the next digest."""
         first: dict[int, list[int]] = {}
         for text in [] if self._is_alone else self._inbox.take():
@@ -281,12 +281,12 @@ class Agent:
             # Rank 0's reports are passed on whole, and the last of each kind kept for a supervisor that takes over.
             if report.rank == 0:
                 message: Message = {"is": "report", "text": text.decode()}
-                self._told_by_main |= {
+                self._main_reports |= {
                     kind: message for kind in ("fields", "result") if getattr(report, kind) is not None
                 }
-                self._say(message)
+                self._send(message)
         for attempt, ranks in first.items():
-            self._tell({"is": "reporting", "attempt": attempt, "ranks": ranks})
+            self._send_and_keep({"is": "reporting", "attempt": attempt, "ranks": ranks})
 
     def _digest_stacks(self, order: Message) -> None:
         """Read the stacks of ranks in a separate process: a file server may not answer."""
@@ -312,7 +312,7 @@ class Agent:
                 return
             self._helpers.pids.discard(pid)
             if pid in self._processes:
-                self._hear_ranks()  # so the last reports of the process are sent before its end
+                self._take_reports()  # so the last reports of the process are sent before its end
                 self._processes.note_end(pid, status, self._helpers.pids)
             elif pid == self._watcher:
                 self._watcher, self._heard = None, time.monotonic()  # a failed watch is started again
@@ -358,7 +358,7 @@ def main(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks are forked two levels below the zygote
     host = host or os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # the supervisor runs where srun runs
     try:
-        inbox, imports = Inbox(address(token_of(secret)), INBOX_PATIENCE_S), Path(secret_file).parent / learnt.NAME
+        inbox, imports = Inbox(address(token_of(secret)), INBOX_WAIT_S), Path(secret_file).parent / learnt.NAME
         Agent(partial(_connect, host, int(port)), secret, name, inbox, imports).serve()
     except StrangerError as error:
         sys.exit(f"{host}:{port} is not the supervisor: {error}")

@@ -7,7 +7,6 @@ import json
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from pathlib import Path
 
 from toolkit import fsio, logs
 from toolkit.agent import cpus, state_memory
-from toolkit.agent.die_with_parent import SIGNALS, die_with
+from toolkit.agent.die_with_parent import SIGNALS
+from toolkit.agent.helpers import start_child
 from toolkit.agent.link import Message
-from toolkit.agent.zygote import Order, opened
+from toolkit.agent.zygote import ForkOrder, opened
 from toolkit.agent.zygote_client import ZygoteClient
 
 #: Ranks have made their first step by then, else the zygote learns from them later, see toolkit.agent.learnt.
@@ -41,7 +41,7 @@ class Processes:
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Message], None], imports: Path | None) -> None:
         """Take what is needed to start and report. ``imports``: the file of what a zygote learns, see
         :mod:`toolkit.agent.learnt`."""
-        self._selector, self._tell = selector, tell
+        self._selector, self._send = selector, tell
         self._imports = imports  #: None once its modules have spoiled a zygote
         self._children: dict[int, _Child] = {}  #: the living ones, by pid
         self._waiting: list[Message] = []  #: orders that wait for the zygote
@@ -132,7 +132,7 @@ class Processes:
             try:
                 fsio.make_dir(Path(process["log"]).parent, parents=1)
                 pid = self._start_one(
-                    Order(
+                    ForkOrder(
                         module=order["module"],
                         command=order["command"],
                         environ=environ,
@@ -142,7 +142,7 @@ class Processes:
                     )
                 )
             except OSError as error:
-                self._tell({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
+                self._send({"is": "not_started", "attempt": child.attempt, "rank": child.rank, "why": str(error)})
                 continue
             finally:
                 # The child has its ends of the pipes now; open here, they would hide its end.
@@ -152,32 +152,29 @@ class Processes:
             if child.stdout is not None:
                 self._selector.register(child.stdout, selectors.EVENT_READ, self._relay(child))
 
-    def _start_one(self, order: Order) -> int:
+    def _start_one(self, order: ForkOrder) -> int:
         # A fork of the zygote is faster; without a zygote start a fresh program.
         if order["module"] is not None and self._zygote is not None and self._zygote.can_fork:
             pid = self._zygote.fork(order)
             if pid is not None:
                 return pid
 
-        def prepare() -> None:  # safe: this process has one thread
-            die_with(order["agent"], signal.SIGKILL)
+        def prepare() -> None:
             if order["cpus"] is not None:
                 os.sched_setaffinity(0, order["cpus"])
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
 
         with opened(order["files"]) as (stdin, stdout, stderr):
-            process = subprocess.Popen(
+            return start_child(
                 order["command"],
+                prepare,
                 env=order["environ"],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=prepare,
-            )
-        process.returncode = 0  # the agent reaps it itself
-        return process.pid
+            ).pid
 
     # ----------------------------------------------------------------------------------------------------- the store
 
@@ -186,7 +183,7 @@ class Processes:
             assert child.stdout is not None
             data = os.read(child.stdout, 1 << 16)
             if data:
-                self._tell({"is": "said", "attempt": child.attempt, "text": data.decode(errors="replace")})
+                self._send({"is": "output", "attempt": child.attempt, "text": data.decode(errors="replace")})
             else:
                 self._selector.unregister(child.stdout)
                 os.close(child.stdout)
@@ -224,7 +221,7 @@ class Processes:
                 if order["processes"][0]["rank"] is not None:
                     self._waiting.remove(order)
                     for rank in order["processes"]:
-                        self._tell_ended(attempt, rank["rank"], -number, no_memory=False)
+                        self._send_ended(attempt, rank["rank"], -number, no_memory=False)
         for pid, child in self._children.items():
             if child.attempt == attempt and child.rank is not None:
                 _signal_session(pid, number)
@@ -247,14 +244,14 @@ class Processes:
         # SIGKILL and a new out-of-memory kill in the group: lack of memory is taken for the cause.
         code = os.waitstatus_to_exitcode(status)
         no_memory = code == -signal.SIGKILL and _oom_kills() > child.ooms
-        self._tell_ended(child.attempt, child.rank, code, no_memory=no_memory)
+        self._send_ended(child.attempt, child.rank, code, no_memory=no_memory)
         # Once no process of an attempt is left, all other children are strays.
         if not self._children:
             self._end_strays(helpers)
 
-    def _tell_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
+    def _send_ended(self, attempt: int, rank: int | None, code: int, *, no_memory: bool) -> None:
         how = {"attempt": attempt, "rank": rank, "code": code, "out_of_memory": no_memory}
-        self._tell({"is": "ended", **how, "time": time.time()})
+        self._send({"is": "ended", **how, "time": time.time()})
 
     def _drain(self, child: _Child) -> None:
         os.set_blocking(child.stdout or 0, False)

@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """A rank's report on itself. Rank 0 adds what a user sees of the run, and at the end the run's result."""
 
     attempt: int
@@ -38,10 +38,10 @@ class Report:
         return json.dumps(vars(self)).encode()
 
 
-def parse(data: bytes) -> Report | None:
+def parse(data: bytes) -> RankReport | None:
     """Return the report in ``data``; None for data that none of the toolkit's ranks can have written."""
     try:
-        report = Report(**json.loads(data))
+        report = RankReport(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
         return None
     counts = [report.attempt, report.rank, report.count, 0 if report.step is None else report.step]
@@ -117,7 +117,7 @@ class NodeProgress:
         self._attempt, self._moves = 0, 0
         self._ranks: dict[int, _Rank] = {}
 
-    def hear(self, report: Report) -> bool:
+    def hear(self, report: RankReport) -> bool:
         """Take a report; True if it is the first one of its rank in this attempt. Earlier attempts' are ignored."""
         self._pass_time()
         if report.attempt < self._attempt:

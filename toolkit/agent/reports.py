@@ -41,10 +41,10 @@ def address(token: str, environ: Mapping[str, str] = os.environ) -> str:
 class Inbox:
     """The agent's end. A selector may wait until it is readable, and then :meth:`take` the messages."""
 
-    def __init__(self, name: str, patience_s: float = 0.0) -> None:
-        """Bind the socket. Raises OSError where ``name`` is taken for longer than ``patience_s``."""
+    def __init__(self, name: str, wait_s: float = 0.0) -> None:
+        """Bind the socket. Raises OSError where ``name`` is taken for longer than ``wait_s``."""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + wait_s
         # An earlier agent of this job may hold the name for a moment.
         while True:
             try:
@@ -122,20 +122,20 @@ class Outbox:
         self._name = name
         self._socket: socket.socket | None = None
 
-    def send(self, message: bytes, patience_s: float = 0.0) -> bool:
-        """Send a message of at most ``MAX_BYTES``; return False where the agent does not take it within ``patience_s``.
+    def send(self, message: bytes, wait_s: float = 0.0) -> bool:
+        """Send a message of at most ``MAX_BYTES``; return False where the agent does not take it within ``wait_s``.
 
         Without patience this never waits. The agent of an srun step may start after its ranks. Raises AgentGoneError
         where there was an agent.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + wait_s
         while not self._connect():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_RETRY_S)
         assert self._socket is not None
         # With patience the send may block until the agent reads; without it never does.
-        if patience_s:
+        if wait_s:
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
         try:
             self._socket.send(message)
@@ -144,7 +144,7 @@ class Outbox:
         except ConnectionError as error:
             raise AgentGoneError from error
         finally:
-            if patience_s:
+            if wait_s:
                 self._socket.setblocking(False)
         return True
 

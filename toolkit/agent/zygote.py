@@ -5,7 +5,7 @@ interpreter. So this process has one Python thread, no CUDA context, no OpenMP p
 the agent's socket pair. Where this does not hold (a site's .pth file may start a thread) it reports why, and the ranks
 are started as fresh programs.
 
-The agent sends an :class:`Order` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
+The agent sends an :class:`ForkOrder` as a line of JSON and reads ``{"pid"}`` back, or ``{"error"}``. It sends an empty
 object to have what the file ``LEARNT`` names imported, and reads ``{"ready"}`` back, as after the start. See
 :mod:`.learnt`.
 """
@@ -56,7 +56,7 @@ ROOM_BYTES = 1 << 13
 EXIT_UNWRITTEN = 120
 
 
-class Order(TypedDict):
+class ForkOrder(TypedDict):
     """A process to be started: the module and its arguments, where, and what ``ps`` shows of it."""
 
     module: list[str]
@@ -84,7 +84,7 @@ def main() -> None:
     with agent.makefile("rw") as lines:
         _learn(lines, varying, began)
         for line in lines:
-            order: Order | None = json.loads(line) or None
+            order: ForkOrder | None = json.loads(line) or None
             if order is None:
                 _learn(lines, varying, time.monotonic())
                 continue
@@ -100,11 +100,11 @@ def main() -> None:
                         for target, file in enumerate(files):
                             os.dup2(file, target)
             except OSError as error:
-                _say(lines, {"error": str(error)})
+                _send(lines, {"error": str(error)})
                 continue
             if pid == 0:
                 break
-            _say(lines, {"pid": pid})
+            _send(lines, {"pid": pid})
         else:
             os._exit(0)  # the agent has ended; torch's exit would take half a second
     agent.close()
@@ -119,7 +119,7 @@ def _learn(lines: Any, varying: Collection[str], began: float) -> None:
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
     learnt.inherited = frozenset(sys.modules)
-    _say(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
+    _send(lines, {"ready": {"import_s": time.monotonic() - began, "learnt": len(modules), "unclean": _unclean()}})
 
 
 def _unclean() -> str | None:
@@ -132,7 +132,7 @@ def _unclean() -> str | None:
     return None
 
 
-def _say(lines: Any, message: dict[str, Any]) -> None:
+def _send(lines: Any, message: dict[str, Any]) -> None:
     lines.write(json.dumps(message) + "\n")
     lines.flush()
 
@@ -156,15 +156,15 @@ def _fork() -> int:
         os._exit(0)
     os.close(writing)
     # It has written the rank's pid, or the error.
-    with os.fdopen(reading) as told:
-        text = told.read()
+    with os.fdopen(reading) as answer:
+        text = answer.read()
     os.waitpid(middle, 0)
     if not text.isdigit():
         raise OSError(text)
     return int(text)
 
 
-def _become(order: Order) -> None:
+def _become(order: ForkOrder) -> None:
     """Make this process like a fresh interpreter, and run the module that the order names."""
     _die_with(order["agent"])
     os.setsid()

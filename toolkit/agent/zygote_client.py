@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from toolkit import logs
-from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, Order
+from toolkit.agent.zygote import ROOM_BYTES, ROOM_VARIABLE, ForkOrder
 
 #: Room for what ``ps`` shows of a rank.
 TITLE_BYTES = 1024
@@ -69,7 +69,7 @@ class ZygoteClient:
             self._lines.flush()
             self.is_importing = True
 
-    def fork(self, order: Order) -> int | None:
+    def fork(self, order: ForkOrder) -> int | None:
         """Return the pid of a new rank, our child; None if the zygote has died. Raises OSError for bad files."""
         line = ""
         with contextlib.suppress(OSError):

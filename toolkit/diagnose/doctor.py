@@ -13,10 +13,10 @@ from toolkit import logs, rundir
 from toolkit.config import JobConfig
 from toolkit.diagnose.step_checks import Start, ask_nodes
 from toolkit.errors import RequestError, SlurmError
-from toolkit.health import FIRST_NODE, LAUNCHER, Request
-from toolkit.health.verdict import Report, judge, prevented
+from toolkit.health import FIRST_NODE, LAUNCHER, CheckRequest
+from toolkit.health.verdict import NodesReport, judge, prevented
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.line_channel import Talk, talk_with_nodes
+from toolkit.launch.start.line_channel import LineChannel, open_channel
 from toolkit.launch.start.preflight import SharedFolder, command
 from toolkit.launch.submission import submit
 from toolkit.slurm.commands import Slurm, srun_nodes_argv, submit_environment
@@ -37,7 +37,7 @@ COLUMNS = {
 log = logs.get(__name__)
 
 
-def examine(config: JobConfig, nodes: int | None = None) -> Report:
+def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
     """Check nodes: those of the allocation that this process runs in, or new ones, or this machine.
 
     Outside an allocation Slurm is asked for ``nodes`` nodes (``cluster.nodes`` if None), as it would be for the
@@ -52,7 +52,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> Report:
     return _examine_allocation(Allocation.local(config.cluster), None, environ)
 
 
-def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapping[str, str]) -> Report:
+def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapping[str, str]) -> NodesReport:
     there = len(allocation.hosts)
     if nodes is not None and nodes > there:
         raise RequestError(f"--nodes {nodes}: this allocation has {there}; ask for fewer, or call it on a login node")
@@ -60,7 +60,7 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
     shared = SharedFolder(_folder())
     in_job = "SLURM_JOB_ID" in environ
     # Inside a job the ranks' network leads to the launcher; without Slurm the loopback is enough.
-    request = Request(
+    request = CheckRequest(
         folder=str(shared.path),
         token=shared.token,
         cpus=[tasks * allocation.cpus_per_task for tasks in allocation.tasks[:count]],
@@ -68,35 +68,35 @@ def _examine_allocation(allocation: Allocation, nodes: int | None, environ: Mapp
         peer=LAUNCHER if in_job else "127.0.0.1",
     )
 
-    def start(request: Request, hosts: Sequence[str]) -> Talk:
+    def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
         # Without Slurm there is only this machine, and no srun.
         if not in_job:
-            return Talk(command(request), environ)
-        return talk_with_nodes(command(request), hosts, environ)
+            return LineChannel(command(request), environ)
+        return open_channel(command(request), hosts, environ)
 
     return _ask(shared, request, allocation.hosts[:count], start)
 
 
-def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> Report:
+def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> NodesReport:
     cluster = config.cluster
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     # The nodes are not chosen yet: they check the network against the first of them, and have no names until they
     # answer.
     shared = SharedFolder(_folder())
-    request = Request(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
+    request = CheckRequest(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
     options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 
-    def start(request: Request, hosts: Sequence[str]) -> Talk:
-        return Talk(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
+    def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:
+        return LineChannel(srun_nodes_argv(command(request), len(hosts), options), submit_environment(environ))
 
     names = [f"node {number} of {cluster.nodes}" for number in range(1, cluster.nodes + 1)]
     return _ask(shared, request, names, start, is_queued=True)
 
 
 def _ask(
-    shared: SharedFolder, request: Request, hosts: Sequence[str], start: Start, *, is_queued: bool = False
-) -> Report:
+    shared: SharedFolder, request: CheckRequest, hosts: Sequence[str], start: Start, *, is_queued: bool = False
+) -> NodesReport:
     began = time.monotonic()
     try:
         # Without a working shared folder no node could prove that it sees the same one.
@@ -132,7 +132,7 @@ def _folder() -> Path:
 # -------------------------------------------------------------------------------------------------------------- telling
 
 
-def rows(report: Report) -> list[tuple[str, ...]]:
+def rows(report: NodesReport) -> list[tuple[str, ...]]:
     """Return a table: a head, and a row for each node."""
     figures = {host: {f.check: f.figure for f in findings} for host, findings in report.findings.items()}
     columns = {head: check for head, check in COLUMNS.items() if any(check in known for known in figures.values())}
@@ -143,7 +143,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
     return [("NODE", "VERDICT", *columns), *body]
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: NodesReport) -> dict[str, Any]:
     """Return the report as one value for JSON."""
     nodes = {
         host: {
@@ -157,7 +157,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     return {"fine": report.is_fine, "common": list(report.common), "nodes": nodes, "took_s": report.took_s}
 
 
-def _verdict(report: Report, host: str) -> str:
+def _verdict(report: NodesReport, host: str) -> str:
     if host in report.bad:
         return "bad"
     return "warning" if host in report.warnings else "ok"

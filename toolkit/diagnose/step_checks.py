@@ -12,9 +12,9 @@ from dataclasses import replace
 from queue import Empty
 
 from toolkit import hostlist
-from toolkit.health import ANSWER_HEAD, Answer, Request
+from toolkit.health import ANSWER_HEAD, CheckAnswer, CheckRequest
 from toolkit.health.verdict import Heard
-from toolkit.launch.start.line_channel import Complaint, Ended, Said, Talk, without_label
+from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, without_label
 from toolkit.launch.start.preflight import LIMIT_S
 from toolkit.launch.start.srun import parse_srun_line
 from toolkit.launch.start.steps import LaunchFailed, RankEnded
@@ -27,11 +27,11 @@ _UNREACHED = re.compile(r"launch .*failed on node (\S+?):")
 _NAME = re.compile(r"[\w.-]+")
 
 #: Starts the checks on these hosts, or on as many as Slurm chooses.
-Start = Callable[[Request, Sequence[str]], Talk]
+Start = Callable[[CheckRequest, Sequence[str]], LineChannel]
 
 
 def ask_nodes(
-    request: Request, hosts: Sequence[str], start: Start, *, is_queued: bool = False
+    request: CheckRequest, hosts: Sequence[str], start: Start, *, is_queued: bool = False
 ) -> tuple[list[Heard], list[str], float]:
     """Return what is heard of each host, srun's errors, and the seconds that the checks took.
 
@@ -54,7 +54,7 @@ def ask_nodes(
 class _Answers:
     """What the tasks of one step print, and what srun prints about them."""
 
-    def __init__(self, hosts: Sequence[str], talk: Talk, is_queued: bool) -> None:
+    def __init__(self, hosts: Sequence[str], talk: LineChannel, is_queued: bool) -> None:
         self.nodes = [Heard(host) for host in hosts]
         self._names = list(hosts)
         self.errors: list[str] = []
@@ -73,8 +73,8 @@ class _Answers:
     def listen(self) -> None:
         """Read until all have answered or ended, or time is up."""
         try:
-            while self._awaited and not isinstance(event := self._next(), Ended):
-                if isinstance(event, Said):
+            while self._awaited and not isinstance(event := self._next(), ChannelEnded):
+                if isinstance(event, NodeLine):
                     self._take(event)
                 else:
                     self._take_complaint(event.text)
@@ -84,17 +84,17 @@ class _Answers:
             self._talk.end()
         self._explain_silence()
 
-    def _next(self) -> Said | Complaint | Ended:
+    def _next(self) -> NodeLine | ErrorLine | ChannelEnded:
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         return self._talk.events.get(timeout=left_s)
 
-    def _take(self, said: Said) -> None:
+    def _take(self, said: NodeLine) -> None:
         if said.task >= len(self.nodes):
             return
         # The rest of an answer that srun has cut belongs behind its first part.
         text = said.text if said.text.startswith(ANSWER_HEAD) else self._last_words.get(said.task, "") + said.text
         try:
-            answer = Answer.parse(text)
+            answer = CheckAnswer.parse(text)
         except (ValueError, TypeError, KeyError):  # srun cuts a labeled line after 1,024 bytes
             self._last_words[said.task] = text if text.startswith(ANSWER_HEAD) else said.text
             return

@@ -2,7 +2,7 @@
 
 The agent starts it: a file server that does not answer blocks only this process. It reads ``{"folder", "standings"}``,
 the log folder of the attempt and the ranks in question, and writes groups, both as JSON. Ranks of which the same is
-known form one :class:`Group`, so the message to the supervisor is short also for many ranks.
+known form one :class:`RankGroup`, so the message to the supervisor is short also for many ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def awaits(stack: Stack) -> str | None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankStack:
     """All that is known of a rank."""
 
     standing: Standing
@@ -148,12 +148,12 @@ class Seen:
 
 # --------------------------------------------------------------------------------------------------------- the digest
 
-#: Smaller is further behind, see :attr:`Seen.order`.
+#: Smaller is further behind, see :attr:`RankStack.order`.
 Place: TypeAlias = tuple[bool, int, int, bool]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks of which the same is known."""
 
     place: Place
@@ -164,31 +164,31 @@ class Group:
     still_s: float  #: of the first of them
 
 
-def group(ranks: Iterable[Seen]) -> list[Group]:
+def group(ranks: Iterable[RankStack]) -> list[RankGroup]:
     """Return the groups of these ranks, ordered by the first rank of each."""
     return merge(
-        Group(seen.order, seen.doing, seen.is_read, bool(seen.stack), (seen.standing.rank,), seen.standing.still_s)
+        RankGroup(seen.order, seen.doing, seen.is_read, bool(seen.stack), (seen.standing.rank,), seen.standing.still_s)
         for seen in ranks
     )
 
 
-def merge(groups: Iterable[Group]) -> list[Group]:
+def merge(groups: Iterable[RankGroup]) -> list[RankGroup]:
     """Return the groups with equal ones merged, ordered by the first rank of each."""
-    alike: dict[Any, list[Group]] = {}
+    alike: dict[Any, list[RankGroup]] = {}
     for each in groups:
         alike.setdefault((each.place, each.doing, each.is_read, each.has_answered), []).append(each)
     merged = []
     for (place, doing, is_read, has_answered), members in alike.items():
         first = min(members, key=lambda member: member.ranks)
         ranks = tuple(sorted(rank for member in members for rank in member.ranks))
-        merged.append(Group(place, doing, is_read, has_answered, ranks, first.still_s))
+        merged.append(RankGroup(place, doing, is_read, has_answered, ranks, first.still_s))
     return sorted(merged, key=lambda member: member.ranks)
 
 
-def from_json(groups: Iterable[Sequence[Any]]) -> list[Group]:
+def from_json(groups: Iterable[Sequence[Any]]) -> list[RankGroup]:
     """Return the groups that :func:`digest` has written."""
     return [
-        Group((place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s)
+        RankGroup((place[0], place[1], place[2], place[3]), doing, is_read, has_answered, tuple(ranks), still_s)
         for place, doing, is_read, has_answered, ranks, still_s in groups
     ]
 
@@ -196,7 +196,7 @@ def from_json(groups: Iterable[Sequence[Any]]) -> list[Group]:
 def digest(folder: Path, standings: Sequence[Standing]) -> str:
     """Return the groups of these ranks as JSON, by the stacks that they write."""
     read = collect(folder, standings)
-    seen = [Seen(standing, read.get(standing.rank), is_read=standing.rank in read) for standing in standings]
+    seen = [RankStack(standing, read.get(standing.rank), is_read=standing.rank in read) for standing in standings]
     return json.dumps([astuple(each) for each in group(seen)])
 
 

@@ -1,7 +1,7 @@
 """Checks of one node, made on that node: ``python -m toolkit.health REQUEST_JSON``.
 
 Each node of a job is checked once, by its agent; `toolkit doctor` has srun do the same. A node prints one line of
-JSON, an :class:`Answer`, and ends. Nodes do not talk to each other: `toolkit.health.verdict` compares their
+JSON, an :class:`CheckAnswer`, and ends. Nodes do not talk to each other: `toolkit.health.verdict` compares their
 answers. The checks must start within a few hundredths of a second, so they use the standard library only.
 """
 
@@ -45,7 +45,7 @@ def ok(check: str, figure: str, value: float | None = None) -> Finding:
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckRequest:
     """What is asked of a node."""
 
     folder: str  #: in the run folder, shared by all nodes: holds the file ``token``, and one file that each node writes
@@ -65,7 +65,7 @@ ANSWER_HEAD = '{"node": '
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckAnswer:
     """What a node prints: its name, its clock at the start and at the end, and its findings.
 
     ``nodes`` are all nodes of the step in Slurm's notation; empty where enough other nodes print them.
@@ -78,9 +78,9 @@ class Answer:
     nodes: str = ""
 
     @staticmethod
-    def parse(text: str) -> Answer:
+    def parse(text: str) -> CheckAnswer:
         """Return the answer in one line of JSON. Raises ValueError, TypeError or KeyError for any other line."""
         content = json.loads(text)
         findings = tuple(Finding.parse(finding) for finding in content["findings"])
         times = float(content["began"]), float(content["ended"])
-        return Answer(str(content["node"]), *times, findings, str(content["nodes"]))
+        return CheckAnswer(str(content["node"]), *times, findings, str(content["nodes"]))

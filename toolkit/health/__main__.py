@@ -18,9 +18,9 @@ from toolkit.health import (
     ASKING_LIMIT_S,
     FIRST_NODE,
     LAUNCHER,
-    Answer,
+    CheckAnswer,
+    CheckRequest,
     Finding,
-    Request,
     cpus,
     devices,
     host,
@@ -44,7 +44,7 @@ class Check:
     silent: Finding
 
 
-def check_node(request: Request, name: str, task: int) -> list[Finding]:
+def check_node(request: CheckRequest, name: str, task: int) -> list[Finding]:
     """Make all checks at once; return their findings when each has ended or its time is up."""
     began = time.monotonic()
     running = [(check, _start(check)) for check in _checks(request, name, task)]
@@ -72,7 +72,7 @@ def _start(check: Check) -> SimpleQueue[list[Finding]]:
     return answers
 
 
-def _checks(request: Request, name: str, task: int) -> list[Check]:
+def _checks(request: CheckRequest, name: str, task: int) -> list[Check]:
     asked = request.cpus_of(task)
     folder, temporary = Path(request.folder), Path(os.environ.get("TMPDIR") or "/tmp")
     # A hanging file system cannot be interrupted: the thread is left behind, and the finding says so.
@@ -119,7 +119,7 @@ def _check_limits(gpus: int) -> list[Finding]:
     return [host.check_open_files(), *fabric, *locked]
 
 
-def _find_address(request: Request) -> Finding:
+def _find_address(request: CheckRequest) -> Finding:
     """Return a finding with our address among the ranks."""
     try:
         return ok("network", _address(request))
@@ -127,7 +127,7 @@ def _find_address(request: Request) -> Finding:
         return Finding("network", "bad", "none", f"{error}; have the node's network looked at")
 
 
-def _look_up(request: Request) -> list[Finding]:
+def _look_up(request: CheckRequest) -> list[Finding]:
     """Return a finding on how long the name service takes for our address.
 
     Empty if we have no address, which `network` reports.
@@ -139,7 +139,7 @@ def _look_up(request: Request) -> list[Finding]:
     return [host.check_look_up(address)]
 
 
-def _address(request: Request) -> str:
+def _address(request: CheckRequest) -> str:
     peer = request.peer
     if peer == LAUNCHER:
         peer = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
@@ -149,14 +149,14 @@ def _address(request: Request) -> str:
 
 
 def main() -> None:
-    """Check the node as the first argument says, a Request in JSON."""
+    """Check the node as the first argument says, a CheckRequest in JSON."""
     began = time.time()
-    request = Request(**json.loads(sys.argv[1]))
+    request = CheckRequest(**json.loads(sys.argv[1]))
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     task = int(os.environ.get("SLURM_PROCID", "0"))
     findings = tuple(check_node(request, name, task))
     nodes = os.environ.get("SLURM_STEP_NODELIST", "") if task < TELL_ALL_NAMES else ""
-    line = json.dumps(asdict(Answer(name, began, time.time(), findings, nodes))) + "\n"
+    line = json.dumps(asdict(CheckAnswer(name, began, time.time(), findings, nodes))) + "\n"
     os.write(1, line.encode())
     os._exit(0)  # a normal exit would wait for a thread that hangs in the kernel
 

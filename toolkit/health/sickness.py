@@ -38,7 +38,7 @@ class Sickness:
         self._first: dict[str, int] = {}  #: the first value of each counter of errors
         self._throttled = 0
         self._seen: Counter[str] = Counter()  #: by finding, the looks without a break that have seen it
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self) -> list[str]:
         """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
@@ -46,8 +46,8 @@ class Sickness:
         if self._looks % LOOKS_PER_GPU_LOOK == 0:
             found += self._gpus()
         self._looks += 1
-        new = [text for text in found if text not in self._told]
-        self._told |= {*new}
+        new = [text for text in found if text not in self._reported]
+        self._reported |= {*new}
         return new
 
     def _memory(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit import hostlist
-from toolkit.health import Answer, Finding, ok
+from toolkit.health import CheckAnswer, Finding, ok
 
 #: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
 #: refused.
@@ -18,7 +18,7 @@ NOT_THE_NODES = frozenset({"run folder space"})
 
 
 @dataclass(frozen=True)
-class Report:
+class NodesReport:
     """What is known of the nodes.
 
     ``bad`` has the reason for each node to do without. ``common`` has what is wrong on every node alike, or prevented
@@ -72,7 +72,7 @@ class Heard:
     clock: tuple[float, float] | None = None  #: its clock's lead on ours lies between these two, in seconds
     failure: str = ""  #: why it has not answered, if an error names the reason
 
-    def take(self, answer: Answer, asked: float, received: float, began: float, ended: float) -> None:
+    def take(self, answer: CheckAnswer, asked: float, received: float, began: float, ended: float) -> None:
         """Take the node's answer.
 
         By our clock the node was asked after ``asked`` and heard at ``received``; by its own clock these were ``began``
@@ -86,7 +86,7 @@ class Heard:
         self.findings = [*(self.findings or ()), finding]
 
 
-def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> Report:
+def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> NodesReport:
     """Compare what was heard of the nodes within ``took_s``.
 
     A node of which nothing was heard is unknown, which is a warning: the network, the launch or our own node may be
@@ -100,7 +100,7 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
         found[host].append(finding)
     # What is bad on every node is not held against any single one.
     common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
-    return Report(
+    return NodesReport(
         hosts=tuple(found),
         findings={host: tuple(findings) for host, findings in found.items()},
         bad=_texts(found, "bad", common),
@@ -111,9 +111,9 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
     )
 
 
-def prevented(hosts: Sequence[str], why: str, took_s: float) -> Report:
+def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
     """Return a report in which nothing is known of any node."""
-    return Report(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
+    return NodesReport(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
 
 
 def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from toolkit import logs
 from toolkit.errors import SlurmError, SlurmRefusedError
 
 #: How long a controller that does not answer, or a full disk, is waited for before the job gives up on it.
-PATIENCE_S = 300.0
+GIVE_UP_AFTER_S = 300.0
 RETRY_EVERY_S = 2.0
 #: Errors of a disk, or a user's quota, that is full: they pass.
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -21,9 +21,9 @@ log = logs.get(__name__)
 T = TypeVar("T")
 
 
-def ask(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T | None:
+def ask(call: Callable[[], T], what: str, wait_s: float = GIVE_UP_AFTER_S) -> T | None:
     """Return ``call()``, retried while Slurm does not answer; None when it refuses, or patience has run out."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             return call()
@@ -37,7 +37,7 @@ def ask(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T |
 
 def persist(write: Callable[[], None], path: Path) -> None:
     """Call ``write()`` until the disk under ``path`` takes it. Raises its OSError when patience has run out."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + GIVE_UP_AFTER_S
     while True:
         try:
             return write()

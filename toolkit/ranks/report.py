@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit import logs
-from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.progress import MAX_BYTES, RankReport
 from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang.activity import Activity
@@ -20,7 +20,7 @@ from toolkit.rundir import RunDir
 #: Seconds between two reports of rank 0.
 HEARTBEAT_S = 0.5
 #: Seconds that a busy agent may take to accept the last report, and the result of the run.
-LAST_PATIENCE_S, RESULT_PATIENCE_S = 3.0, 60.0
+LAST_WAIT_S, RESULT_WAIT_S = 3.0, 60.0
 
 log = logs.get(__name__)
 
@@ -85,34 +85,34 @@ class AgentReporter(_Latest):
 
     def _publish(self, fields: dict[str, Any]) -> None:
         report = self._report()
-        patience_s = LAST_PATIENCE_S if self._closed.is_set() else 0.0
-        self._send(replace(report, fields=fields) if self._rank == 0 else report, patience_s)
+        wait_s = LAST_WAIT_S if self._closed.is_set() else 0.0
+        self._send(replace(report, fields=fields) if self._rank == 0 else report, wait_s)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         if self._rank == 0:
-            self._send(replace(self._report(), result=dict(result)), RESULT_PATIENCE_S)
+            self._send(replace(self._report(), result=dict(result)), RESULT_WAIT_S)
 
-    def _report(self) -> Report:
+    def _report(self) -> RankReport:
         now = self._activity
-        return Report(self._attempt, self._rank, now.phase, now.step, now.count)
+        return RankReport(self._attempt, self._rank, now.phase, now.step, now.count)
 
-    def _send(self, report: Report, patience_s: float) -> None:
+    def _send(self, report: RankReport, wait_s: float) -> None:
         # Too long for one message: leave the metrics out.
         data = report.as_bytes()
         if len(data) > MAX_BYTES:
             data = self._without_metrics(report).as_bytes()
         try:
             with self._sending:
-                is_sent = self._outbox.send(data, patience_s)
-            if not is_sent and patience_s:
-                log.error("the agent of this node has not taken the last report within %.0f s", patience_s)
+                is_sent = self._outbox.send(data, wait_s)
+            if not is_sent and wait_s:
+                log.error("the agent of this node has not taken the last report within %.0f s", wait_s)
         except AgentGoneError:
             if self._closed.is_set():  # the attempt is over on both sides
                 return
             log.error("the agent of this node is gone, and nobody looks after this rank any more: it ends")
             os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
 
-    def _without_metrics(self, report: Report) -> Report:
+    def _without_metrics(self, report: RankReport) -> RankReport:
         if not self._is_cut:
             self._is_cut = True
             log.warning("there are too many metrics for `toolkit status`: only TensorBoard and metrics.jsonl have them")

@@ -565,7 +565,7 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Step:
+class SrunStep:
     """One srun step: what runs where. ``hosts`` has one entry per rank, in rank order."""
 
     command: Sequence[str]
@@ -578,7 +578,7 @@ class Step:
     extra: Sequence[str] = ()
 
 
-def srun_argv(step: Step) -> list[str]:
+def srun_argv(step: SrunStep) -> list[str]:
     """Return the command line of ``step``. Its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
 
     srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): otherwise the first rank to stop cleanly would end
@@ -769,8 +769,8 @@ def _parse_statuses(text: str) -> list[JobStatus]:
 def _status(line: str) -> JobStatus:
     # The reason is squeue's last column; sacct is not asked for it.
     job_id, state, node_list, *reason = line.split("|", 3)
-    told = reason[0] if reason and reason[0] not in _NOTHING else None
-    return JobStatus(job_id.strip(), states.canonical(state), told, "" if node_list in _NOTHING else node_list)
+    why = reason[0] if reason and reason[0] not in _NOTHING else None
+    return JobStatus(job_id.strip(), states.canonical(state), why, "" if node_list in _NOTHING else node_list)
 
 
 def _base_id(job_id: str) -> str:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.agent.link import Link, Message, StrangerError
+from toolkit.agent.link import AuthenticatedLink, Message, StrangerError
 
 SECRET = b"s" * 32
 
 
-def pair(secret: bytes = SECRET) -> tuple[Link, Link]:
+def pair(secret: bytes = SECRET) -> tuple[AuthenticatedLink, AuthenticatedLink]:
     """Two ends that have greeted each other."""
-    supervisor, agent = Link(SECRET, "supervisor"), Link(secret, "agent")
+    supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(secret, "agent")
     assert agent.receive(supervisor.greeting) == ([], b"")
     assert supervisor.receive(agent.greeting) == ([], b"")
     return supervisor, agent
@@ -36,7 +36,7 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(messages: list[
 
 
 def test_what_is_said_before_the_greeting_follows_it() -> None:
-    supervisor, agent = Link(SECRET, "supervisor"), Link(SECRET, "agent")
+    supervisor, agent = AuthenticatedLink(SECRET, "supervisor"), AuthenticatedLink(SECRET, "agent")
     assert agent.send({"is": "here"}) == b""
     assert supervisor.receive(agent.greeting)[0] == []
     _, answer = agent.receive(supervisor.greeting)
@@ -53,7 +53,7 @@ def test_who_does_not_know_the_secret_is_a_stranger() -> None:
 
 @given(st.binary(min_size=37, max_size=400))
 def test_garbage_is_refused_and_not_kept(garbage: bytes) -> None:
-    supervisor = Link(SECRET, "supervisor")
+    supervisor = AuthenticatedLink(SECRET, "supervisor")
     supervisor.receive(secrets.token_bytes(32))
     try:
         assert supervisor.receive(garbage)[0] == []
@@ -77,7 +77,7 @@ def test_a_message_sent_back_to_its_sender_is_not_taken() -> None:
     supervisor, _ = pair()
     with pytest.raises(StrangerError):
         supervisor.receive(supervisor.send({"do": "end"}))
-    mirrored = Link(SECRET, "supervisor")
+    mirrored = AuthenticatedLink(SECRET, "supervisor")
     with pytest.raises(StrangerError):
         mirrored.receive(mirrored.greeting)
 
@@ -97,7 +97,7 @@ def test_a_changed_bit_anywhere_in_a_message_is_noticed(byte: int) -> None:
 
 
 def test_a_stranger_cannot_have_much_kept() -> None:
-    supervisor = Link(SECRET, "supervisor")
+    supervisor = AuthenticatedLink(SECRET, "supervisor")
     supervisor.receive(secrets.token_bytes(32))
     with pytest.raises(StrangerError, match="16777216 bytes"):
         supervisor.receive((1 << 24).to_bytes(4, "big") + b"\0" * 32)

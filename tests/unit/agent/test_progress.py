@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.agent.progress import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, Report, merge, parse
+from toolkit.agent.progress import LONGEST_LOOK_S, SILENT_S, Digest, NodeProgress, RankReport, merge, parse
 
-REPORT = Report(1, 3, "in a step", 7, 2)
+REPORT = RankReport(1, 3, "in a step", 7, 2)
 
 
 class Node:
@@ -23,7 +23,7 @@ class Node:
         self.progress = NodeProgress(lambda: self.now)
 
     def says(self, rank: int, phase: str = "in a step", step: int | None = 7, count: int = 0, attempt: int = 1) -> bool:
-        return self.progress.hear(Report(attempt, rank, phase, step, count))
+        return self.progress.hear(RankReport(attempt, rank, phase, step, count))
 
     def pass_s(self, seconds: float) -> None:
         for _ in range(int(seconds)):

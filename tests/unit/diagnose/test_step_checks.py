@@ -12,33 +12,33 @@ import pytest
 
 from toolkit.diagnose import step_checks
 from toolkit.diagnose.step_checks import ask_nodes
-from toolkit.health import Answer, Finding, Request, ok
-from toolkit.health.verdict import Report, judge
-from toolkit.launch.start.line_channel import Complaint, Ended, Events, Said, Talk
+from toolkit.health import CheckAnswer, CheckRequest, Finding, ok
+from toolkit.health.verdict import NodesReport, judge
+from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 
 HOSTS = ["node1", "node2", "node3", "node4"]
-REQUEST = Request("/runs/.preflight", "word", [1, 2, 3, 4])
+REQUEST = CheckRequest("/runs/.preflight", "word", [1, 2, 3, 4])
 
 
 def line(host: str, *findings: Finding, at: float | None = None) -> str:
     at = time.time() if at is None else at
-    return json.dumps(asdict(Answer(host, at - 0.2, at, (ok("cpus", "4"), *findings), "node[1-4]")))
+    return json.dumps(asdict(CheckAnswer(host, at - 0.2, at, (ok("cpus", "4"), *findings), "node[1-4]")))
 
 
-Lines = dict[str, list[str | Complaint]]
+Lines = dict[str, list[str | ErrorLine]]
 
 
-class Step(Talk):
+class Step(LineChannel):
     """A step whose tasks say these lines, one well node each by default."""
 
-    def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | Complaint]], *, ends: bool) -> None:
+    def __init__(self, hosts: Sequence[str], instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool) -> None:
         self.events: Events = SimpleQueue()
         self.began = time.time() - 0.5
         for task, host in enumerate(hosts):
             for text in instead.get(host, [line(host)]):
-                self.events.put(text if isinstance(text, Complaint) else Said(task, text, time.time()))
+                self.events.put(text if isinstance(text, ErrorLine) else NodeLine(task, text, time.time()))
         if ends:
-            self.events.put(Ended())
+            self.events.put(ChannelEnded())
 
     def send(self, line: str) -> None:
         raise AssertionError("a check is asked once")
@@ -46,7 +46,7 @@ class Step(Talk):
     def end(self) -> None: ...
 
 
-def asked(instead: Mapping[str, Sequence[str | Complaint]], *, ends: bool = True) -> Report:
+def asked(instead: Mapping[str, Sequence[str | ErrorLine]], *, ends: bool = True) -> NodesReport:
     nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, lambda _, hosts: Step(hosts, instead, ends=ends))
     return judge(nodes, took_s, errors)
 
@@ -70,21 +70,21 @@ def test_an_answer_that_srun_has_cut_is_put_together() -> None:
         (['{"check": "cpus"}', "[]", "42"], "could not be checked (42)"),
         (
             [
-                Complaint("2: slurmstepd: error: execve(): /env/bin/python: No such file or directory"),
-                Complaint("srun: error: node3: task 2: Exited with exit code 2"),
+                ErrorLine("2: slurmstepd: error: execve(): /env/bin/python: No such file or directory"),
+                ErrorLine("srun: error: node3: task 2: Exited with exit code 2"),
             ],
             "No such file or directory",
         ),
     ],
 )
-def test_a_node_that_fails_is_bad_with_its_last_words(said: Sequence[str | Complaint], words: str) -> None:
+def test_a_node_that_fails_is_bad_with_its_last_words(said: Sequence[str | ErrorLine], words: str) -> None:
     report = asked({"node3": said})
     assert list(report.bad) == ["node3"]
     assert words in report.bad["node3"]
 
 
 def test_a_task_that_srun_saw_end_is_not_waited_for() -> None:
-    report = asked({"node3": [Complaint("srun: error: node3: task 2: Exited with exit code 2")]}, ends=False)
+    report = asked({"node3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}, ends=False)
     assert list(report.bad) == ["node3"]
     assert report.took_s < 5
 
@@ -97,7 +97,7 @@ def test_a_node_that_says_nothing_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
     """Also that of one which says nothing itself."""
-    gone: Lines = {"node 3": [Complaint("srun: error: node3: task 2: Exited with exit code 2")]}
+    gone: Lines = {"node 3": [ErrorLine("srun: error: node3: task 2: Exited with exit code 2")]}
     lines: Lines = {f"node {number}": [line(f"node{number}")] for number in (1, 2, 4)}
     hosts = [f"node {number}" for number in range(1, 5)]
     nodes, errors, took_s = ask_nodes(
@@ -111,7 +111,7 @@ def test_names_are_learnt_where_slurm_chooses_the_nodes() -> None:
 def test_a_wrong_clock_is_found_also_after_an_hour_in_the_queue() -> None:
     now = time.time()
 
-    def start(_: Request, hosts: Sequence[str]) -> Step:
+    def start(_: CheckRequest, hosts: Sequence[str]) -> Step:
         step = Step(hosts, {"node3": [line("node3", at=now + 90)]}, ends=True)
         step.began -= 3600
         return step
@@ -127,9 +127,9 @@ def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
     killed = "srun: error: node3: task 2: Killed"
     starts: list[tuple[Sequence[str], list[int]]] = []
 
-    def start(request: Request, hosts: Sequence[str]) -> Step:
+    def start(request: CheckRequest, hosts: Sequence[str]) -> Step:
         starts.append((hosts, [request.cpus_of(task) for task in range(len(hosts))]))
-        ends = {host: [Complaint(failure), Complaint(killed)] for host in hosts if "node2" in hosts}
+        ends = {host: [ErrorLine(failure), ErrorLine(killed)] for host in hosts if "node2" in hosts}
         return Step(hosts, ends, ends=True)
 
     nodes, errors, took_s = ask_nodes(REQUEST, HOSTS, start)
@@ -151,7 +151,7 @@ def test_a_node_that_srun_does_not_reach_takes_no_other_with_it() -> None:
 )
 def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> None:
     """The first was seen when a job was cancelled while its checks began."""
-    report = asked({host: [Complaint(text)] for host in HOSTS})
+    report = asked({host: [ErrorLine(text)] for host in HOSTS})
     assert report.bad == {}
     assert text in report.common[0]
 
@@ -159,7 +159,7 @@ def test_a_step_that_fails_as_a_whole_says_why_and_blames_nobody(text: str) -> N
 def test_thousands_of_nodes_with_texts_of_their_own_are_told_apart() -> None:
     hosts = [f"node{number}" for number in range(5000)]
     said: Lines = {
-        host: [f"its own trouble {host}", Complaint(f"srun: error: {host}: task {task}: Exited with exit code 1")]
+        host: [f"its own trouble {host}", ErrorLine(f"srun: error: {host}: task {task}: Exited with exit code 1")]
         for task, host in enumerate(hosts)
     }
     nodes, errors, took_s = ask_nodes(REQUEST, hosts, lambda _, on: Step(on, said | {"node0": []}, ends=True))

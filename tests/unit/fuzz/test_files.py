@@ -219,7 +219,7 @@ def test_every_command_survives_a_damaged_file_and_one_names_it(run: RunDir, cou
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
     yield
     for number, handler in before.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.health import ANSWER_HEAD, Answer, Finding, cpus, devices, host, storage
+from toolkit.health import ANSWER_HEAD, CheckAnswer, Finding, cpus, devices, host, storage
 from toolkit.health.cpus import Process, Use
 from toolkit.slurm import network
 
@@ -349,7 +349,7 @@ def test_the_users_interface_is_the_ranks_interface() -> None:
 # ----------------------------------------------------------------------------------------------------- the process
 
 
-def answer(**request: object) -> Answer:
+def answer(**request: object) -> CheckAnswer:
     """What one node prints, run as on a node."""
     content = {"folder": "/nowhere/.preflight", "token": "word", "cpus": [1], "peer": "127.0.0.1"}
     done = subprocess.run(
@@ -362,7 +362,7 @@ def answer(**request: object) -> Answer:
     )
     assert done.stdout.startswith(ANSWER_HEAD)
     assert done.stdout.count("\n") == 1
-    return Answer.parse(done.stdout)
+    return CheckAnswer.parse(done.stdout)
 
 
 def test_a_node_answers_once_with_all_its_findings_and_its_clock(shared: Path) -> None:

@@ -22,12 +22,12 @@ from tests.unit.launch.test_steps import await_true, gone
 from tests.waiting import wait_for
 from toolkit import rundir
 from toolkit.agent import connections
-from toolkit.agent.link import Link
-from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.agent.link import AuthenticatedLink
+from toolkit.agent.progress import Digest, RankReport, Standing
 from toolkit.agent.reports import AgentGoneError, Outbox, address
 from toolkit.hang import stacks
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start import agent_links, agent_starters
+from toolkit.launch.start import agent_links, agent_starters, children
 from toolkit.launch.start.agent_launcher import AgentLauncher
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agent_starters import LocalAgent
@@ -334,7 +334,7 @@ def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp
         ]
         greetings = [agent.recv(32, socket.MSG_WAITALL) for agent in agents]
         for number, (agent, greeting) in enumerate(zip(agents, greetings, strict=True)):
-            link = Link(secret, "agent")
+            link = AuthenticatedLink(secret, "agent")
             link.receive(greeting)
             agent.sendall(link.greeting + link.send({"is": "here", "host": f"node{number}"}))
         assert {came.get(timeout=TIMEOUT_S) for _ in agents} == {f"node{number}" for number in range(hosts)}
@@ -347,7 +347,7 @@ def test_the_words_of_an_agent_can_be_replayed_by_nobody(tmp_path: Path) -> None
     site.start("sleep 600")
     await_true(lambda: site.store.port == 7)
     (peer,) = site.agents.links._peers.values()
-    overheard = Link(peer.link._secret, "agent")
+    overheard = AuthenticatedLink(peer.link._secret, "agent")
     overheard.receive(peer.link.greeting)
     words = overheard.greeting + overheard.send({"is": "here", "host": "here", "again": False})
     with call(site) as stranger:
@@ -459,13 +459,13 @@ def test_an_agent_names_the_addresses_that_do_not_answer(tmp_path: Path) -> None
 
 REPORTS = """
 import os, time
-from toolkit.agent.progress import Report
+from toolkit.agent.progress import RankReport
 from toolkit.agent.reports import VARIABLE, Outbox, address
 
 rank, outbox = int(os.environ["RANK"]), Outbox(address(os.environ[VARIABLE]))
 
 def report(phase, step, **more):
-    assert outbox.send(Report(1, rank, phase, step, 0, **more).as_bytes(), 20.0)
+    assert outbox.send(RankReport(1, rank, phase, step, 0, **more).as_bytes(), 20.0)
 
 """
 
@@ -566,7 +566,7 @@ def test_ranks_that_srun_has_started_notice_when_the_agent_has_lost_the_supervis
     site.start("sleep 600")
     await_true(lambda: bool(site.agents.links.hosts))
     outbox = Outbox(address(site.agents.reports_token))
-    report = Report(1, 5, "in a step", 7, 0).as_bytes()
+    report = RankReport(1, 5, "in a step", 7, 0).as_bytes()
     assert outbox.send(report, TIMEOUT_S)
     until(site, FirstReports)
     site.agents.links.call(lambda: site.agents.links.drop("here", "lost"))
@@ -591,12 +591,12 @@ def test_a_report_that_is_none_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def untethered(monkeypatch: pytest.MonkeyPatch) -> None:
+def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents do not die with the thread that has started them, which here is the supervisor's."""
-    monkeypatch.setattr(agent_starters, "tethered", lambda command, *_: command)
+    monkeypatch.setattr(children, "dying_with_us", lambda command, *_, **__: command)
 
 
-@pytest.mark.usefixtures("untethered")
+@pytest.mark.usefixtures("agents_survive_threads")
 def test_ranks_go_on_under_the_supervisor_that_takes_over_which_hears_what_was_told_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -620,7 +620,7 @@ def test_ranks_go_on_under_the_supervisor_that_takes_over_which_hears_what_was_t
     site.agents.close()
 
 
-@pytest.mark.usefixtures("untethered")
+@pytest.mark.usefixtures("agents_survive_threads")
 def test_what_a_rank_reported_and_how_one_ended_while_nobody_listened_is_not_lost(tmp_path: Path) -> None:
     site = Site(tmp_path)
     lines = f"""
@@ -643,7 +643,7 @@ report("in a step", 8, fields={{"step": 8}})
     site.agents.close()
 
 
-@pytest.mark.usefixtures("untethered")
+@pytest.mark.usefixtures("agents_survive_threads")
 def test_ranks_of_another_attempt_are_ended_and_the_next_one_starts_with_another_agent(tmp_path: Path) -> None:
     site, note = Site(tmp_path), tmp_path / "pid"
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
@@ -660,7 +660,7 @@ def test_ranks_of_another_attempt_are_ended_and_the_next_one_starts_with_another
     site.agents.close()
 
 
-@pytest.mark.usefixtures("untethered")
+@pytest.mark.usefixtures("agents_survive_threads")
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_ranks_end_when_no_supervisor_takes_over(
     tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,14 @@ from toolkit import rundir
 from toolkit.launch.job import follow_up, nodes
 from toolkit.launch.supervise import ending
 from toolkit.launch.watch import batch_host_watch
-from toolkit.launch.watch.batch_host_watch import ASK_SLURM_EVERY_S, LOOK_EVERY_S, SILENT_S, Over, Watch, Watched
+from toolkit.launch.watch.batch_host_watch import (
+    ASK_SLURM_EVERY_S,
+    LOOK_EVERY_S,
+    SILENT_S,
+    BatchHostWatch,
+    WatchedJob,
+    WatchOver,
+)
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -30,9 +37,9 @@ class World:
         self.slurm.start(self.job, "node[1-2]")
         self.updated = 0.0
         self.speak()
-        watched = Watched(run, self.job, 0, "node1", "10.0.0.1", 6818, supervisor=77, nodes=2)
+        watched = WatchedJob(run, self.job, 0, "node1", "10.0.0.1", 6818, supervisor=77, nodes=2)
         self.watched = watched
-        self.watch = Watch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
+        self.watch = BatchHostWatch(watched, self.slurm, lambda: self.now, lambda host, port: self.answers)
 
     def speak(self, state: str = "running") -> None:
         self.updated += 0.5
@@ -102,13 +109,13 @@ def test_a_job_that_slurm_ends_because_its_batch_host_came_back_is_brought_back(
 @pytest.mark.parametrize("state", ["completed", "stopped", "failed", "cancelled"])
 def test_the_watch_ends_with_the_run(world: World, state: str) -> None:
     world.speak(state)
-    with pytest.raises(Over):
+    with pytest.raises(WatchOver):
         world.watch.look()
 
 
 def test_the_watch_ends_when_slurm_has_restarted_the_job(world: World) -> None:
     world.slurm.requeue(world.job)
-    with pytest.raises(Over):
+    with pytest.raises(WatchOver):
         world.looks(ASK_SLURM_EVERY_S + LOOK_EVERY_S, speaking=True)
 
 
@@ -121,7 +128,7 @@ def test_the_watch_ends_when_another_supervisor_has_taken_over(world: World) -> 
     world.run.write_status({"state": "running", "updated": 9.0, "pid": 77})
     assert world.watch.look() is None
     world.run.write_status({"state": "running", "updated": 9.5, "pid": 78})
-    with pytest.raises(Over, match="another supervisor"):
+    with pytest.raises(WatchOver, match="another supervisor"):
         world.watch.look()
 
 
@@ -138,7 +145,7 @@ def test_told_to_end_it_stays_with_a_job_that_runs_and_leaves_one_that_ends(worl
     world.watch.hurry()
     assert world.looks(60, speaking=True) is None
     world.slurm.cancel(world.job)
-    with pytest.raises(Over):
+    with pytest.raises(WatchOver):
         world.watch.look()
 
 
@@ -158,7 +165,7 @@ slurm.start(job, "node2")
 batch_host_watch.LOOK_EVERY_S = 3600.0
 threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
 run = RunDir(Path({str(world.run.path)!r}))
-watched = batch_host_watch.Watched(run, job, 0, "node1", "127.0.0.1", 1, supervisor=77, nodes=2)
+watched = batch_host_watch.WatchedJob(run, job, 0, "node1", "127.0.0.1", 1, supervisor=77, nodes=2)
 batch_host_watch.watch_batch_host(watched, slurm)
 print(slurm.show_job(job).restarts)
 """
@@ -182,7 +189,7 @@ def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: W
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.state == "COMPLETING"
-    assert follow_up.takes_over(world.run, [ending.how_slurm_sees_it(row, 0)])
+    assert follow_up.takes_over(world.run, [ending.fate_of_row(row, 0)])
 
 
 def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
@@ -190,7 +197,7 @@ def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: Wo
     world.slurm.cancel(world.job)
     batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
-    assert not follow_up.takes_over(world.run, [ending.how_slurm_sees_it(row, 0)])
+    assert not follow_up.takes_over(world.run, [ending.fate_of_row(row, 0)])
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:

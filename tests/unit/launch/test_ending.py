@@ -14,13 +14,13 @@ from toolkit.launch.supervise.ending import (
     Cause,
     Decision,
     Facts,
+    JobFate,
     Past,
     RankFailure,
-    Slurm,
     Stop,
+    fate_of_row,
     first_failure,
     has_completed,
-    how_slurm_sees_it,
     judge,
     unfit_nodes,
 )
@@ -40,171 +40,175 @@ def row(**fields: object) -> JobRow:
 
 
 RECORDED = {
-    "running": (row(state="RUNNING", start_time=0, end_time=31535999, time_limit_s=31536000), Slurm.RUNNING),
-    "running, unlimited": (row(state="RUNNING", start_time=0), Slurm.RUNNING),
-    "22.05 in the grace of a preemption": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4), Slurm.PREEMPTED),
-    "22.05 at its end": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4, end_time=9.4), Slurm.PREEMPTED),
-    "22.05 requeued after the grace": (row(state="COMPLETING", start_time=16.4, restarts=1), Slurm.REQUEUED),
-    "24.11 in the grace": (row(state="RUNNING", start_time=-0.3, preempt_time=1.7, end_time=9.7), Slurm.PREEMPTED),
+    "running": (row(state="RUNNING", start_time=0, end_time=31535999, time_limit_s=31536000), JobFate.RUNNING),
+    "running, unlimited": (row(state="RUNNING", start_time=0), JobFate.RUNNING),
+    "22.05 in the grace of a preemption": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4), JobFate.PREEMPTED),
+    "22.05 at its end": (row(state="RUNNING", start_time=-0.6, preempt_time=1.4, end_time=9.4), JobFate.PREEMPTED),
+    "22.05 requeued after the grace": (row(state="COMPLETING", start_time=16.4, restarts=1), JobFate.REQUEUED),
+    "24.11 in the grace": (row(state="RUNNING", start_time=-0.3, preempt_time=1.7, end_time=9.7), JobFate.PREEMPTED),
     "preempted, requeue forbidden": (
         row(state="COMPLETING", preempt_time=16.0, start_time=-1.0, end_time=16.0, can_requeue=False),
-        Slurm.PREEMPTED,
+        JobFate.PREEMPTED,
     ),
     "preempted by cancelling, grace 0": (
         row(state="COMPLETING", preempt_time=1.0, start_time=-1.0, end_time=1.0),
-        Slurm.PREEMPTED,
+        JobFate.PREEMPTED,
     ),
     "scancel": (
         row(state="COMPLETING", start_time=-0.3, end_time=0.7, time_limit_s=31536000),
-        Slurm.CANCELLED,
+        JobFate.CANCELLED,
     ),
     "scancel in the grace of a preemption": (
         row(state="COMPLETING", preempt_time=1.6, start_time=-0.4, end_time=4.6),
-        Slurm.CANCELLED,
+        JobFate.CANCELLED,
     ),
-    "scontrol requeue": (row(state="COMPLETING", start_time=0.8, restarts=1), Slurm.REQUEUED),
-    "scontrol requeue, seen late": (row(state="PENDING", restarts=1), Slurm.REQUEUED),
+    "scontrol requeue": (row(state="COMPLETING", start_time=0.8, restarts=1), JobFate.REQUEUED),
+    "scontrol requeue, seen late": (row(state="PENDING", restarts=1), JobFate.REQUEUED),
     "time limit": (
         row(state="COMPLETING", reason="TimeLimit", start_time=-0.8, end_time=87.2, time_limit_s=60.0),
-        Slurm.TIMEOUT,
+        JobFate.TIMEOUT,
     ),
     "time limit, no reason given": (
         row(state="COMPLETING", start_time=0, end_time=60.0, time_limit_s=60.0),
-        Slurm.TIMEOUT,
+        JobFate.TIMEOUT,
     ),
-    "node lost": (row(state="COMPLETING", start_time=40.7, restarts=1, node_list="node1"), Slurm.REQUEUED),
-    "over: PREEMPTED": (row(state="PREEMPTED", preempt_time=1.0, end_time=1.0), Slurm.PREEMPTED),
-    "over: TIMEOUT": (row(state="TIMEOUT"), Slurm.TIMEOUT),
-    "over: NODE_FAIL": (row(state="NODE_FAIL"), Slurm.NODE_FAILED),
-    "over: CANCELLED": (row(state="CANCELLED"), Slurm.CANCELLED),
-    "nobody knows": (None, Slurm.UNKNOWN),
+    "node lost": (row(state="COMPLETING", start_time=40.7, restarts=1, node_list="node1"), JobFate.REQUEUED),
+    "over: PREEMPTED": (row(state="PREEMPTED", preempt_time=1.0, end_time=1.0), JobFate.PREEMPTED),
+    "over: TIMEOUT": (row(state="TIMEOUT"), JobFate.TIMEOUT),
+    "over: NODE_FAIL": (row(state="NODE_FAIL"), JobFate.NODE_FAILED),
+    "over: CANCELLED": (row(state="CANCELLED"), JobFate.CANCELLED),
+    "nobody knows": (None, JobFate.UNKNOWN),
 }
 
 
 @pytest.mark.parametrize(("job", "expected"), RECORDED.values(), ids=RECORDED.keys())
-def test_a_row_of_scontrol_tells_the_cases_apart(job: JobRow | None, expected: Slurm) -> None:
-    assert how_slurm_sees_it(job, restart_count=0) is expected
+def test_a_row_of_scontrol_tells_the_cases_apart(job: JobRow | None, expected: JobFate) -> None:
+    assert fate_of_row(job, restart_count=0) is expected
 
 
 def test_a_restart_that_was_ours_is_no_requeue() -> None:
     job = row(state="RUNNING", restarts=2, start_time=0)
-    assert how_slurm_sees_it(job, restart_count=2) is Slurm.RUNNING
+    assert fate_of_row(job, restart_count=2) is JobFate.RUNNING
 
 
 DONE = Facts(0, has_result=True)
 UNSTARTED = RankFailure(1, "node2", "could not be started: Slurmd could not connect IO", 10.0, at_launch=True)
 CLEAN = Facts(75, stopped_cleanly=True, step_start=100, step_end=150)
-MOVING = replace(CLEAN, stop=Stop.MOVE, slurm=Slurm.RUNNING, left_nodes=("node2: drained: new fan by root",))
+MOVING = replace(CLEAN, stop=Stop.MOVE, slurm=JobFate.RUNNING, left_nodes=("node2: drained: new fan by root",))
 DEAD = Facts(143, (KILLED,), step_start=100, step_end=150)
 VERDICTS = {
     "all ranks done": (DONE, Cause.COMPLETED, Decision.FINISH),
     "done although a stop was asked for": (replace(DONE, stop=Stop.CLOCK), Cause.COMPLETED, Decision.FINISH),
-    "exit code 0 without a result": (Facts(0, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
-    "cancelled before rank 0 had a result": (Facts(0, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "exit code 0 without a result": (Facts(0, slurm=JobFate.RUNNING), Cause.CRASHED, Decision.RESTART),
+    "cancelled before rank 0 had a result": (Facts(0, slurm=JobFate.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
     "some node could not start its ranks": (
-        Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING, lost_nodes=("node2",), can_go_on=True),
+        Facts(0, (UNSTARTED,), slurm=JobFate.RUNNING, lost_nodes=("node2",), can_go_on=True),
         Cause.NODE_FAILURE,
         Decision.RESTART,
     ),
-    "a foreign script is done": (Facts(0, is_foreign=True, slurm=Slurm.RUNNING), Cause.COMPLETED, Decision.FINISH),
+    "a foreign script is done": (Facts(0, is_foreign=True, slurm=JobFate.RUNNING), Cause.COMPLETED, Decision.FINISH),
     "a foreign script is done, no Slurm": (Facts(0, is_foreign=True), Cause.COMPLETED, Decision.FINISH),
     "a foreign script saved and ended with 0 in a preemption": (
-        Facts(0, is_foreign=True, stop=Stop.SIGNAL, slurm=Slurm.PREEMPTED),
+        Facts(0, is_foreign=True, stop=Stop.SIGNAL, slurm=JobFate.PREEMPTED),
         Cause.PREEMPTED,
         Decision.REQUEUE,
     ),
     "the same at Slurm's own SIGTERM, of which we have heard nothing": (
-        Facts(0, is_foreign=True, slurm=Slurm.PREEMPTED),
+        Facts(0, is_foreign=True, slurm=JobFate.PREEMPTED),
         Cause.PREEMPTED,
         Decision.REQUEUE,
     ),
     "a foreign script saved and ended with 0 before the limit": (
-        Facts(0, is_foreign=True, stop=Stop.CLOCK, slurm=Slurm.RUNNING),
+        Facts(0, is_foreign=True, stop=Stop.CLOCK, slurm=JobFate.RUNNING),
         Cause.TIMEOUT,
         Decision.REQUEUE,
     ),
     "a foreign script saved and ended with 0 at toolkit stop": (
-        Facts(0, is_foreign=True, stop=Stop.USER, slurm=Slurm.RUNNING),
+        Facts(0, is_foreign=True, stop=Stop.USER, slurm=JobFate.RUNNING),
         Cause.STOPPED,
         Decision.FINISH,
     ),
-    "preempted, committed in the grace": (replace(CLEAN, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
-    "preempted, killed": (replace(DEAD, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "preempted, committed in the grace": (replace(CLEAN, slurm=JobFate.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "preempted, killed": (replace(DEAD, slurm=JobFate.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
     "preempted, TERM at the batch host": (
-        replace(CLEAN, stop=Stop.SIGNAL, slurm=Slurm.PREEMPTED),
+        replace(CLEAN, stop=Stop.SIGNAL, slurm=JobFate.PREEMPTED),
         Cause.PREEMPTED,
         Decision.REQUEUE,
     ),
     "requeued by Slurm or an administrator": (
-        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED),
+        replace(DEAD, stop=Stop.SIGNAL, slurm=JobFate.REQUEUED),
         Cause.PREEMPTED,
         Decision.REQUEUE,
     ),
     "node lost, requeued by Slurm": (
-        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.REQUEUED, lost_nodes=("node2",)),
+        replace(DEAD, stop=Stop.SIGNAL, slurm=JobFate.REQUEUED, lost_nodes=("node2",)),
         Cause.NODE_FAILURE,
         Decision.REQUEUE,
     ),
     "stopped before the limit": (
-        replace(CLEAN, stop=Stop.CLOCK, slurm=Slurm.RUNNING),
+        replace(CLEAN, stop=Stop.CLOCK, slurm=JobFate.RUNNING),
         Cause.TIMEOUT,
         Decision.REQUEUE,
     ),
-    "killed at the limit": (replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.TIMEOUT), Cause.TIMEOUT, Decision.REQUEUE),
-    "scancel, committed": (replace(CLEAN, stop=Stop.SIGNAL, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
-    "scancel, killed": (replace(DEAD, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
-    "toolkit cancel in a preemption": (
-        replace(DEAD, stop=Stop.CANCEL, slurm=Slurm.PREEMPTED),
+    "killed at the limit": (replace(DEAD, stop=Stop.SIGNAL, slurm=JobFate.TIMEOUT), Cause.TIMEOUT, Decision.REQUEUE),
+    "scancel, committed": (
+        replace(CLEAN, stop=Stop.SIGNAL, slurm=JobFate.CANCELLED),
         Cause.CANCELLED,
         Decision.GIVE_UP,
     ),
-    "toolkit stop": (replace(CLEAN, stop=Stop.USER, slurm=Slurm.RUNNING), Cause.STOPPED, Decision.FINISH),
+    "scancel, killed": (replace(DEAD, slurm=JobFate.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "toolkit cancel in a preemption": (
+        replace(DEAD, stop=Stop.CANCEL, slurm=JobFate.PREEMPTED),
+        Cause.CANCELLED,
+        Decision.GIVE_UP,
+    ),
+    "toolkit stop": (replace(CLEAN, stop=Stop.USER, slurm=JobFate.RUNNING), Cause.STOPPED, Decision.FINISH),
     "toolkit stop, preempted at the same time": (
-        replace(CLEAN, stop=Stop.USER, slurm=Slurm.PREEMPTED),
+        replace(CLEAN, stop=Stop.USER, slurm=JobFate.PREEMPTED),
         Cause.STOPPED,
         Decision.FINISH,
     ),
     "Ctrl-C on this machine": (replace(CLEAN, stop=Stop.USER), Cause.STOPPED, Decision.FINISH),
-    "a signal at one rank only": (replace(CLEAN, slurm=Slurm.RUNNING), Cause.STOPPED, Decision.REQUEUE),
+    "a signal at one rank only": (replace(CLEAN, slurm=JobFate.RUNNING), Cause.STOPPED, Decision.REQUEUE),
     "a signal at one rank of a local run": (CLEAN, Cause.STOPPED, Decision.FINISH),
     "TERM while the controller is away": (
-        replace(DEAD, stop=Stop.SIGNAL, slurm=Slurm.UNKNOWN),
+        replace(DEAD, stop=Stop.SIGNAL, slurm=JobFate.UNKNOWN),
         Cause.CANCELLED,
         Decision.GIVE_UP,
     ),
     "a stop with the controller away, committed": (
-        replace(CLEAN, slurm=Slurm.UNKNOWN),
+        replace(CLEAN, slurm=JobFate.UNKNOWN),
         Cause.STOPPED,
         Decision.REQUEUE,
     ),
     "moved to a spare": (MOVING, Cause.MOVED, Decision.RESTART),
-    "moved while the controller is away": (replace(MOVING, slurm=Slurm.UNKNOWN), Cause.MOVED, Decision.RESTART),
-    "preempted while it was moved": (replace(MOVING, slurm=Slurm.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
-    "cancelled while it was moved": (replace(MOVING, slurm=Slurm.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
+    "moved while the controller is away": (replace(MOVING, slurm=JobFate.UNKNOWN), Cause.MOVED, Decision.RESTART),
+    "preempted while it was moved": (replace(MOVING, slurm=JobFate.PREEMPTED), Cause.PREEMPTED, Decision.REQUEUE),
+    "cancelled while it was moved": (replace(MOVING, slurm=JobFate.CANCELLED), Cause.CANCELLED, Decision.GIVE_UP),
     "at its end while it was moved": (replace(DONE, stop=Stop.MOVE), Cause.COMPLETED, Decision.FINISH),
     "a node lost while another was left": (
-        replace(DEAD, stop=Stop.MOVE, slurm=Slurm.RUNNING, lost_nodes=("node2",), can_go_on=True),
+        replace(DEAD, stop=Stop.MOVE, slurm=JobFate.RUNNING, lost_nodes=("node2",), can_go_on=True),
         Cause.NODE_FAILURE,
         Decision.RESTART,
     ),
     "a rank killed while it was moved": (
-        replace(DEAD, stop=Stop.MOVE, slurm=Slurm.RUNNING),
+        replace(DEAD, stop=Stop.MOVE, slurm=JobFate.RUNNING),
         Cause.CRASHED,
         Decision.RESTART,
     ),
     "a rank raised": (Facts(1, (RAISED,)), Cause.CRASHED, Decision.RESTART),
-    "a rank was killed": (replace(DEAD, slurm=Slurm.RUNNING), Cause.CRASHED, Decision.RESTART),
+    "a rank was killed": (replace(DEAD, slurm=JobFate.RUNNING), Cause.CRASHED, Decision.RESTART),
     "no progress": (Facts(137, (PEER, RAISED), hang=KILLED), Cause.HANG, Decision.RESTART),
     "preempted while it was taken for hung": (
-        Facts(137, (PEER,), hang=KILLED, slurm=Slurm.PREEMPTED),
+        Facts(137, (PEER,), hang=KILLED, slurm=JobFate.PREEMPTED),
         Cause.PREEMPTED,
         Decision.REQUEUE,
     ),
     "all exit codes 0 but one rank complained": (Facts(0, (RAISED,)), Cause.CRASHED, Decision.RESTART),
-    "cgroup killed it": (Facts(137, (OOM, PEER), slurm=Slurm.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
+    "cgroup killed it": (Facts(137, (OOM, PEER), slurm=JobFate.RUNNING), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
     "CUDA ran out": (Facts(1, (CUDA_OOM, PEER)), Cause.OUT_OF_MEMORY, Decision.GIVE_UP),
     "srun lost a node, Slurm has not noticed": (
-        replace(DEAD, slurm=Slurm.RUNNING, lost_nodes=("node2",)),
+        replace(DEAD, slurm=JobFate.RUNNING, lost_nodes=("node2",)),
         Cause.NODE_FAILURE,
         Decision.REQUEUE,
     ),
@@ -221,9 +225,9 @@ def test_cause_and_decision_follow_from_the_facts(facts: Facts, cause: Cause, de
 @pytest.mark.parametrize("stop", [None, *Stop])
 @pytest.mark.parametrize("cleanly", [True, False])
 def test_what_was_cancelled_is_never_brought_back(stop: Stop | None, cleanly: bool) -> None:
-    facts = replace(CLEAN if cleanly else DEAD, stop=stop, slurm=Slurm.CANCELLED)
+    facts = replace(CLEAN if cleanly else DEAD, stop=stop, slurm=JobFate.CANCELLED)
     assert judge(facts).decision is Decision.GIVE_UP
-    assert judge(replace(facts, stop=Stop.CANCEL, slurm=Slurm.REQUEUED)).decision is Decision.GIVE_UP
+    assert judge(replace(facts, stop=Stop.CANCEL, slurm=JobFate.REQUEUED)).decision is Decision.GIVE_UP
 
 
 def crashed(step_end: int | None) -> Past:
@@ -283,7 +287,7 @@ def test_a_foreign_script_tells_no_steps_and_has_all_its_failures_and_time_limit
 
 def test_requeues_have_a_budget() -> None:
     history = [Past("preempted", "requeue", i) for i in range(3)]
-    facts = replace(CLEAN, slurm=Slurm.PREEMPTED, history=history)
+    facts = replace(CLEAN, slurm=JobFate.PREEMPTED, history=history)
     assert judge(replace(facts, budgets=Budgets(max_requeues=4))).decision is Decision.REQUEUE
     ending = judge(replace(facts, budgets=Budgets(max_requeues=3)))
     assert (ending.cause, ending.decision) == (Cause.PREEMPTED, Decision.GIVE_UP)
@@ -293,7 +297,7 @@ def test_requeues_have_a_budget() -> None:
 def test_requeues_are_free_while_steps_are_saved() -> None:
     """However little it is: a run that is preempted often does not choose when."""
     saved, in_vain = (Past("preempted", "requeue", 10, gained_s=gained_s, lost_s=300.0) for gained_s in (1.0, 0.0))
-    facts = replace(CLEAN, slurm=Slurm.PREEMPTED, budgets=Budgets(max_requeues=2), lost_s=300.0)
+    facts = replace(CLEAN, slurm=JobFate.PREEMPTED, budgets=Budgets(max_requeues=2), lost_s=300.0)
     assert judge(replace(facts, history=[saved] * 200)).decision is Decision.REQUEUE
     assert judge(replace(facts, history=[saved, in_vain, in_vain], gained_s=1.0)).decision is Decision.REQUEUE
     assert judge(replace(facts, history=[in_vain, saved, in_vain])).decision is Decision.REQUEUE
@@ -482,7 +486,7 @@ HOSTS = ("node1", "node1", "node2", "node2")
 
 
 def test_a_node_that_cannot_start_ranks_is_unfit_unless_most_nodes_cannot() -> None:
-    facts = Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING)
+    facts = Facts(0, (UNSTARTED,), slurm=JobFate.RUNNING)
     assert unfit_nodes(facts, HOSTS) == {"node2"}
     everywhere = (UNSTARTED, replace(UNSTARTED, rank=0, host="node1"))
     assert unfit_nodes(replace(facts, failures=everywhere), HOSTS) == set()
@@ -493,8 +497,8 @@ def test_a_node_that_cannot_start_ranks_is_unfit_unless_most_nodes_cannot() -> N
 
 
 def test_no_node_is_unfit_in_a_job_that_ends_or_after_two_requeues_in_vain() -> None:
-    facts = Facts(0, (UNSTARTED,), slurm=Slurm.RUNNING)
-    for disturbed in (replace(facts, slurm=Slurm.PREEMPTED), replace(facts, stop=Stop.SIGNAL)):
+    facts = Facts(0, (UNSTARTED,), slurm=JobFate.RUNNING)
+    for disturbed in (replace(facts, slurm=JobFate.PREEMPTED), replace(facts, stop=Stop.SIGNAL)):
         assert unfit_nodes(disturbed, HOSTS) == set()
     in_vain = Past("node_failure", "requeue", None)
     assert unfit_nodes(replace(facts, history=[in_vain]), HOSTS) == {"node2"}
@@ -509,7 +513,7 @@ def blamed(host: str, step_end: int | None = None) -> list[Past]:
 
 def test_an_attempt_for_which_a_node_is_condemned_is_no_fault_of_the_run() -> None:
     """Before, the attempt that condemned the node also gave the run up, and the spare was never used."""
-    facts = Facts(137, (KILLED,), slurm=Slurm.RUNNING, history=blamed("node2")[:1])
+    facts = Facts(137, (KILLED,), slurm=JobFate.RUNNING, history=blamed("node2")[:1])
     assert judge(facts).decision is Decision.GIVE_UP
     ending = judge(replace(facts, condemned="node2", can_go_on=True))
     assert (ending.cause, ending.decision, ending.suspect) == (Cause.NODE_FAILURE, Decision.RESTART, "node2")
@@ -517,7 +521,7 @@ def test_an_attempt_for_which_a_node_is_condemned_is_no_fault_of_the_run() -> No
 
 
 def test_what_a_condemned_node_ended_before_counts_no_more() -> None:
-    facts = Facts(1, (RAISED,), slurm=Slurm.RUNNING, history=blamed("node2"))
+    facts = Facts(1, (RAISED,), slurm=JobFate.RUNNING, history=blamed("node2"))
     assert judge(facts).line.endswith("restart after failure 1 of 4")
     assert judge(replace(facts, history=[*blamed("node2"), crashed(None)])).decision is Decision.GIVE_UP
 

@@ -29,7 +29,7 @@ from toolkit.launch.job.follow_up import (
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import submit
-from toolkit.launch.supervise.ending import Slurm
+from toolkit.launch.supervise.ending import JobFate
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import JobRow
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
@@ -271,7 +271,7 @@ ENDS: dict[str, tuple[Callable[[FakeSlurm], None], bool]] = {
 }
 
 
-def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool = True) -> Slurm:
+def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool = True) -> JobFate:
     slurm = FakeSlurm(preempt_mode="CANCEL", accounting=accounting)
     running(slurm, "--time=10")
     what_became_of_it(slurm)
@@ -281,7 +281,7 @@ def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool
 def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDir) -> None:
     run.write_status({"state": "running"})
     fate = predecessor(forgotten, accounting=False)
-    assert fate is Slurm.UNKNOWN
+    assert fate is JobFate.UNKNOWN
     assert takes_over(run, [fate])
 
 
@@ -292,7 +292,7 @@ def test_a_controller_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch
     preempted(slurm)
     slurm.is_up = False
     threading.Timer(0.05, setattr, (slurm, "is_up", True)).start()
-    assert fate_of("1", slurm) is Slurm.PREEMPTED
+    assert fate_of("1", slurm) is JobFate.PREEMPTED
 
 
 def test_the_follow_up_job_gets_what_slurm_does_not_tell_from_the_config(run: RunDir) -> None:
@@ -420,7 +420,7 @@ def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: Run
     slurm.cancel(job)
     slurm.advance(1)
     run.write_status({"state": "running"})
-    assert fate_of(job, slurm) is Slurm.CANCELLED
+    assert fate_of(job, slurm) is JobFate.CANCELLED
 
 
 def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -> None:
@@ -428,7 +428,7 @@ def test_a_job_that_slurm_could_not_start_on_its_node_is_followed(run: RunDir) -
     row = running(slurm)
     slurm.finish(row.job_id, exit_code=0, signal=53)
     slurm._set(slurm._one(row.job_id), reason="JobLaunchFailure")
-    assert fate_of(row.job_id, slurm) is Slurm.NODE_FAILED
+    assert fate_of(row.job_id, slurm) is JobFate.NODE_FAILED
 
 
 def test_the_end_of_a_run_ends_the_follow_up_jobs_that_still_wait(run: RunDir) -> None:

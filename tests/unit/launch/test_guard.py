@@ -18,9 +18,9 @@ from toolkit.launch.supervise.guard import guarded
 
 folder = Path(sys.argv[1])
 
-def supervise(last_words):
+def supervise(earlier_death):
     deaths = len(list(folder.glob("started-*")))
-    (folder / f"started-{deaths}").write_text(f"{os.getpid()} {last_words}")
+    (folder / f"started-{deaths}").write_text(f"{os.getpid()} {earlier_death}")
     {BODY}
 
 try:

@@ -22,7 +22,7 @@ from toolkit import fsio, rundir
 from toolkit.agent.link import Message
 from toolkit.agent.progress import Digest, Standing
 from toolkit.hang import stack_digest, stacks
-from toolkit.hang.stack_digest import Seen, awaits, collect, digest, from_json, group, merge
+from toolkit.hang.stack_digest import RankStack, awaits, collect, digest, from_json, group, merge
 from toolkit.hang.stacks import main_stack
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.watch import hang
@@ -55,8 +55,8 @@ def rank(
     phase: str | None = "in a step",
     step: int | None = 7,
     silent: bool = False,
-) -> Seen:
-    return Seen(Standing(number, phase, step, 212.4 + number, silent), stack)
+) -> RankStack:
+    return RankStack(Standing(number, phase, step, 212.4 + number, silent), stack)
 
 
 def standing(number: int, *, silent: bool) -> Standing:
@@ -140,7 +140,7 @@ def standing(number: int, *, silent: bool) -> Standing:
         ),
     ],
 )
-def test_the_rank_that_is_behind(seen: list[Seen], culprits: list[int], line: str) -> None:
+def test_the_rank_that_is_behind(seen: list[RankStack], culprits: list[int], line: str) -> None:
     assert blame(group(seen)) == (culprits, line)
 
 
@@ -256,8 +256,8 @@ def test_what_the_user_has_set_for_nccl_stays(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- more files than can be read
 
 
-def unread(number: int, phase: str | None = "in a step", step: int | None = 7) -> Seen:
-    return Seen(Standing(number, phase, step, 212.4 + number, False), None, is_read=False)
+def unread(number: int, phase: str | None = "in a step", step: int | None = 7) -> RankStack:
+    return RankStack(Standing(number, phase, step, 212.4 + number, False), None, is_read=False)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,9 @@ def unread(number: int, phase: str | None = "in a step", step: int | None = 7) -
         ),
     ],
 )
-def test_a_rank_whose_stack_was_not_read_is_not_blamed_for_it(seen: list[Seen], culprits: list[int], line: str) -> None:
+def test_a_rank_whose_stack_was_not_read_is_not_blamed_for_it(
+    seen: list[RankStack], culprits: list[int], line: str
+) -> None:
     assert blame(group(seen)) == (culprits, line)
 
 
@@ -377,7 +379,7 @@ class Nodes:
         self._groups, self.silent_hosts = groups, silent
         self.orders: Mapping[str, Message] = {}
 
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> Mapping[str, Message]:
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> Mapping[str, Message]:
         self.orders = orders
         return {host: {"groups": json.loads(text)} for host, text in self._groups.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.agent.progress import LONGEST_LOOK_S, SILENT_S, NodeProgress, Report, Standing
+from toolkit.agent.progress import LONGEST_LOOK_S, SILENT_S, NodeProgress, RankReport, Standing
 from toolkit.hang.watchdog import START_SHARE, STUCK_SHARE, Watchdog
 
 TIMEOUT_S = 100.0
@@ -23,12 +23,12 @@ class Attempt:
         self.now = 1000.0
         self.dog = Watchdog(TIMEOUT_S, lambda: self.now)
         self.nodes = [NodeProgress(lambda: self.now) for _ in range(world_size)]
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, RankReport] = {}
         self.alive = set(range(world_size))
 
     def say(self, *ranks: int, doing: str = "in a step", done: int | None = None, count: int = 0) -> None:
         for rank in ranks:
-            self.reports[rank] = Report(1, rank, doing, done, count)
+            self.reports[rank] = RankReport(1, rank, doing, done, count)
             self.nodes[rank].hear(self.reports[rank])
 
     def pass_s(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> float | None:

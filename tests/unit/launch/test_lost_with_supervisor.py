@@ -14,8 +14,8 @@ import pytest
 
 from tests.unit.launch.test_supervisor import quick  # noqa: F401
 from tests.unit.launch.test_supervisor_nodes import ALLOCATION, leave, run, slurm  # noqa: F401
-from toolkit.agent.link import Link, Message
-from toolkit.agent.progress import Report
+from toolkit.agent.link import AuthenticatedLink, Message
+from toolkit.agent.progress import RankReport
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED
 from toolkit.launch.job import slurm_job
@@ -34,7 +34,7 @@ class Node:
 
     def __init__(self, at: Endpoint, host: str, left: int | None = None) -> None:
         """Connect. ``left``: the number of ranks that run since the last supervisor; None: the agent is new."""
-        self._host, self._left, self._link = host, left, Link(at.secret, "agent")
+        self._host, self._left, self._link = host, left, AuthenticatedLink(at.secret, "agent")
         self._connection = socket.create_connection(("127.0.0.1", at.port))
         self._connection.sendall(self._link.greeting)
         here = {"attempt": ATTEMPT if left else None, "ranks": left or 0, "lives": bool(left)}
@@ -71,7 +71,7 @@ class Node:
                 continue
             if rank == 0:
                 result = {"step": 10, "metrics": {}}
-                report = Report(attempt, 0, "finishing", 10, 0, {"step": 10, "step_start": 5}, result)
+                report = RankReport(attempt, 0, "finishing", 10, 0, {"step": 10, "step_start": 5}, result)
                 self.say(**{"is": "report"}, text=report.as_bytes().decode())
             self._end(attempt, rank, 0)
 

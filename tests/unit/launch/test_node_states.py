@@ -20,7 +20,7 @@ class Network:
         self.now = 100.0
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.is_connected = True
-        self.lookout = for_dead_nodes(self.events, lambda: self.is_connected, self.ask, lambda: self.now)
+        self.poller = for_dead_nodes(self.events, lambda: self.is_connected, self.ask, lambda: self.now)
 
     def ask(self, hosts: Sequence[str]) -> set[str]:
         self.asked.append(set(hosts))
@@ -28,9 +28,9 @@ class Network:
 
     def look(self, *silent: str) -> None:
         self.now += ASK_DEAD_EVERY_S
-        self.lookout.look(silent)
-        if self.lookout._thread is not None:
-            self.lookout._thread.join()
+        self.poller.look(silent)
+        if self.poller._thread is not None:
+            self.poller._thread.join()
 
     def failed(self) -> list[str]:
         return [self.events.get().host for _ in range(self.events.qsize())]
@@ -68,5 +68,5 @@ def test_who_is_cut_off_oneself_calls_nobody_dead(network: Network) -> None:
 def test_questions_are_not_asked_more_often_than_that(network: Network) -> None:
     network.look("a")
     network.now -= 1
-    network.lookout.look(["a"])
+    network.poller.look(["a"])
     assert len(network.asked) == 1

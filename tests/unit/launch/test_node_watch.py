@@ -265,7 +265,7 @@ def test_a_driver_that_fails_or_does_not_answer_says_nothing(monkeypatch: pytest
         raise subprocess.SubprocessError("no devices were found")
 
     assert not GpuUse(fails).is_busy()
-    monkeypatch.setattr(node_watch, "GPU_PATIENCE_S", 0.01)
+    monkeypatch.setattr(node_watch, "GPU_WAIT_S", 0.01)
     use = GpuUse(lambda _: __import__("time").sleep(60))
     assert not use.is_busy()
     assert not use.is_busy()  # and no second thread waits for it

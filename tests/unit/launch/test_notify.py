@@ -168,7 +168,7 @@ def test_it_is_called_when_the_run_ends_before_it_starts_again(
 def test_it_is_called_when_the_supervisor_itself_fails(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Supervisor, last_words: str | None) -> int:
+    def fails(self: Supervisor, earlier_death: str | None) -> int:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Supervisor, "run", fails)

@@ -26,7 +26,7 @@ from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError,
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.job.requeue import Comeback
+from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.record.request import Intent
@@ -81,7 +81,7 @@ def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
     slurm.start(job)
     claim = Claim.of_job(run, allocation(job), token_of(run))
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
-    Comeback(run, allocation(job), slurm, nodes).prepare(slurm.show_job(job), Settings(), claim)
+    JobRequeue(run, allocation(job), slurm, nodes).prepare(slurm.show_job(job), Settings(), claim)
     run.write_status({"state": "running", "job_id": job, "attempt": 1, "updated": 0.0, "progress": {}})
     return claim
 
@@ -163,17 +163,17 @@ def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunD
     assert row.can_requeue
     claim = Claim.of_job(run, allocation(job), token_of(run))
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
-    first = Comeback(run, allocation(job), slurm, nodes)
+    first = JobRequeue(run, allocation(job), slurm, nodes)
     first.prepare(row, Settings(), claim)
     assert claim.follow_ups == ("4", "5")
     assert [waits_for(slurm, job) for job in claim.follow_ups] == ["afterany:3", "afterany:3:4"]
-    assert first.requeue() is ending.Slurm.REQUEUED
+    assert first.requeue() is ending.JobFate.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
-    Comeback(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
+    JobRequeue(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
     assert again.follow_ups == ("4", "5")
     assert len(slurm.submitted) == 5
     slurm.cancel("4")
-    assert first.requeue() is ending.Slurm.REQUEUED  # by itself: nobody follows any more
+    assert first.requeue() is ending.JobFate.REQUEUED  # by itself: nobody follows any more
     assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
     assert slurm.show_job(job).state == "PENDING"
 
@@ -218,19 +218,19 @@ def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_
     run: RunDir, slurm: FakeSlurm
 ) -> None:
     slurm.start("1")
-    comeback = Comeback(run, allocation("1"), slurm, Nodes(run, allocation("1"), spare=0, allow_fewer=False))
-    comeback.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
+    job_requeue = JobRequeue(run, allocation("1"), slurm, Nodes(run, allocation("1"), spare=0, allow_fewer=False))
+    job_requeue.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
     slurm.cancel("2")
     slurm.preempt("1", grace_s=30)
-    assert comeback.requeue() is ending.Slurm.PREEMPTED  # and not after a minute of refusals
+    assert job_requeue.requeue() is ending.JobFate.PREEMPTED  # and not after a minute of refusals
 
 
 def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:
     """Slurm would put it back for its exit code, and they would wait for its end for ever."""
     job = slurm.sbatch(["--requeue=expedite", "job.sh"])
     slurm.start(job)
-    comeback = Comeback(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
-    comeback.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
+    job_requeue = JobRequeue(run, allocation(job), slurm, Nodes(run, allocation(job), spare=0, allow_fewer=False))
+    job_requeue.prepare(slurm.show_job(job), Settings(), Claim.of_job(run, allocation(job), token_of(run)))
     slurm.finish(job, exit_code=1)
     assert slurm.show_job(job).state == "FAILED"
 

@@ -17,8 +17,8 @@ import pytest
 
 from toolkit import fsio
 from toolkit.agent.link import Message
-from toolkit.health import Answer, Finding, Request, ok, storage
-from toolkit.health.verdict import Heard, Report, judge
+from toolkit.health import CheckAnswer, CheckRequest, Finding, ok, storage
+from toolkit.health.verdict import Heard, NodesReport, judge
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import preflight
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
@@ -44,13 +44,13 @@ class Agents:
     """Agents that are played. They put what is said into ``events``, as those of a job do."""
 
     def __init__(self, plays: Mapping[str, Play], events: SimpleQueue[Any]) -> None:
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, CheckRequest] = {}
         self._plays, self._events = plays, events
 
     def request(self, orders: Mapping[str, Message], heard: SimpleQueue[Any]) -> int:
         assert heard is self._events
         for host, order in orders.items():
-            self.requests[host] = Request(**json.loads(order["command"][-1]))
+            self.requests[host] = CheckRequest(**json.loads(order["command"][-1]))
             play = self._plays.get(host, Play())
             if play.after_s:
                 threading.Timer(play.after_s, self._answer, [host, play]).start()
@@ -70,7 +70,7 @@ class Agents:
         if play.writes:
             os.mknod(folder / host)
         now = time.time()
-        answer = Answer(host, now, now, (ok("shared folder", "same"), *play.findings))
+        answer = CheckAnswer(host, now, now, (ok("shared folder", "same"), *play.findings))
         text = json.dumps(asdict(answer)) + "\n" if play.says_instead is None else play.says_instead
         message = {"text": text, "began": now + play.lead_s, "ended": now + play.lead_s + 0.001}
         self._events.put(NodeAnswered(host, message, now, now + 0.001))
@@ -83,7 +83,7 @@ def examined(
     limit_s: float = 30.0,
     tasks: Sequence[int] | None = None,
     events: SimpleQueue[Any] | None = None,
-) -> Report:
+) -> NodesReport:
     events = SimpleQueue() if events is None else events
     agents: Any = Agents(plays, events)
     job = Allocation(tuple(hosts), tuple(tasks or [2] * len(hosts)), 1)
@@ -285,7 +285,7 @@ def test_a_node_that_answers_at_once_is_not_behind_those_that_answer_late() -> N
     nodes = [Heard(f"node{number}") for number in range(5)]
     for number, node in enumerate(nodes):
         late_s = 5.0 * number
-        answer = Answer(node.name, 0.0, 0.0, ())
+        answer = CheckAnswer(node.name, 0.0, 0.0, ())
         node.take(answer, asked=100.0, received=100.1 + late_s, began=100.0 + late_s, ended=100.0 + late_s)
     report = judge(nodes, 1.0)
     assert (report.bad, report.warnings) == ({}, {})

@@ -12,10 +12,10 @@ from toolkit.launch import outages
 from toolkit.launch.job import requeue
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.job.requeue import Comeback
+from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
-from toolkit.launch.supervise.ending import Slurm
+from toolkit.launch.supervise.ending import JobFate
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -52,18 +52,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requeue, "ENDING_S", 0.1)
 
 
-def requeued(run: RunDir, slurm: FakeSlurm) -> Slurm:
+def requeued(run: RunDir, slurm: FakeSlurm) -> JobFate:
     """Of a job that has just started."""
     job = slurm.sbatch(["job.sh"])
     slurm.start(job)
     allocation = Allocation(("node1",), (1,), 1, job_id=job)
-    return Comeback(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).requeue()
+    return JobRequeue(run, allocation, slurm, Nodes(run, allocation, spare=0, allow_fewer=False)).requeue()
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_refused_requeue_may_mean_that_slurm_does_it_itself(run: RunDir, comes_back: bool) -> None:
     slurm = Refusing(comes_back=comes_back)
-    assert (requeued(run, slurm) is Slurm.REQUEUED) is comes_back
+    assert (requeued(run, slurm) is JobFate.REQUEUED) is comes_back
 
 
 class CancelledMeanwhile(FakeSlurm):
@@ -87,7 +87,7 @@ class CancelledMeanwhile(FakeSlurm):
 def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir, lost: int) -> None:
     """Before, the plain requeue brought it back, at once or when it was asked for again."""
     slurm = CancelledMeanwhile(lost)
-    assert requeued(run, slurm) is Slurm.CANCELLED
+    assert requeued(run, slurm) is JobFate.CANCELLED
     row = slurm.show_job("1")
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
@@ -97,7 +97,7 @@ def test_a_job_that_is_cancelled_before_its_requeue_stays_cancelled(run: RunDir,
 def test_a_run_that_a_user_has_ended_is_not_requeued(run: RunDir, wanted: Intent) -> None:
     request.ask(run, wanted)
     slurm = FakeSlurm()
-    assert requeued(run, slurm) is Slurm.CANCELLED
+    assert requeued(run, slurm) is JobFate.CANCELLED
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == 0
@@ -113,4 +113,4 @@ def test_a_job_that_a_preemption_is_ending_is_requeued_all_the_same(run: RunDir)
             self.advance(0)
 
     slurm = Preempting(preempt_mode="CANCEL")
-    assert requeued(run, slurm) is Slurm.REQUEUED
+    assert requeued(run, slurm) is JobFate.REQUEUED

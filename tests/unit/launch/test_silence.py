@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.line_channel import Complaint, Ended, Events, Said, Talk
+from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, Events, LineChannel, NodeLine
 from toolkit.launch.watch.silence import SilenceWatch
 
 BOUND_S = 300.0
 CONFIRMED_S = 21.0  #: two looks
 
 
-class Nodes(Talk):
+class Nodes(LineChannel):
     """Two nodes with two ranks each, and the time."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Nodes(Talk):
         self.says({"rank": rank, "is": state, "still_s": still_s})
 
     def says(self, message: Any) -> None:
-        self.events.put(Said(0, json.dumps(message), time.time()))
+        self.events.put(NodeLine(0, json.dumps(message), time.time()))
 
     def is_stuck(self, after_s: float = 0.0) -> bool:
         self.now += after_s
@@ -101,8 +101,8 @@ def test_stacks_are_waited_for_until_each_node_has_answered_or_is_gone(caplog: p
     assert nodes.asked == ["stacks"]
     nodes = Nodes()
     nodes.says({"answered": True})
-    nodes.events.put(Complaint("srun: error: Node failure on n2"))
-    nodes.events.put(Ended())
+    nodes.events.put(ErrorLine("srun: error: Node failure on n2"))
+    nodes.events.put(ChannelEnded())
     with caplog.at_level(logging.WARNING):
         nodes.watch.ask_for_stacks()
     assert "a hang is not noticed: srun: error: Node failure on n2" in caplog.text

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from toolkit.launch import outages
+from toolkit.launch.start.children import dying_with_us
 from toolkit.launch.start.srun import Srun, parse_srun_line
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, tethered
-from toolkit.slurm.commands import Step
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
+from toolkit.slurm.commands import SrunStep
 
 TIMEOUT_S = 20
 
@@ -107,7 +108,7 @@ exit 1
 def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
     """An srun that is waited for in a thread; what it says, and its exit code at the end."""
     said: SimpleQueue[Any] = SimpleQueue()
-    plan = Step(command=["true"], hosts=["node1"], cpus_per_task=1, output=None)
+    plan = SrunStep(command=["true"], hosts=["node1"], cpus_per_task=1, output=None)
     srun = Srun(plan, dict(os.environ), tmp_path / "hosts")
     threading.Thread(target=lambda: said.put(srun.wait(said.put)), daemon=True).start()
     return srun, said
@@ -125,7 +126,7 @@ def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_
 
 def test_a_step_that_is_refused_for_good_has_failed_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     srun_that_is_refused(tmp_path, monkeypatch, times=10**6)
-    monkeypatch.setattr(outages, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.3)
     _, said = started(tmp_path)
     assert said.get(timeout=TIMEOUT_S) == LaunchFailed((), None, REFUSED.removeprefix("srun: error: "))
     assert said.get(timeout=TIMEOUT_S) == 1
@@ -165,32 +166,32 @@ def await_true(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_a_tethered_process_dies_with_its_parent_however_that_dies(tmp_path: Path) -> None:
-    """The parent starts a sleeper through the tether, prints its pid, and is killed with SIGKILL."""
+def test_a_bound_process_dies_with_its_parent_however_that_dies(tmp_path: Path) -> None:
+    """The parent starts a sleeper that is bound to it, prints its pid, and is killed with SIGKILL."""
     code = (
         "import subprocess, signal, time\n"
-        "from toolkit.launch.start.steps import tethered\n"
-        "child = subprocess.Popen(tethered(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
+        "from toolkit.launch.start.children import dying_with_us\n"
+        "child = subprocess.Popen(dying_with_us(['sleep', '600'], signal.SIGKILL), start_new_session=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        # only once the tether has become `sleep` has it called prctl: before that it would notice by itself
+        # it calls prctl before it becomes `sleep`: until then it would notice by itself
         await_true(lambda: b"sleep" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0])
         parent.kill()
     await_true(lambda: gone(child))
 
 
-def test_a_tether_whose_parent_is_already_dead_starts_nothing() -> None:
-    command = tethered(["true"], signal.SIGKILL)
+def test_a_bound_process_whose_parent_is_already_dead_starts_nothing() -> None:
+    command = dying_with_us(["true"], signal.SIGKILL)
     command[4] = "1"  # the pid that was our parent's
     assert subprocess.run(command).returncode == 1
 
 
-def test_a_deaf_process_survives_what_slurm_sends_to_all() -> None:
-    with subprocess.Popen(tethered(["sleep", "600"], signal.SIGKILL, deaf=True)) as child:
+def test_a_process_that_ignores_signals_survives_what_slurm_sends_to_all() -> None:
+    with subprocess.Popen(dying_with_us(["sleep", "600"], signal.SIGKILL, ignore_signals=True)) as child:
         await_true(lambda: b"sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[0])
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)
@@ -199,5 +200,5 @@ def test_a_deaf_process_survives_what_slurm_sends_to_all() -> None:
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
-    done = subprocess.run(tethered(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
+    done = subprocess.run(dying_with_us(["no-such-program"], signal.SIGKILL), capture_output=True, text=True)
     assert "no-such-program: cannot be started" in done.stderr

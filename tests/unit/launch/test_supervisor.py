@@ -18,7 +18,7 @@ from toolkit import config as configs
 from toolkit import fsio, open_files, rundir
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.agent.link import Message
-from toolkit.agent.progress import Digest, Report, Standing
+from toolkit.agent.progress import Digest, RankReport, Standing
 from toolkit.cli import why
 from toolkit.config import JobConfig
 from toolkit.errors import CheckpointError, RequestError
@@ -103,13 +103,13 @@ class Ranks:
     def report(self, **fields: Any) -> None:
         """As rank 0, on the first node."""
         step = fields.get("step")
-        self.events.put(MainReport(Report(self.attempt, 0, "in a step", step, 0, fields)))
+        self.events.put(MainReport(RankReport(self.attempt, 0, "in a step", step, 0, fields)))
         self.events.put(FirstReports(self.attempt, self.hosts[0], (0,)))
         self.events.put(Progress(self.hosts[0], Digest(self.attempt, 1, 0, 1 + (step or 0), step, step)))
 
     def tell_result(self, step: int, **metrics: float) -> None:
         self.events.put(
-            MainReport(Report(self.attempt, 0, "finishing", step, 0, None, {"step": step, "metrics": metrics}))
+            MainReport(RankReport(self.attempt, 0, "finishing", step, 0, None, {"step": step, "metrics": metrics}))
         )
 
 
@@ -127,7 +127,7 @@ class NodeAgents:
 
     def host_at(self, address: str) -> str | None: ...
 
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
         return {host: {"groups": json.loads(self._digest(order))} for host, order in orders.items()}
 
     def _digest(self, order: Message) -> str:
@@ -145,7 +145,7 @@ def ended(*ranks: int, code: int | None = None) -> RankEnded:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short patience, and the test runner's own signal handlers back at the end."""
-    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 0.01)
     monkeypatch.setattr(attempt_loop, "KILL_AGAIN_S", 0.05)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCONT)}
@@ -407,7 +407,7 @@ def saves(run: RunDir, step: int) -> None:
 
 def test_after_a_sigkill_no_other_failure_is_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was half a second of each restart. After an exit code the others' error files may tell the cause."""
-    monkeypatch.setattr(attempt_loop, "LAST_WORDS_S", 600.0)
+    monkeypatch.setattr(attempt_loop, "ERROR_REPORTS_S", 600.0)
     began = time.monotonic()
     assert supervise(run, Ranks(lambda ranks: ranks.events.put(ended(0)), completes)) == 0
     assert time.monotonic() - began < 300.0

@@ -20,7 +20,7 @@ from toolkit import fsio, records, rundir
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.config import JobConfig
 from toolkit.errors import EXIT_STOPPED, ToolkitError
-from toolkit.health.verdict import Report
+from toolkit.health.verdict import NodesReport
 from toolkit.launch import outages
 from toolkit.launch.job import nodes, slurm_job
 from toolkit.launch.job.allocation import Allocation
@@ -70,10 +70,10 @@ class Preflight:
         self.meanwhile: Callable[[], None] = lambda: None
         self.asked: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
-    def __call__(self, folder: Path, job: Allocation, *_: object) -> Report:
+    def __call__(self, folder: Path, job: Allocation, *_: object) -> NodesReport:
         self.asked.append((job.hosts, job.tasks))
         self.meanwhile()
-        return Report(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
+        return NodesReport(job.hosts, {}, self.bad, {}, (), 0.1, self.unknown)
 
 
 class PlayedAgents(NodeAgents):
@@ -400,10 +400,10 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     place = {"nodes": ["a"], "tasks": [2]}
     run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
-    last_words = "the supervisor was killed by SIGKILL"
-    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(last_words) == 0
+    earlier_death = "the supervisor was killed by SIGKILL"
+    assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(earlier_death) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", last_words)
+    assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", earlier_death)
     assert second["cause"] == "completed"
 
 
@@ -843,7 +843,7 @@ def test_a_disk_that_stays_full_gives_the_job_back_and_does_not_end_the_run(
     claim = Claim.of_job(run, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"), "token")
     if follow_up:
         claim.note_follow_ups(["2"])
-    monkeypatch.setattr(outages, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
     monkeypatch.setattr(entry, "Slurm", lambda: slurm)
     monkeypatch.setattr(entry, "_build", full)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -860,7 +860,7 @@ def test_a_supervisor_that_fails_and_cannot_write_so_ends_all_the_same(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(outages, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outages, "GIVE_UP_AFTER_S", 0.0)
     monkeypatch.setattr(RunDir, "write_result", full)
     entry._write_own_failure(run, ValueError("x"))
     assert run.result() is None

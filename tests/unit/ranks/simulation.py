@@ -92,8 +92,8 @@ def _deliveries(rng: random.Random, kind: str, ranks: int, first: int, steps: in
 class Lockstep:
     """The collectives: a rank gets ``ahead`` steps further than the slowest, and evaluations wait for everybody."""
 
-    def __init__(self, ranks: int, patience_s: float) -> None:
-        self._ranks, self._patience_s = ranks, patience_s
+    def __init__(self, ranks: int, wait_s: float) -> None:
+        self._ranks, self._patience_s = ranks, wait_s
         self._lock = threading.Lock()
         self._entered: defaultdict[object, int] = defaultdict(int)
         self._complete: defaultdict[object, threading.Event] = defaultdict(threading.Event)
@@ -215,15 +215,15 @@ def _frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def play(case: Case, gate: type[Gate] = Gate, patience_s: float = 30.0) -> list[Story]:
-    """Run the case; the ranks' stories. A rank that does not end within twice ``patience_s`` has that as its error."""
-    store, mesh = MemoryStore(), Lockstep(case.ranks, patience_s)
+def play(case: Case, gate: type[Gate] = Gate, wait_s: float = 30.0) -> list[Story]:
+    """Run the case; the ranks' stories. A rank that does not end within twice ``wait_s`` has that as its error."""
+    store, mesh = MemoryStore(), Lockstep(case.ranks, wait_s)
     ranks = [Rank(case, rank, store, mesh, gate) for rank in range(case.ranks)]
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
     with _frequent_switches():
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 2 * patience_s
+        deadline = time.monotonic() + 2 * wait_s
         for rank, thread in zip(ranks, threads, strict=True):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from tests.waiting import wait_for
 from toolkit import rundir
 from toolkit.agent import progress
-from toolkit.agent.progress import MAX_BYTES, Report
+from toolkit.agent.progress import MAX_BYTES, RankReport
 from toolkit.agent.reports import AgentGoneError, Inbox, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang import activity as activity_words
@@ -39,21 +39,21 @@ class Agent(Outbox):
     """An agent in memory, which can be gone, absent or busy."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[RankReport] = []
         self.patience: list[float] = []
         self.is_gone = False
 
-    def send(self, message: bytes, patience_s: float = 0.0) -> bool:
+    def send(self, message: bytes, wait_s: float = 0.0) -> bool:
         if self.is_gone:
             raise AgentGoneError
-        self.patience.append(patience_s)
+        self.patience.append(wait_s)
         parsed = progress.parse(message)
         assert parsed is not None
         self.reports.append(parsed)
         return True
 
     @property
-    def last(self) -> Report:
+    def last(self) -> RankReport:
         return self.reports[-1]
 
 
@@ -90,7 +90,7 @@ def test_a_report_says_what_the_rank_does_and_a_rank_that_stands_still_goes_on_r
     reporter.progress(loss=1.0)
     activity.phase, activity.step = activity_words.WAITING_FOR_DATA, 7
     activity.move()
-    expected = Report(2, 1, "waiting for data", 7, 1)
+    expected = RankReport(2, 1, "waiting for data", 7, 1)
     wait_for(lambda: agent.reports.count(expected) > 2, TIMEOUT_S, "several reports")
     reporter.close()
 
@@ -105,7 +105,7 @@ def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heart
     assert agent.reports == []
     reporter.close()
     assert (agent.last.fields or {})["step"] == 450
-    assert agent.patience == [report.LAST_PATIENCE_S]
+    assert agent.patience == [report.LAST_WAIT_S]
 
 
 def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(mon
         reporter.finish({"step": 10, "metrics": {"eval/accuracy": 0.5}})
         reporter.close()
     assert [each.result for each in agents[0].reports] == [{"step": 10, "metrics": {"eval/accuracy": 0.5}}, None]
-    assert agents[0].patience[0] == report.RESULT_PATIENCE_S
+    assert agents[0].patience[0] == report.RESULT_WAIT_S
     assert [each.result for each in agents[1].reports] == [None]
 
 

@@ -116,7 +116,7 @@ def test_the_simulation_finds_what_breaks_without_the_promise_or_its_order(broke
     base = secrets.randbelow(10**9)
     print(f"seeds {base} to {base + 29}")
     cases = [case_of(seed, 8) for seed in range(base, base + 30)]
-    assert any(faults(case, play(case, broken, patience_s=0.2)) for case in cases)
+    assert any(faults(case, play(case, broken, wait_s=0.2)) for case in cases)
 
 
 # ------------------------------------------------------------------------------------------------ one by one

@@ -14,7 +14,7 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import (
     JobStatus,
     Slurm,
-    Step,
+    SrunStep,
     parse_drained,
     parse_duration,
     parse_jobs,
@@ -385,7 +385,7 @@ def test_half_an_installation_is_noticed_within_the_time_limit(stubs: Stubs) -> 
 
 
 def test_a_step_says_everything_on_its_command_line() -> None:
-    step = Step(["python", "a b.py"], ["n1", "n3", "n1"], 2, "logs/rank-%t.log", mpi="pmix", overlap=True)
+    step = SrunStep(["python", "a b.py"], ["n1", "n3", "n1"], 2, "logs/rank-%t.log", mpi="pmix", overlap=True)
     assert srun_argv(step) == [
         "srun",
         "--ntasks=3",
@@ -409,7 +409,7 @@ SLURM_MEM_PER_CPU SRUN_CPUS_PER_TASK PMIX_RANK PMI_FD RANK"""
 
 
 def test_a_step_that_only_looks_shares_everything_and_speaks_to_its_caller() -> None:
-    argv = srun_argv(Step(["true"], ["node1"], None, None, overlap=True, extra=["--label"]))
+    argv = srun_argv(SrunStep(["true"], ["node1"], None, None, overlap=True, extra=["--label"]))
     assert {"--overlap", "--label"} <= set(argv)
     assert not [word for word in argv if word.startswith(("--cpus-per-task", "--output", "--open-mode"))]
 

@@ -167,7 +167,7 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 # ------------------------------------------------------------------------------------------------------ taking over
 
 
-def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[ending.Slurm]:
+def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[ending.JobFate]:
     """Return what became of the job that served last, and of those to follow it.
 
     Between the two may be jobs that were preempted before they could check those before them.
@@ -176,7 +176,7 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
     return [fate_of(job, slurm) for job in dict.fromkeys([*served, *predecessors])]
 
 
-def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
+def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.JobFate:
     """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
     Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
@@ -190,12 +190,12 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.Slurm:
 
     row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
     if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
-        return ending.Slurm.REQUEUED
+        return ending.JobFate.REQUEUED
     if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
-        return ending.Slurm.NODE_FAILED
+        return ending.JobFate.NODE_FAILED
     if row is not None and _was_killed(row):
-        return ending.Slurm.NODE_FAILED
-    return ending.how_slurm_sees_it(row, restart_count=0 if row is None else row.restarts)
+        return ending.JobFate.NODE_FAILED
+    return ending.fate_of_row(row, restart_count=0 if row is None else row.restarts)
 
 
 def _was_killed(row: JobRow) -> bool:
@@ -207,7 +207,7 @@ def _was_killed(row: JobRow) -> bool:
     return row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)
 
 
-def takes_over(run: RunDir, fates: Sequence[ending.Slurm]) -> bool:
+def takes_over(run: RunDir, fates: Sequence[ending.JobFate]) -> bool:
     """True if the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
 
     A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
@@ -222,11 +222,11 @@ def takes_over(run: RunDir, fates: Sequence[ending.Slurm]) -> bool:
 
 
 _TAKEN_AWAY = (
-    ending.Slurm.PREEMPTED,
-    ending.Slurm.REQUEUED,
-    ending.Slurm.TIMEOUT,
-    ending.Slurm.NODE_FAILED,
-    ending.Slurm.UNKNOWN,
+    ending.JobFate.PREEMPTED,
+    ending.JobFate.REQUEUED,
+    ending.JobFate.TIMEOUT,
+    ending.JobFate.NODE_FAILED,
+    ending.JobFate.UNKNOWN,
 )
 
 

@@ -29,7 +29,7 @@ EXCLUDE_S = 10.0
 log = logs.get(__name__)
 
 
-class Comeback:
+class JobRequeue:
     """Brings back the job of ``allocation``."""
 
     def __init__(self, run: RunDir, allocation: Allocation, slurm: SlurmCommands, nodes: Nodes) -> None:
@@ -54,7 +54,7 @@ class Comeback:
             return
         # Where Slurm may end the job for good, or follow-up jobs already wait, keep COUNT of them.
         ask = partial(follow_up.are_needed, row, settings, slurm)
-        needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", patience_s=0.0))
+        needed = bool(outages.ask(ask, "Slurm does not say what a preemption does here", wait_s=0.0))
         while (needed or self._follow_ups) and len(self._follow_ups) < follow_up.COUNT:
             job = follow_up.submit_like_ours(self._run, row, self._follow_ups, slurm, claim.token)
             if job is None:
@@ -65,32 +65,32 @@ class Comeback:
             forbid_expedited_requeue(slurm, self._job_id)
             self._row = replace(row, can_requeue=False)
 
-    def requeue(self) -> ending.Slurm:
+    def requeue(self) -> ending.JobFate:
         """Have the run come back. Return REQUEUED if it does, CANCELLED if a user has ended it meanwhile.
 
         Call it from outside the step and last of all, for a requeue ends this process too.
         """
         seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
-        if seen is ending.Slurm.CANCELLED:
+        if seen is ending.JobFate.CANCELLED:
             self.dismiss()
             return seen
         # A follow-up job starts by itself when this job ends; only without one is a requeue needed.
         self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
         if not self._follow_ups and self._row is not None and not self._row.can_requeue:
-            return seen or ending.Slurm.UNKNOWN  # a requeue would be refused until the time is up
-        has_time = seen is ending.Slurm.RUNNING  # else the job is ended within seconds
+            return seen or ending.JobFate.UNKNOWN  # a requeue would be refused until the time is up
+        has_time = seen is ending.JobFate.RUNNING  # else the job is ended within seconds
         # Choose the nodes to exclude before the requeue, if there is time for it.
         excluded = self._to_exclude() if has_time else None
         if not self._follow_ups:
             seen = take_back(self._look, self._slurm, self._job_id)
-            if seen is not ending.Slurm.REQUEUED:
+            if seen is not ending.JobFate.REQUEUED:
                 return seen
         excluded = excluded if has_time else self._to_exclude()
         if excluded:  # refused while the job runs
             for job in self._follow_ups or [self._job_id]:
                 exclude = partial(self._slurm.exclude_nodes, job, excluded)
                 outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
-        return ending.Slurm.REQUEUED
+        return ending.JobFate.REQUEUED
 
     def _to_exclude(self) -> str | None:
         row = self._row
@@ -101,11 +101,11 @@ class Comeback:
         follow_up.dismiss(self._follow_ups, self._slurm)
 
 
-def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.Slurm:
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.JobFate:
     """Return Slurm's view of the job; CANCELLED as soon as the end of the run has been requested."""
     if request.asked(run):
-        return ending.Slurm.CANCELLED
-    return ending.how_slurm_sees_it(slurm.show_job(job_id), restart_count)
+        return ending.JobFate.CANCELLED
+    return ending.fate_of_row(slurm.show_job(job_id), restart_count)
 
 
 def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
@@ -116,23 +116,23 @@ def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
         if row is not None and row.is_expedited:
             slurm.forbid_requeue(job_id)
 
-    outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", patience_s=0.0)
+    outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
 
 
-def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: str) -> ending.Slurm:
+def take_back(look: Callable[[], ending.JobFate], slurm: SlurmCommands, job_id: str) -> ending.JobFate:
     """Requeue the job unless it is cancelled first; return how it stands then.
 
     ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
     have been cancelled, and with it the program that asked for the requeue may have been ended. A refusal is retried
     for ``ENDING_S``: Slurm may be requeueing the job itself at this moment.
     """
-    deadline = time.monotonic() + outages.PATIENCE_S
+    deadline = time.monotonic() + outages.GIVE_UP_AFTER_S
     while True:
         try:
             seen = look()
             # A requeue counts only once Slurm shows it.
             if seen not in _SETTLED:
-                slurm.requeue(job_id, if_running=seen is ending.Slurm.RUNNING)
+                slurm.requeue(job_id, if_running=seen is ending.JobFate.RUNNING)
                 seen = look()
             if seen in _SETTLED:
                 return seen
@@ -141,11 +141,11 @@ def take_back(look: Callable[[], ending.Slurm], slurm: SlurmCommands, job_id: st
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + ENDING_S)
         if time.monotonic() >= deadline:
-            return ending.Slurm.UNKNOWN
+            return ending.JobFate.UNKNOWN
         time.sleep(outages.RETRY_EVERY_S)
 
 
-_SETTLED = (ending.Slurm.REQUEUED, ending.Slurm.CANCELLED)
+_SETTLED = (ending.JobFate.REQUEUED, ending.JobFate.CANCELLED)
 
 
 def to_exclude(

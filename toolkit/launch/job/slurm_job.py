@@ -26,7 +26,7 @@ log = logs.get(__name__)
 
 def settings_of(slurm: SlurmCommands) -> Settings:
     """Return the site's settings; Slurm's defaults where it does not answer at once."""
-    return outages.ask(slurm.settings, "Slurm does not say how it is set up", patience_s=0.0) or Settings()
+    return outages.ask(slurm.settings, "Slurm does not say how it is set up", wait_s=0.0) or Settings()
 
 
 class SlurmJob:
@@ -47,24 +47,24 @@ class SlurmJob:
         """Ask Slurm at the start for the time limit, the right to be requeued, the site's settings, and the time."""
         self.row = self.show()
         if self.slurm is not None:
-            clock = outages.ask(self.slurm.clock, "Slurm does not say what time it is", patience_s=0.0)
+            clock = outages.ask(self.slurm.clock, "Slurm does not say what time it is", wait_s=0.0)
             self._ahead_s = 0.0 if clock is None else time.time() - clock
             if abs(self._ahead_s) > CLOCKS_AGREE_S:
                 log.warning("this node's clock is %.0f s ahead of the controller's", self._ahead_s)
             self.settings = settings_of(self.slurm)
 
-    def show(self, patience_s: float = 0.0) -> JobRow | None:
-        """Return the job's row; None without Slurm, or when the controller has not answered for ``patience_s``."""
+    def show(self, wait_s: float = 0.0) -> JobRow | None:
+        """Return the job's row; None without Slurm, or when the controller has not answered for ``wait_s``."""
         slurm, job_id = self.slurm, self._allocation.job_id
         if slurm is None or job_id is None:
             return None
-        return outages.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", patience_s)
+        return outages.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", wait_s)
 
-    def state(self, patience_s: float = 0.0) -> ending.Slurm:
+    def state(self, wait_s: float = 0.0) -> ending.JobFate:
         """Return what Slurm is about to do with this start of the job."""
         if self.slurm is None:
-            return ending.Slurm.ABSENT
-        return ending.how_slurm_sees_it(self.show(patience_s), self._allocation.restart_count)
+            return ending.JobFate.ABSENT
+        return ending.fate_of_row(self.show(wait_s), self._allocation.restart_count)
 
     def is_being_ended(self) -> bool:
         """True if Slurm reports that it ends this start of the job."""
@@ -77,8 +77,8 @@ class SlurmJob:
         """True if that is another job than this one, and a preemption has ended it."""
         if self.slurm is None or job_id in (None, self._allocation.job_id):
             return False
-        row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", patience_s=0.0)
-        return ending.how_slurm_sees_it(row, 0) is ending.Slurm.PREEMPTED
+        row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", wait_s=0.0)
+        return ending.fate_of_row(row, 0) is ending.JobFate.PREEMPTED
 
     def unreachable(self, hosts: Sequence[str]) -> set[str]:
         """Return those of ``hosts`` whose slurmd does not answer; may take seconds."""

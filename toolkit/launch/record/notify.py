@@ -16,8 +16,8 @@ from typing import Any
 from toolkit import config as configs
 from toolkit import logs
 from toolkit.errors import ToolkitError
+from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.foreign import without_snapshot
-from toolkit.launch.start.steps import open_log, tethered
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import submit_environment
 
@@ -39,14 +39,9 @@ def notify(run: RunDir) -> None:
 
 def _call(run: RunDir, command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run the command and return how it went. Without its arguments: one may be the secret address of a webhook."""
-    with open_log(run.logs / "notify.log") as output, (run.path / "result.json").open("rb") as told:
-        process = subprocess.Popen(
-            tethered(command, signal.SIGKILL),
-            env=environ,
-            stdin=told,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    with open_log(run.logs / "notify.log") as output, (run.path / "result.json").open("rb") as result_file:
+        process = start_child(
+            command, environ, end_by=signal.SIGKILL, stdin=result_file, stdout=output, stderr=subprocess.STDOUT
         )
     try:
         code = process.wait(LIMIT_S)

@@ -213,11 +213,11 @@ class AgentLauncher(AgentUser):
             self._agents.links.send(host, {"do": "warm"})
         self._send_orders([host])
 
-    def agent_said(self, host: str, message: Message) -> None:
+    def take_message(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.start.agents.AgentUser`."""
         store, step = self._store, self._step
         # Messages of an earlier attempt's store are ignored; the step checks its own.
-        if message["is"] == "said":
+        if message["is"] == "output":
             if store is not None and message["attempt"] == store.attempt:
                 store.take(message["text"])
         elif message["rank"] is None:
@@ -257,14 +257,14 @@ class _AgentStore:
     def propose(self, kind: str, by: str) -> None:
         """See :class:`~toolkit.launch.start.steps.Store`."""
         text = json.dumps({"propose": kind, "by": by}) + "\n"
-        self._links.call(lambda: self.when_ready(lambda: self._tell(do="tell", text=text)))
+        self._links.call(lambda: self.when_ready(lambda: self._send(do="tell", text=text)))
 
     def close(self) -> None:
         """See :class:`~toolkit.launch.start.steps.Store`."""
         self.is_closing = True
-        self._tell(do="end_store")
+        self._send(do="end_store")
 
-    def _tell(self, **order: str) -> None:
+    def _send(self, **order: str) -> None:
         message = {**order, "attempt": self.attempt}
         self._links.call(lambda: self._links.send(self._host, message))
 

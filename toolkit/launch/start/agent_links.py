@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from toolkit import logs
-from toolkit.agent.link import Link, Message, StrangerError
+from toolkit.agent.link import AuthenticatedLink, Message, StrangerError
 from toolkit.slurm.network import plain_address
 
 #: A connection that has not proved within this time that it knows the secret is closed.
@@ -34,7 +34,7 @@ class Listener(Protocol):
     def agent_came(self, host: str) -> None:
         """Note that messages can be sent to the agent of ``host`` from now on."""
 
-    def agent_said(self, host: str, message: Message) -> None:
+    def take_message(self, host: str, message: Message) -> None:
         """Take a message of the agent."""
 
     def agent_left(self, host: str, why: str) -> None:
@@ -52,7 +52,7 @@ class _Peer:
     """A connection to an agent, or to a stranger."""
 
     connection: socket.socket
-    link: Link
+    link: AuthenticatedLink
     heard: float  #: when it last sent something, or connected
     host: str | None = None  #: once it has named it, and has proved that it knows the secret
     unsent: bytearray = field(default_factory=bytearray)
@@ -157,7 +157,7 @@ class AgentLinks:
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer = _Peer(connection, Link(self._secret, "supervisor"), time.monotonic())
+            peer = _Peer(connection, AuthenticatedLink(self._secret, "supervisor"), time.monotonic())
             self._strangers.add(connection)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             self._send(peer, peer.link.greeting)
@@ -195,7 +195,7 @@ class AgentLinks:
 
     def _take(self, peer: _Peer, message: Message) -> None:
         if peer.host is not None:
-            self._listener.agent_said(peer.host, message)
+            self._listener.take_message(peer.host, message)
         # The first message names the host. Until then the peer has only proved that it knows the secret.
         elif message["is"] == "here":
             if not self._listener.admits(str(message["host"]), message):

@@ -30,7 +30,7 @@ class NodeSilent:
 
 
 @dataclass
-class Request:
+class AgentRequest:
     """An order to some agents. ``heard`` gets a NodeAnswered or a NodeSilent of each, or nothing."""
 
     heard: Events
@@ -44,16 +44,16 @@ class Request:
             self.heard.put(silent)
 
 
-class Requests:
+class AgentRequests:
     """The requests that some agents have not answered."""
 
     def __init__(self, send: Callable[[str, Message], None]) -> None:
         """Take ``send``, which sends an order to an agent that is connected."""
         self._send = send
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, AgentRequest] = {}
         self.missing: dict[str, NodeSilent] = {}  #: why a host has no agent
 
-    def begin(self, number: int, request: Request, there: Collection[str], starting: Collection[str]) -> None:
+    def begin(self, number: int, request: AgentRequest, there: Collection[str], starting: Collection[str]) -> None:
         """Ask the agents that are ``there``. Those that are ``starting`` are asked when they connect."""
         # Forget requests that all agents have answered.
         unanswered = {n: earlier for n, earlier in self._requests.items() if earlier.orders or earlier.asked}
@@ -79,7 +79,7 @@ class Requests:
         for request in self._requests.values():
             request.end(silent)
 
-    def _ask(self, host: str, request: Request) -> None:
+    def _ask(self, host: str, request: AgentRequest) -> None:
         if host in request.orders:
             request.asked[host] = time.time()
             self._send(host, request.orders.pop(host))

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from toolkit.launch.start.agents import Endpoint, OnFailure
+from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.srun import Srun, SrunEvent
-from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, open_log, tethered
+from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import Step as SrunPlan
+from toolkit.slurm.commands import SrunStep
 
 #: Variables by which srun binds tasks to GPUs.
 GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")
@@ -31,13 +32,13 @@ class LocalAgent:
         (host,) = hosts
         log_path = self._run.logs / f"agent-{host}.log"
         with open_log(log_path) as output:
-            process = subprocess.Popen(
-                tethered(_command(self._run, at, host), signal.SIGKILL),
-                env=dict(environ),
+            process = start_child(
+                _command(self._run, at, host),
+                environ,
+                end_by=signal.SIGKILL,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
         self._processes.append(process)
 
@@ -71,7 +72,7 @@ class SrunAgents:
 
     def start(self, hosts: Sequence[str], at: Endpoint, environ: Mapping[str, str], on_failure: OnFailure) -> None:
         """See :class:`AgentStarter`."""
-        plan = SrunPlan(
+        plan = SrunStep(
             command=_command(self._run, at),
             hosts=hosts,
             cpus_per_task=None,

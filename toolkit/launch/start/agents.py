@@ -27,7 +27,7 @@ from toolkit.agent.progress import Digest
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_links import AgentLinks
-from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent, Request, Requests
+from toolkit.launch.start.agent_requests import AgentRequest, AgentRequests, NodeAnswered, NodeSilent
 from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress
 from toolkit.launch.watch import batch_host_watch
 from toolkit.rundir import RunDir
@@ -64,8 +64,8 @@ class Endpoint:
         """Listen on the first of ``hosts``, this node, for agents on all of them. Raises OSError."""
         address = job_address(hosts[0], hosts, environ)
         file = run.path / f".agents-{secrets.token_hex(8)}.key"
-        told = "" if address == wildcard() else address
-        return Endpoint(listen(address), told, secrets.token_bytes(SECRET_BYTES), file)
+        advertised = "" if address == wildcard() else address
+        return Endpoint(listen(address), advertised, secrets.token_bytes(SECRET_BYTES), file)
 
 
 class OnFailure(Protocol):
@@ -94,7 +94,7 @@ class AgentUser:
     def agent_connected(self, host: str) -> None:
         """Note that orders can be sent to ``host`` from now on."""
 
-    def agent_said(self, host: str, message: Message) -> None:
+    def take_message(self, host: str, message: Message) -> None:
         """Take a message about a process."""
 
     def agent_ended(self, host: str, why: str) -> None:
@@ -130,9 +130,9 @@ class Awaited:
             self._has_come.set()
         return fits
 
-    def wait(self, patience_s: float) -> bool:
+    def wait(self, wait_s: float) -> bool:
         """Return whether all ranks are there, as soon as that is known."""
-        self._has_come.wait(patience_s)
+        self._has_come.wait(wait_s)
         return self._fits and not any(self._ranks[host] for host in self._missing)
 
 
@@ -157,7 +157,7 @@ class Agents:
         self._endpoint, self._watch_batch_host = endpoint, watch_batch_host
         self._awaited: Awaited | None = None
         self._links: AgentLinks | None = None
-        self._requests = Requests(lambda host, order: self.links.send(host, order))
+        self._requests = AgentRequests(lambda host, order: self.links.send(host, order))
         self._numbers = itertools.count()
         self._starting: dict[str, float] = {}  #: the time of the start, by host
         self._start_of: dict[str, int] = {}  #: the number of the last start of each host's agent
@@ -191,7 +191,7 @@ class Agents:
         for a host that hangs.
         """
         number = next(self._numbers)
-        request = Request(heard, {host: {**order, "request": number} for host, order in orders.items()})
+        request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
         self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
         return number
 
@@ -199,16 +199,16 @@ class Agents:
         """Stop listening for the answers to a request."""
         self.links.call(lambda: self._requests.withdraw(number))
 
-    def ask(self, orders: Mapping[str, Message], patience_s: float) -> dict[str, Message]:
+    def ask(self, orders: Mapping[str, Message], wait_s: float) -> dict[str, Message]:
         """Send each host its order, and return the answers by host.
 
         Silent and absent hosts are not waited for. The others, also those that start at this moment, are waited for at
-        most ``patience_s``.
+        most ``wait_s``.
         """
         heard: Events = SimpleQueue()
         awaited = orders.keys() - self.silent_hosts
         number = self.request({host: orders[host] for host in awaited}, heard)
-        deadline, answers = time.monotonic() + patience_s, dict[str, Message]()
+        deadline, answers = time.monotonic() + wait_s, dict[str, Message]()
         # At the deadline stop with the answers that have arrived.
         with contextlib.suppress(Empty):
             for _ in awaited:
@@ -332,7 +332,7 @@ class Agents:
         self._requests.note_here(host)
         self._user.agent_connected(host)
 
-    def agent_said(self, host: str, message: Message) -> None:
+    def take_message(self, host: str, message: Message) -> None:
         """See :class:`~toolkit.launch.start.agent_links.Listener`."""
         match message["is"]:
             # For the supervisor: progress and reports.
@@ -353,7 +353,7 @@ class Agents:
                 self.sick_hosts = {**self.sick_hosts, host: f"{known}, {what}" if known else what}
             # Messages about processes are the launcher's.
             case _:
-                self._user.agent_said(host, message)
+                self._user.take_message(host, message)
 
     def agent_left(self, host: str, why: str) -> None:
         """See :class:`~toolkit.launch.start.agent_links.Listener`."""

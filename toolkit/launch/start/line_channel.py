@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from toolkit.launch.start.steps import tethered
-from toolkit.slurm.commands import Step, srun_argv, step_environment
+from toolkit.launch.start.children import start_child
+from toolkit.slurm.commands import SrunStep, srun_argv, step_environment
 
 #: For a step that observes and does no work: on every CPU of the job, with the memory and GPUs that are there.
 BESIDE_OTHERS = ("--cpu-bind=none", "--mem=0")
 
 
 @dataclass(frozen=True)
-class Said:
+class NodeLine:
     """One line of one node, by its place in the list of hosts; ``received`` is this process's clock."""
 
     task: int
@@ -35,36 +35,36 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Complaint:
+class ErrorLine:
     """One line of srun's own errors."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChannelEnded:
     """The end of the output: no more lines will come."""
 
 
-Events = SimpleQueue[Said | Complaint | Ended]
+Events = SimpleQueue[NodeLine | ErrorLine | ChannelEnded]
 
 
-class Talk:
+class LineChannel:
     """An exchange with one process: srun, which passes on its tasks' lines, or a check itself."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         self.events: Events = SimpleQueue()
         self.began = time.time()  #: on this process's clock
-        self._process = subprocess.Popen(
-            tethered(argv, signal.SIGTERM),
-            env=environ,
+        self._process = start_child(
+            argv,
+            environ,
+            end_by=signal.SIGTERM,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             pass_fds=descriptors,
-            start_new_session=True,
         )
         self._stderr = threading.Thread(target=self._read_errors, daemon=True)
         self._stderr.start()
@@ -74,15 +74,15 @@ class Talk:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             task, text = without_label(line)
-            self.events.put(Said(task or 0, text, time.time()))
+            self.events.put(NodeLine(task or 0, text, time.time()))
         self._process.wait()
         self._stderr.join(timeout=1.0)
-        self.events.put(Ended())
+        self.events.put(ChannelEnded())
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self.events.put(Complaint(line.strip()))
+            self.events.put(ErrorLine(line.strip()))
 
     def send(self, line: str) -> None:
         """Send a line to every node."""
@@ -98,11 +98,11 @@ class Talk:
             self._process.stdin.close()
         threading.Thread(target=self._end_late, daemon=True).start()
 
-    def _end_late(self, patience_s: float = 2.0) -> None:
+    def _end_late(self, wait_s: float = 2.0) -> None:
         """End srun. It ends when its tasks have; with a task that hangs it must be signalled, and then killed."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=patience_s)
+                self._process.wait(timeout=wait_s)
                 return
             self._process.send_signal(number)
 
@@ -113,14 +113,14 @@ def without_label(line: str) -> tuple[int | None, str]:
     return (int(label), text) if colon and label.strip().isdigit() else (None, line.rstrip("\n"))
 
 
-def talk_with_nodes(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> Talk:
+def open_channel(command: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> LineChannel:
     """Start ``command`` once on each of these hosts of the job's allocation, beside all that runs there."""
     host_file = os.memfd_create("hosts")  # not on a disk: the preflight checks whether one can be written
     try:
         os.write(host_file, "".join(f"{host}\n" for host in hosts).encode())
         variables = {**step_environment(environ), "SLURM_HOSTFILE": f"/proc/self/fd/{host_file}"}
-        step = Step(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
-        return Talk(srun_argv(step), variables, [host_file])
+        step = SrunStep(command, hosts, None, None, overlap=True, extra=[*BESIDE_OTHERS, "--label"])
+        return LineChannel(srun_argv(step), variables, [host_file])
     finally:
         os.close(host_file)
 

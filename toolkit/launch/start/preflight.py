@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from toolkit import fsio
-from toolkit.health import Answer, Finding, Request, storage
-from toolkit.health.verdict import Heard, Report, judge, prevented
+from toolkit.health import CheckAnswer, CheckRequest, Finding, storage
+from toolkit.health.verdict import Heard, NodesReport, judge, prevented
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agent_requests import NodeAnswered, NodeSilent
 from toolkit.launch.start.agents import Agents
@@ -36,7 +36,9 @@ FOLDER_LIMIT_S = 4.0
 T = TypeVar("T")
 
 
-def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S) -> Report:
+def check_nodes(
+    folder: Path, job: Allocation, agents: Agents, events: Events, *, limit_s: float = LIMIT_S
+) -> NodesReport:
     """Have every node of ``job`` checked by its agent, within ``limit_s``. Raises nothing for a sick node.
 
     ``folder`` is the run's, on the file system that all nodes share. A node without tasks is a spare, which must be
@@ -53,7 +55,8 @@ def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *
         # A spare is checked for as many CPUs as the largest node needs.
         needs = [(count or max(tasks)) * job.cpus_per_task for count in tasks]
         command_of = {
-            cpus: command(Request(str(shared.path), shared.token, [cpus], job.gpus_per_node)) for cpus in set(needs)
+            cpus: command(CheckRequest(str(shared.path), shared.token, [cpus], job.gpus_per_node))
+            for cpus in set(needs)
         }
         orders = {host: {"do": "check", "command": command_of[cpus]} for host, cpus in zip(hosts, needs, strict=True)}
         number = agents.request(orders, events)
@@ -67,7 +70,7 @@ def check_nodes(folder: Path, job: Allocation, agents: Agents, events: Events, *
         threading.Thread(target=shared.remove, daemon=True).start()
 
 
-def command(request: Request) -> list[str]:
+def command(request: CheckRequest) -> list[str]:
     """Return the command that makes the checks of ``request`` on the node where it is called."""
     return bare_python("toolkit.health.__main__", json.dumps(asdict(request)))
 
@@ -105,7 +108,7 @@ def _listen(hosts: Sequence[str], spares: set[str], events: Events, deadline: fl
 
 def _take(node: Heard, text: str, answered: NodeAnswered) -> None:
     try:
-        answer = Answer.parse(text)
+        answer = CheckAnswer.parse(text)
     except (ValueError, TypeError, KeyError):
         node.failure = text.strip() or "its checks ended without a word; see its agent's log"
         return

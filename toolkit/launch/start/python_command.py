@@ -103,7 +103,7 @@ def gains_by_fork(command: Sequence[str]) -> bool:
 
 
 def _against_fork(python: PythonCommand) -> str | None:
-    sources = _Sources(python.folder)
+    sources = _ProgramSources(python.folder)
     try:
         if python.is_module:
             sources.add_modules(python.target, f"{python.target}.__main__")
@@ -122,7 +122,7 @@ def _against_fork(python: PythonCommand) -> str | None:
     return None
 
 
-class _Sources:
+class _ProgramSources:
     """What a program's own modules import and name, found without running any.
 
     Installed packages are not read: they cannot rely on being imported before torch.

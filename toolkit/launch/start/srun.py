@@ -19,6 +19,7 @@ from toolkit.errors import SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.agents import Agents, AgentUser
+from toolkit.launch.start.children import start_child
 from toolkit.launch.start.steps import (
     Events,
     LaunchFailed,
@@ -28,16 +29,14 @@ from toolkit.launch.start.steps import (
     StepEnded,
     Store,
     signal_name,
-    tethered,
 )
 from toolkit.launch.start.store import StoreHost
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import SlurmCommands, srun_argv, step_environment
-from toolkit.slurm.commands import Step as SrunPlan
+from toolkit.slurm.commands import SlurmCommands, SrunStep, srun_argv, step_environment
 from toolkit.slurm.container import Container
 
 #: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
-REPORTS_PATIENCE_S = 10.0
+REPORTS_WAIT_S = 10.0
 
 log = logs.get(__name__)
 
@@ -65,7 +64,7 @@ class SrunLauncher(AgentUser):
         self._agents = agents
         self._container = container
         self._mpi = mpi
-        self._step: _SrunStep | None = None
+        self._step: _SrunRanks | None = None
 
     def prepare(
         self, hosts: Collection[str], command: Sequence[str], environ: Mapping[str, str], events: Events
@@ -100,7 +99,7 @@ class SrunLauncher(AgentUser):
         assert isinstance(store, StoreHost)
         environ = {**environ, "MASTER_PORT": str(store.port), reports.VARIABLE: self._agents.reports_token}
         # The step's name is unique in the job: a signal finds the step by it.
-        plan = SrunPlan(
+        plan = SrunStep(
             command=command,
             hosts=allocation.rank_hosts,
             cpus_per_task=allocation.cpus_per_task,
@@ -111,7 +110,7 @@ class SrunLauncher(AgentUser):
             overlap=True,  # an abandoned step holds its CPUs, also on living nodes, until Slurm gives the dead one up
         )
         srun = Srun(plan, environ, fsio.make_dir(self._run.attempt_logs(attempt), parents=1) / "hostfile")
-        step = _SrunStep(srun, plan.name or "", allocation, self._slurm, events, self._agents)
+        step = _SrunRanks(srun, plan.name or "", allocation, self._slurm, events, self._agents)
         self._step = step
         self._agents.links.call(lambda: self._agents.ensure(allocation.hosts))
         threading.Thread(target=step.wait, daemon=True).start()
@@ -126,25 +125,25 @@ class SrunLauncher(AgentUser):
 class Srun:
     """One srun of the job. It ends its step when this process dies."""
 
-    def __init__(self, plan: SrunPlan, environ: Mapping[str, str], host_file: Path) -> None:
+    def __init__(self, plan: SrunStep, environ: Mapping[str, str], host_file: Path) -> None:
         """Start it. ``host_file`` is the file from which srun reads the node of each task."""
         fsio.write_atomic(host_file, "".join(f"{host}\n" for host in plan.hosts), durable=False)
         self._hosts = plan.hosts
-        self._argv = tethered(srun_argv(plan), signal.SIGTERM)  # SIGKILL would leave its step running
+        self._argv = srun_argv(plan)
         self._environ = {**step_environment(environ), "SLURM_HOSTFILE": str(host_file)}
         self.given_up = threading.Event()  #: no further start: its ranks are killed, or abandoned
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return start_child(
             self._argv,
-            env=self._environ,
+            self._environ,
+            end_by=signal.SIGTERM,  # SIGKILL would leave its step running
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,
         )
 
     def wait(self, put: Callable[[SrunEvent], None]) -> int:
@@ -153,7 +152,7 @@ class Srun:
         srun is started again while its step is refused because of a step that has ended: a controller that was away
         learns of that end a moment after it is back.
         """
-        deadline = time.monotonic() + outages.PATIENCE_S
+        deadline = time.monotonic() + outages.GIVE_UP_AFTER_S
         while (refused := self._listen(put)) is not None:
             if time.monotonic() >= deadline or self.given_up.wait(outages.RETRY_EVERY_S):
                 put(refused)
@@ -191,7 +190,7 @@ class Srun:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class _SrunStep:
+class _SrunRanks:
     def __init__(
         self, srun: Srun, name: str, allocation: Allocation, slurm: SlurmCommands, events: Events, agents: Agents
     ) -> None:
@@ -208,7 +207,7 @@ class _SrunStep:
         code = self._srun.wait(self._events.put)
         if not self._srun.given_up.is_set():
             # The ranks' last reports must precede the end of the step.
-            self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_PATIENCE_S)
+            self._agents.ask({host: {"do": "hear_ranks"} for host in self._hosts}, REPORTS_WAIT_S)
         self._events.put(StepEnded(code))
 
     def lack_agent(self, host: str, why: str) -> None:

@@ -6,18 +6,13 @@ Every launcher puts events into the supervisor's queue: :class:`RankEnded` as so
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-from toolkit import fsio
-from toolkit.agent import die_with_parent
-from toolkit.agent.progress import Digest, Report
+from toolkit.agent.progress import Digest, RankReport
 from toolkit.launch.job.allocation import Allocation
 
 
@@ -90,7 +85,7 @@ class Progress:
 class MainReport:
     """Rank 0's report of the run, or the run's result."""
 
-    report: Report
+    report: RankReport
 
 
 Events = SimpleQueue[Any]
@@ -150,21 +145,6 @@ class Launcher(Protocol):
         store: Store,
     ) -> Step:
         """Start ``command`` on every rank of ``allocation``, with the store's port as ``MASTER_PORT``."""
-
-
-def tethered(command: Sequence[str], at_our_death: signal.Signals, *, deaf: bool = False) -> list[str]:
-    """Return ``command`` changed so that it gets ``at_our_death`` when this process dies in any way.
-
-    ``deaf``: from its first moment it ignores the signals that Slurm sends to all processes of a job that is to end.
-    """
-    how = [str(os.getpid()), at_our_death.name, "deaf" if deaf else "hearing"]
-    return [sys.executable, "-I", "-S", die_with_parent.__file__, *how, *command]
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """Open a log file to append to, private to the user."""
-    fsio.make_dir(path.parent, parents=0)
-    return os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def signal_name(number: int) -> str:

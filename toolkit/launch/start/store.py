@@ -15,7 +15,8 @@ from pathlib import Path
 
 from toolkit import logs, open_files
 from toolkit.errors import EXIT_FAILED, RequestError
-from toolkit.launch.start.steps import Events, open_log, tethered
+from toolkit.launch.start.children import open_log, start_child
+from toolkit.launch.start.steps import Events
 from toolkit.slurm.commands import srun_here_argv, step_environment
 from toolkit.slurm.container import Container
 from toolkit.slurm.network import listen
@@ -59,7 +60,7 @@ class StoreHost:
         # A container that is an srun step cannot inherit a socket.
         if container is not None and container.is_a_step:
             command = srun_here_argv([*container.srun_options(), *container.command(module)])
-            self._process = _start(tethered(command, signal.SIGTERM, deaf=True), step_environment(environ), log_path)
+            self._process = _start(command, step_environment(environ), log_path, signal.SIGTERM)
             self.port = self._hear_port(log_path)
         else:
             with listen(host) as listener:
@@ -67,9 +68,7 @@ class StoreHost:
                 self.port = listener.getsockname()[1]
                 module += ["--fd", str(listener.fileno())]
                 command = container.command(module) if container else [sys.executable, "-P", "-m", *module]
-                # deaf: the ranks need the store to agree on where to stop
-                command = tethered(command, signal.SIGKILL, deaf=True)
-                self._process = _start(command, environ, log_path, listener.fileno())
+                self._process = _start(command, environ, log_path, signal.SIGKILL, listener.fileno())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -112,18 +111,21 @@ def port_in(line: str) -> int | None:
         return None
 
 
-def _start(command: list[str], environ: Mapping[str, str], log_path: Path, *fds: int) -> subprocess.Popen[str]:
+def _start(
+    command: list[str], environ: Mapping[str, str], log_path: Path, end_by: signal.Signals, *fds: int
+) -> subprocess.Popen[str]:
     with open_log(log_path) as output:
-        return subprocess.Popen(
+        return start_child(
             command,
-            env=environ,
+            environ,
+            end_by=end_by,
+            ignore_signals=True,  # the ranks need the store to agree on where to stop
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
             errors="replace",
             pass_fds=fds,
-            start_new_session=True,
         )
 
 

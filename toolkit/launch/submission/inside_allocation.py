@@ -53,16 +53,16 @@ def _become_supervisor(run: RunDir) -> None:
 
 def _is_wanted(run: RunDir) -> bool:
     """True except for a follow-up job that is not needed. That one ends the run if its predecessor could not."""
-    told = os.environ.pop(PREDECESSORS_VARIABLE, None)
-    if told is None:
+    predecessors_text = os.environ.pop(PREDECESSORS_VARIABLE, None)
+    if predecessors_text is None:
         return True
     logs.setup("follow-up")
-    slurm, predecessors = Slurm(), told.split(":")
+    slurm, predecessors = Slurm(), predecessors_text.split(":")
     fates = follow_up.fates(run, predecessors, slurm)
     wanted = follow_up.takes_over(run, fates)
     log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
     # A predecessor that still runs writes the result itself.
-    if not wanted and ending.Slurm.RUNNING not in fates:
+    if not wanted and ending.JobFate.RUNNING not in fates:
         token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
         follow_up.close(run, predecessors[0], token, slurm, job_id)
     return wanted

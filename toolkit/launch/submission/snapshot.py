@@ -49,7 +49,7 @@ def take(project: Path, code: Path) -> None:
     """
     if code.exists():
         return
-    sources = _Sources(project)
+    sources = _ProjectFiles(project)
     sources.refuse_if_large()
     # The copy gets its name only when it is complete, so a copy that exists is whole.
     partial = code.with_name("code.partial")
@@ -98,7 +98,7 @@ def _git(folder: Path, *args: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-class _Sources:
+class _ProjectFiles:
     """The files and links that belong to a project, by their names in the copy."""
 
     def __init__(self, project: Path) -> None:

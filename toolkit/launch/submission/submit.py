@@ -181,8 +181,8 @@ class Run:
         if not self.dir.path.is_dir():
             raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
         list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
-        patience_s = FILES_LAG_S if self.executor == "slurm" else 0.0
-        if over_for_s < patience_s or self.dir.result() is not None:
+        wait_s = FILES_LAG_S if self.executor == "slurm" else 0.0
+        if over_for_s < wait_s or self.dir.result() is not None:
             return
         asked = request.asked(self.dir)
         if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
@@ -531,7 +531,7 @@ def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
     environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
     environ[ownership.TOKEN_VARIABLE] = token
     log_path = run.submitit / "controller.log"
-    with _only_these(environ), _deaf_to_the_terminal(), _fewer_words(), _output_to(log_path):
+    with _only_these(environ), _ignoring_the_terminal(), _fewer_words(), _output_to(log_path):
         executor = submitit.LocalExecutor(run.submitit)
         executor.update_parameters(timeout_min=NO_LIMIT_MIN, gpus_per_node=config.cluster.gpus_per_node)
         return str(executor.submit(supervise, str(run.path), "local").job_id)
@@ -661,7 +661,7 @@ def _only_these(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_to_the_terminal() -> Iterator[None]:
+def _ignoring_the_terminal() -> Iterator[None]:
     """Have children started now ignore Ctrl-C and the end of the terminal. submitit's controller would kill the
     supervisor one second after Ctrl-C, with everything unsaved. The waiting caller handles both, and tells the
     supervisor."""

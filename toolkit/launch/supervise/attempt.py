@@ -48,7 +48,7 @@ class Attempt:
     kill_at: float | None = None
     killed: bool = False
     leave_at: float | None = None  #: when to check whether Slurm is ending the job
-    slurm: ending.Slurm = ending.Slurm.ABSENT
+    slurm: ending.JobFate = ending.JobFate.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
     step_saved: int | None = None  #: the newest checkpoint at its end

@@ -15,7 +15,7 @@ from queue import Empty
 from typing import Any
 
 from toolkit import logs, records, rundir
-from toolkit.agent.progress import Report
+from toolkit.agent.progress import RankReport
 from toolkit.errors import EXIT_REQUEST, EXIT_STOPPED
 from toolkit.launch.record.ownership import Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
@@ -40,7 +40,7 @@ from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
-LAST_WORDS_S = 0.5
+ERROR_REPORTS_S = 0.5
 #: After a SIGKILL only ranks that were killed at the same moment are awaited: no failure of another rank leads to one.
 KILLED_TOGETHER_S = 0.05
 STATUS_EVERY_S = 0.5
@@ -129,7 +129,7 @@ class AttemptLoop:
             case NodeFailed(host) if host in attempt.plan.hosts:  # else it was asked about in an earlier attempt
                 log.error("node %s does not answer: going on without it", host)
                 attempt.lost_nodes.add(host)
-                self._kill_soon(LAST_WORDS_S)
+                self._kill_soon(ERROR_REPORTS_S)
             case LaunchFailed():
                 self._take_launch_failed(event)
             case StepEnded(exit_code):
@@ -137,7 +137,7 @@ class AttemptLoop:
             case StoreHostEnded(exit_code):
                 how = f"the store host ended with exit code {exit_code}; see store.log"
                 attempt.failures.append(RankFailure(None, socket.gethostname(), how, time.time()))
-                self._kill_soon(LAST_WORDS_S)
+                self._kill_soon(ERROR_REPORTS_S)
             # What agents answer, and signals to this process.
             case NodeAnswered(host, {"addresses": addresses}):
                 for address in addresses:
@@ -148,7 +148,7 @@ class AttemptLoop:
             case Exception():
                 raise event
 
-    def _take_report(self, report: Report) -> None:
+    def _take_report(self, report: RankReport) -> None:
         """Take a report of rank 0. The agent has passed it on unchecked: ignore what does not fit."""
         attempt = self._attempt
         if report.attempt != attempt.number:
@@ -179,7 +179,7 @@ class AttemptLoop:
         if not attempt.killed:
             log.error("rank %s on %s: %s", _names(ended.ranks), ended.host, ended.how)
         # a rank without any report: the node may lack the interpreter, a library or a mount
-        are_mute = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
+        have_not_reported = self._hangs.hears_ranks and attempt.heard.keys().isdisjoint(ended.ranks)
         failure_of = partial(
             RankFailure,
             host=ended.host,
@@ -187,12 +187,12 @@ class AttemptLoop:
             time=ended.time,
             by_signal=ended.signal is not None and not attempt.killed,
             out_of_memory=ended.out_of_memory,
-            blames_node=ended.exit_code is not None and not attempt.killed and are_mute,
+            blames_node=ended.exit_code is not None and not attempt.killed and have_not_reported,
         )
         attempt.failures += map(failure_of, ended.ranks)
         # An MPI launcher kills the other ranks itself, after the failure of one.
         is_cause = ended.signal == signal.SIGKILL and self._context.config.dist.backend != "mpi"
-        self._kill_soon(KILLED_TOGETHER_S if is_cause else LAST_WORDS_S)
+        self._kill_soon(KILLED_TOGETHER_S if is_cause else ERROR_REPORTS_S)
 
     def _take_launch_failed(self, failed: LaunchFailed) -> None:
         attempt = self._attempt
@@ -205,7 +205,7 @@ class AttemptLoop:
         failure = RankFailure(None, host, how, time.time(), at_launch=True)
         # Without ranks the whole step failed: note one failure without a rank.
         attempt.failures += [replace(failure, rank=rank) for rank in failed.ranks or [None]]
-        self._kill_soon(LAST_WORDS_S)
+        self._kill_soon(ERROR_REPORTS_S)
 
     def _kill_soon(self, wait_s: float) -> None:
         """Kill all ranks soon after one has ended. The others wait in a collective for a peer that will not come."""

@@ -56,7 +56,7 @@ MOST_LINKS = 4
 OWN_FAULT = frozenset({Cause.CRASHED, Cause.HANG, Cause.OUT_OF_MEMORY})
 
 
-class Slurm(StrEnum):
+class JobFate(StrEnum):
     """How Slurm sees the job when its ranks have ended."""
 
     ABSENT = "absent"  #: no Slurm: local processes
@@ -70,13 +70,13 @@ class Slurm(StrEnum):
 
 
 _BY_STATE = {
-    "PREEMPTED": Slurm.PREEMPTED,
-    "TIMEOUT": Slurm.TIMEOUT,
-    "DEADLINE": Slurm.TIMEOUT,
-    "NODE_FAIL": Slurm.NODE_FAILED,
-    "BOOT_FAIL": Slurm.NODE_FAILED,
-    "REQUEUED": Slurm.REQUEUED,
-    "PENDING": Slurm.REQUEUED,
+    "PREEMPTED": JobFate.PREEMPTED,
+    "TIMEOUT": JobFate.TIMEOUT,
+    "DEADLINE": JobFate.TIMEOUT,
+    "NODE_FAIL": JobFate.NODE_FAILED,
+    "BOOT_FAIL": JobFate.NODE_FAILED,
+    "REQUEUED": JobFate.REQUEUED,
+    "PENDING": JobFate.REQUEUED,
 }
 #: States in which nothing ends the job yet, except the grace time of a preemption.
 RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
@@ -84,7 +84,7 @@ RUNNING_STATES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 SAME_MOMENT_S = 1.5
 
 
-def how_slurm_sees_it(row: JobRow | None, restart_count: int) -> Slurm:
+def fate_of_row(row: JobRow | None, restart_count: int) -> JobFate:
     """Return how Slurm sees the job, by one row.
 
     ``restart_count`` is the one that this job was started with. A preempted job stays RUNNING through its grace time
@@ -93,17 +93,17 @@ def how_slurm_sees_it(row: JobRow | None, restart_count: int) -> Slurm:
     time leaves a later EndTime. COMPLETING for none of these reasons, and not out of time, is a cancellation.
     """
     if row is None:
-        return Slurm.UNKNOWN
+        return JobFate.UNKNOWN
     # The order matters: the row of a next start, then plain states, then COMPLETING by its times.
     if row.restarts > restart_count:
-        return Slurm.REQUEUED
+        return JobFate.REQUEUED
     if row.state in RUNNING_STATES:
-        return Slurm.RUNNING if row.preempt_time is None else Slurm.PREEMPTED
+        return JobFate.RUNNING if row.preempt_time is None else JobFate.PREEMPTED
     if row.state in _BY_STATE:
         return _BY_STATE[row.state]
     if row.preempt_time is not None and (row.end_time or 0.0) - row.preempt_time <= SAME_MOMENT_S:
-        return Slurm.PREEMPTED
-    return Slurm.TIMEOUT if row.reason == "TimeLimit" or _used_up(row) else Slurm.CANCELLED
+        return JobFate.PREEMPTED
+    return JobFate.TIMEOUT if row.reason == "TimeLimit" or _used_up(row) else JobFate.CANCELLED
 
 
 def _used_up(row: JobRow) -> bool:
@@ -175,7 +175,7 @@ class Facts:
     stopped_cleanly: bool = False  #: every rank ended with 0 or 75, and at least one with 75
     stop: Stop | None = None
     left_nodes: tuple[str, ...] = ()  #: for ``Stop.MOVE``: the nodes that are given up, each with its reason
-    slurm: Slurm = Slurm.ABSENT
+    slurm: JobFate = JobFate.ABSENT
     lost_nodes: tuple[str, ...] = ()  #: reported by srun, or because no process on them answers
     can_go_on: bool = False  #: enough other nodes are left in the allocation, or spares
     condemned: str | None = None  #: a node that this attempt's suspicion has excluded, while enough others are left
@@ -277,16 +277,16 @@ def judge(facts: Facts) -> Ending:
     if has_completed(facts):
         return Ending(Cause.COMPLETED, Decision.FINISH, "completed")
     # First what people asked for, then what Slurm did to the job, then what the ranks did.
-    if facts.stop is Stop.CANCEL or facts.slurm is Slurm.CANCELLED:
+    if facts.stop is Stop.CANCEL or facts.slurm is JobFate.CANCELLED:
         return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
         return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
     # Slurm has taken the job back, or too few nodes are left to go on.
-    if facts.slurm in (Slurm.REQUEUED, Slurm.NODE_FAILED) or (facts.lost_nodes and not _is_mendable(facts)):
+    if facts.slurm in (JobFate.REQUEUED, JobFate.NODE_FAILED) or (facts.lost_nodes and not _is_mendable(facts)):
         return _judge_taken_away(facts)
-    if facts.slurm is Slurm.PREEMPTED:
+    if facts.slurm is JobFate.PREEMPTED:
         return _requeue(facts, Cause.PREEMPTED, f"preempted{_at(facts)}; {_kept(facts)}")
-    if facts.slurm is Slurm.TIMEOUT or facts.stop is Stop.CLOCK:
+    if facts.slurm is JobFate.TIMEOUT or facts.stop is Stop.CLOCK:
         return _judge_timeout(facts)
     # Slurm leaves the job alone. A lost node is replaced from within the job.
     if facts.lost_nodes:
@@ -311,11 +311,11 @@ def _is_mendable(facts: Facts) -> bool:
 
 def _is_left_alone(facts: Facts) -> bool:
     """True if no request ends the run, nor does Slurm, as far as it answers."""
-    return facts.stop in (None, Stop.MOVE) and facts.slurm in (Slurm.RUNNING, Slurm.UNKNOWN, Slurm.ABSENT)
+    return facts.stop in (None, Stop.MOVE) and facts.slurm in (JobFate.RUNNING, JobFate.UNKNOWN, JobFate.ABSENT)
 
 
 def _judge_taken_away(facts: Facts) -> Ending:
-    if facts.lost_nodes or facts.slurm is Slurm.NODE_FAILED:
+    if facts.lost_nodes or facts.slurm is JobFate.NODE_FAILED:
         return _requeue(facts, Cause.NODE_FAILURE, f"{_loss(facts)}; {_kept(facts)}")
     return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
 
@@ -337,7 +337,7 @@ def _judge_timeout(facts: Facts) -> Ending:
 
 def _judge_stopped(facts: Facts) -> Ending:
     """Requeue after a signal at a rank of unknown reason: the run is not finished. Without Slurm it ends here."""
-    if facts.slurm is Slurm.ABSENT:
+    if facts.slurm is JobFate.ABSENT:
         return Ending(Cause.STOPPED, Decision.FINISH, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
     return _requeue(facts, Cause.STOPPED, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
 
@@ -348,7 +348,7 @@ def _judge_told_to_end(facts: Facts) -> Ending:
     A requeue could revive a cancelled run. If it was a preemption after all, Slurm restarts the job itself, and the
     restarted job finds this run.
     """
-    if facts.slurm is Slurm.RUNNING:
+    if facts.slurm is JobFate.RUNNING:
         return _requeue(facts, Cause.STOPPED, f"told to end by a signal{_at(facts)}; {_kept(facts)}")
     return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"told to end by SIGTERM{_at(facts)}")
 

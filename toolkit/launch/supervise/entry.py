@@ -89,12 +89,12 @@ def _step(run: RunDir) -> int:
         return 0
 
 
-def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, last_words: str | None) -> int:
+def _supervise(run: RunDir, where: str, endpoint: Endpoint | None, earlier_death: str | None) -> int:
     # Held until there are handlers: a `toolkit cancel` at this moment would kill this process, and leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         outages.persist(lambda: logs.add_file(run.logs / "supervisor.log"), run.logs)
-        return _build(run, where, endpoint).run(last_words)
+        return _build(run, where, endpoint).run(earlier_death)
     except Overtaken as error:
         log.error("%s", error)
         return EXIT_DONE
@@ -126,7 +126,7 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
         return False
     slurm = Slurm()
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-    return take_back(look, slurm, allocation.job_id) is ending.Slurm.REQUEUED
+    return take_back(look, slurm, allocation.job_id) is ending.JobFate.REQUEUED
 
 
 def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:

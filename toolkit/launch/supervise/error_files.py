@@ -62,21 +62,25 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
 
     A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
     """
-    said = _in_our_words(records.read_or(path, _ERROR_FILE, {}, damage))
-    how = f"{said['type']}: {said.get('message', '')}" if "type" in said else str(said.get("message", "no message"))
+    fields = _from_torch(records.read_or(path, _ERROR_FILE, {}, damage))
+    how = (
+        f"{fields['type']}: {fields.get('message', '')}"
+        if "type" in fields
+        else str(fields.get("message", "no message"))
+    )
     match = _NAME.fullmatch(path.name)
     assert match, path
     memory = "OutOfMemory" in how or "CUDA out of memory" in how
     return RankFailure(
         int(match[1]),
-        host=said.get("host", "?"),
+        host=fields.get("host", "?"),
         how=how,
-        time=float(said.get("time") or path.stat().st_mtime),
-        traceback=said.get("traceback", ""),
+        time=float(fields.get("time") or path.stat().st_mtime),
+        traceback=fields.get("traceback", ""),
         out_of_memory=memory,
         blames_node=_DEVICE_ERROR.search(how) is not None and not memory,
         unreached=_unreached(how),
-        is_request_error=said.get("exit_code") == EXIT_REQUEST,
+        is_request_error=fields.get("exit_code") == EXIT_REQUEST,
     )
 
 
@@ -89,10 +93,10 @@ def _unreached(how: str) -> str | None:
         return None
 
 
-def _in_our_words(said: dict[str, Any]) -> dict[str, Any]:
-    inner = said.get("message")
+def _from_torch(fields: dict[str, Any]) -> dict[str, Any]:
+    inner = fields.get("message")
     if not isinstance(inner, dict):
-        return said
+        return fields
     info = inner.get("extraInfo", {})
-    told = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
-    return {name: value for name, value in told.items() if value is not None}
+    translated = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
+    return {name: value for name, value in translated.items() if value is not None}

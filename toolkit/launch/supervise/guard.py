@@ -29,54 +29,54 @@ def guarded(supervise: Callable[[str | None], int], step: Callable[[], int] = la
     child is killed after SIGTERM was passed on, the job is over and the code is 128 + the signal. Raises ToolkitError
     after three deaths in a row between which ``step``, the highest one that the run has reached, did not grow.
     """
-    last_words: str | None = None
+    earlier_death: str | None = None
     deaths, best = 0, step()
     while deaths < MAX_DEATHS:
-        code, was_told_to_end = _run_child(supervise, last_words)
+        code, was_terminated = _run_child(supervise, earlier_death)
         if code >= 0:
             return code
         name = signal.Signals(-code).name
-        if was_told_to_end:
+        if was_terminated:
             return 128 - code
-        last_words = f"the supervisor on {os.uname().nodename} was killed by {name}"
+        earlier_death = f"the supervisor on {os.uname().nodename} was killed by {name}"
         # A new step since the last death starts the count anew.
         reached = step()
         deaths, best = (1, reached) if reached > best else (deaths + 1, best)
-        log.error("%s, %d times in a row without a new step", last_words, deaths)
-    raise ToolkitError(f"{last_words}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
+        log.error("%s, %d times in a row without a new step", earlier_death, deaths)
+    raise ToolkitError(f"{earlier_death}, and {MAX_DEATHS - 1} others before it: is the batch host out of memory?")
 
 
-def _run_child(supervise: Callable[[str | None], int], last_words: str | None) -> tuple[int, bool]:
+def _run_child(supervise: Callable[[str | None], int], earlier_death: str | None) -> tuple[int, bool]:
     """Return the exit code, negative after a signal, and whether SIGTERM was passed on."""
-    told: list[int] = []
+    passed_on: list[int] = []
     guard = os.getpid()
     # Blocked while there is no child to pass signals to: one that comes now is delivered a moment later.
     signal.pthread_sigmask(signal.SIG_BLOCK, die_with_parent.SIGNALS)
     child = os.fork()
     if child == 0:
-        _be_child(supervise, last_words, guard)
+        _be_child(supervise, earlier_death, guard)
 
-    def hand_on(number: int, frame: object) -> None:
-        told.append(number)
+    def pass_on(number: int, frame: object) -> None:
+        passed_on.append(number)
         os.kill(child, number)  # not reaped before the handlers are gone, so the pid is not reused
 
     for number in die_with_parent.SIGNALS:
-        signal.signal(number, hand_on)
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
     # Wait without reaping: the pid stays the child's while signals are passed on.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in die_with_parent.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in told
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.SIGTERM in passed_on
 
 
-def _be_child(supervise: Callable[[str | None], int], last_words: str | None, guard: int) -> None:
+def _be_child(supervise: Callable[[str | None], int], earlier_death: str | None, guard: int) -> None:
     """Run ``supervise``, and never return: the frames above on the stack are the guard's."""
     code = 1
     try:
         die_with_parent.die_with(guard, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, die_with_parent.SIGNALS)
-        code = supervise(last_words)
+        code = supervise(earlier_death)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

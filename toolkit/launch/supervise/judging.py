@@ -35,7 +35,7 @@ def judge_attempt(context: Context, attempt: Attempt) -> Ending:
 
 def add_error_files(context: Context, attempt: Attempt) -> None:
     """Read what failing ranks wrote about themselves. It tells more than an exit code, and is timed at its cause."""
-    told: dict[int, RankFailure] = {}
+    reported: dict[int, RankFailure] = {}
     hosts = attempt.rank_hosts
     for failure in read_error_files(context.run.attempt_logs(attempt.number)):
         rank = failure.rank
@@ -43,18 +43,18 @@ def add_error_files(context: Context, attempt: Attempt) -> None:
         if rank in attempt.lost_ranks or rank >= len(hosts):
             continue
         # torch's format has no host
-        told[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
+        reported[rank] = replace(failure, host=hosts[rank]) if failure.host == "?" else failure
         if failure.unreached is not None:
             note_cut_link(context, attempt, hosts[rank], failure.unreached)
     # A rank's own words replace its exit code, but not the signal that killed it.
-    kept = [failure for failure in attempt.failures if failure.rank not in told or failure.by_signal]
-    attempt.failures = [*kept, *told.values()]
+    kept = [failure for failure in attempt.failures if failure.rank not in reported or failure.by_signal]
+    attempt.failures = [*kept, *reported.values()]
 
 
 def excuse_nodes(attempt: Attempt) -> None:
     """Blame no node for ranks that ended without a report where most nodes have such ranks."""
-    mute = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
-    if len(mute) > len({*attempt.rank_hosts}) / 2:
+    unreported = {failure.host for failure in attempt.failures if failure.blames_node and not failure.traceback}
+    if len(unreported) > len({*attempt.rank_hosts}) / 2:
         attempt.failures = [replace(f, blames_node=f.blames_node and bool(f.traceback)) for f in attempt.failures]
 
 
@@ -67,7 +67,7 @@ def _look_after_nodes(context: Context, attempt: Attempt) -> None:
     if job.slurm is not None and attempt.silent_nodes:
         attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
     # Slurm may have requeued the job for a node that did not answer then, and does now.
-    if attempt.slurm is ending.Slurm.REQUEUED:
+    if attempt.slurm is ending.JobFate.REQUEUED:
         attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
     for host in attempt.lost_nodes:
         nodes.condemn(host, f"lost in attempt {attempt.number}")
@@ -77,11 +77,11 @@ def _look_after_nodes(context: Context, attempt: Attempt) -> None:
         attempt.lost_nodes.add(host)
 
 
-def _ask_slurm(context: Context) -> ending.Slurm:
+def _ask_slurm(context: Context) -> ending.JobFate:
     """Return how Slurm sees the job at this moment. A cancelled run counts as cancelled in any case."""
     if context.asked() is Intent.CANCEL:
-        return ending.Slurm.CANCELLED
-    return context.job.state(outages.PATIENCE_S)
+        return ending.JobFate.CANCELLED
+    return context.job.state(outages.GIVE_UP_AFTER_S)
 
 
 def _facts(context: Context, attempt: Attempt) -> Facts:

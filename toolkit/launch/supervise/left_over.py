@@ -33,11 +33,11 @@ def find_running(run: RunDir, job: Allocation) -> Attempt | None:
     return attempt
 
 
-def close(context: Context, last_words: str | None) -> None:
+def close(context: Context, earlier_death: str | None) -> None:
     """Write the line of an attempt whose supervisor died without writing it. A preempted one would have had TERM.
 
-    ``last_words`` says how that supervisor died, if it was one of this start of the job. Raises ToolkitError when the
-    run has been requeued too often without a new checkpoint.
+    ``earlier_death`` says how that supervisor died, if it was one of this start of the job. Raises ToolkitError when
+    the run has been requeued too often without a new checkpoint.
     """
     run, job, nodes = context.run, context.job, context.nodes
     status = run.left_over()
@@ -48,8 +48,8 @@ def close(context: Context, last_words: str | None) -> None:
     left.lost_nodes = lost = gone | nodes.given_up(left.started)  # they may be back
     decision = Decision.REQUEUE
     # The most certain reason first: what the guard saw, lost nodes, a stop or preemption, and else a node failure.
-    if last_words is not None:
-        cause, why, decision = Cause.CRASHED, last_words, Decision.RESTART
+    if earlier_death is not None:
+        cause, why, decision = Cause.CRASHED, earlier_death, Decision.RESTART
     elif lost:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
     elif status.get("stop") not in (None, Stop.MOVE) or job.was_preempted(status.get("job_id")):

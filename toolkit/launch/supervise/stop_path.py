@@ -57,7 +57,7 @@ def is_being_ended(context: Context) -> bool:
     for event in waiting:  # put them back: answers of late nodes may be among them
         context.events.put(event)
     has_signal = any(isinstance(event, Signalled) for event in waiting)
-    return has_signal or context.job.state() not in (ending.Slurm.RUNNING, ending.Slurm.UNKNOWN)
+    return has_signal or context.job.state() not in (ending.JobFate.RUNNING, ending.JobFate.UNKNOWN)
 
 
 def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:

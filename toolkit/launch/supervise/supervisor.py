@@ -21,7 +21,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
-from toolkit.launch.job.requeue import Comeback
+from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
 from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
@@ -78,21 +78,21 @@ class Supervisor:
             run, config, allocation, agents, container, self._job, self._nodes, self._journal, self._events
         )
         self._care = NodeCare(self._context)
-        self._comeback = None if slurm is None else Comeback(run, allocation, slurm, self._nodes)
+        self._job_requeue = None if slurm is None else JobRequeue(run, allocation, slurm, self._nodes)
 
-    def run(self, last_words: str | None = None) -> int:
+    def run(self, earlier_death: str | None = None) -> int:
         """Make attempts until one finishes or no more may be made; return the exit code of the job.
 
-        ``last_words`` says what became of the supervisor before this one, if it is known. Raises Overtaken when the run
+        ``earlier_death`` says how the supervisor before this one died, if it is known. Raises Overtaken when the run
         belongs to another job.
         """
         self._install_handlers()
         # Look for ranks of a dead supervisor first: they may still train, and can be taken over.
-        left = None if last_words is None else left_over.find_running(self._run, self._allocation)
+        left = None if earlier_death is None else left_over.find_running(self._run, self._allocation)
         claim = None if left is None else Claim.of_dead(self._run, self._allocation)
         self._context.claim = claim or Claim.of_job(self._run, self._allocation, self._token)
         self._journal.read()
-        if self._has_ended(last_words):
+        if self._has_ended(earlier_death):
             return EXIT_DONE
         refuse_too_many_ranks(self._allocation.without(self._config.cluster.spare_nodes).world_size)
         # The run is this job's: record its size and id, and remove the result of an earlier start.
@@ -104,15 +104,15 @@ class Supervisor:
         self._job.look()
         try:
             verdict = None if left is None or claim is None else self._take_over(left)
-            verdict = verdict or self._start(last_words)
+            verdict = verdict or self._start(earlier_death)
         finally:
             if self._agents is not None:
                 self._agents.close()
         if verdict is None:
             return self._finish_unstarted()
         # The run is over for good: cancel its follow-up jobs.
-        if self._comeback is not None and verdict.decision is not Decision.REQUEUE:
-            self._comeback.dismiss()
+        if self._job_requeue is not None and verdict.decision is not Decision.REQUEUE:
+            self._job_requeue.dismiss()
         notify(self._run)
         return _exit_code(verdict)
 
@@ -124,7 +124,7 @@ class Supervisor:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    def _has_ended(self, last_words: str | None) -> bool:
+    def _has_ended(self, earlier_death: str | None) -> bool:
         """Return whether Slurm has restarted the job of a run that is done or was given up.
 
         Slurm 24.11 does so after a preemption with grace time. It remembers that the job is to be requeued when it
@@ -133,7 +133,7 @@ class Supervisor:
         cancelled run.
         """
         result = self._run.result()
-        restarted = self._allocation.restart_count > 0 or last_words is not None
+        restarted = self._allocation.restart_count > 0 or earlier_death is not None
         if not restarted or result is None or result["state"] not in ("completed", "failed", rundir.UNREADABLE):
             return False
         log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
@@ -142,22 +142,22 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------- the beginning
 
-    def _start(self, last_words: str | None) -> Ending | None:
+    def _start(self, earlier_death: str | None) -> Ending | None:
         """Start anew; return None for a run that a user has ended."""
-        left_over.close(self._context, last_words)
+        left_over.close(self._context, earlier_death)
         self._journal.announce()
         if self._context.asked():  # the request may date from the queue, or from before a requeue by Slurm
             return None
         # The agents import torch while this process does the rest. Each attempt's order has its own number.
         plan, command, environ = self._nodes.plan(), self._context.rank_command(), self._context.rank_environ(attempt=0)
         self._launcher.prepare(() if plan is None else plan.hosts, command, environ, self._events)
-        self._prepare_comeback()
+        self._prepare_requeue()
         self._check_nodes()
         return self._run_attempts()
 
-    def _prepare_comeback(self) -> None:
-        if self._comeback is not None:
-            self._comeback.prepare(self._job.row, self._job.settings, self._context.claim)
+    def _prepare_requeue(self) -> None:
+        if self._job_requeue is not None:
+            self._job_requeue.prepare(self._job.row, self._job.settings, self._context.claim)
 
     def _take_over(self, attempt: Attempt) -> Ending | None:
         """Go on with the ranks of a dead supervisor, and after them. Return None where not all ranks are there."""
@@ -172,7 +172,7 @@ class Supervisor:
         )
         self._journal.take_over(attempt)
         self._nodes.note_used(attempt.plan)
-        self._prepare_comeback()
+        self._prepare_requeue()
         loop = AttemptLoop(context, attempt, *ranks, self._care)
         # The dead supervisor may have begun a stop, and a user may have asked for one since.
         stop, attempt.stop = attempt.stop, None
@@ -282,10 +282,10 @@ class Supervisor:
         self._journal.set_status(state, attempt, why=why, ended=time.time())
         # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
         if verdict.decision is Decision.REQUEUE:
-            seen = ending.Slurm.UNKNOWN if self._comeback is None else self._comeback.requeue()
-            if seen is ending.Slurm.REQUEUED:
+            seen = ending.JobFate.UNKNOWN if self._job_requeue is None else self._job_requeue.requeue()
+            if seen is ending.JobFate.REQUEUED:
                 return
-            if seen is ending.Slurm.CANCELLED:
+            if seen is ending.JobFate.CANCELLED:
                 state, why = self._state_asked_for(), f"{why}; cancelled before it was requeued"
             else:
                 state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"

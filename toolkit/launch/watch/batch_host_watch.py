@@ -50,7 +50,7 @@ log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedJob:
     """The job start whose batch host is watched."""
 
     run: RunDir
@@ -63,12 +63,12 @@ class Watched:
     nodes: int  #: of the job, spare ones included
 
 
-class Watch:
+class BatchHostWatch:
     """Watches one batch host, look by look; the clock and the network are arguments."""
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedJob,
         slurm: SlurmCommands,
         clock: Callable[[], float] = time.monotonic,
         answers: Callable[[str, int], bool] = answers,
@@ -81,30 +81,30 @@ class Watch:
         self._changed = clock()
         self._unanswered = 0
         self._asked_slurm = clock()
-        self._is_told_to_end = False
+        self._has_sigterm = False
 
     @property
     def pause_s(self) -> float:
         """Return the time until the next look."""
-        return LAST_LOOKS_EVERY_S if self._is_told_to_end else LOOK_EVERY_S
+        return LAST_LOOKS_EVERY_S if self._has_sigterm else LOOK_EVERY_S
 
     def hurry(self) -> None:
         """Look more often after a SIGTERM, for what may be its reason."""
-        self._is_told_to_end = True
+        self._has_sigterm = True
 
     def look(self) -> str | None:
-        """Return why the job must be requeued, or None. Raises Over when there is nothing to watch any more."""
+        """Return why the job must be requeued, or None. Raises WatchOver when there is nothing to watch any more."""
         status = self._watched.run.status()
         if status.get("state") in OVER:
-            raise Over(status["state"])
+            raise WatchOver(status["state"])
         if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
-            raise Over("another supervisor has taken over: it has agents that watch")
+            raise WatchOver("another supervisor has taken over: it has agents that watch")
         # A status that changes is proof enough that the supervisor lives.
         if status.get("updated") != self._updated:
             self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
-        return self._silence() or self._slurms_word()
+        return self._problem_by_silence() or self._problem_by_slurm()
 
-    def _silence(self) -> str | None:
+    def _problem_by_silence(self) -> str | None:
         if self._clock() - self._changed < SILENT_S:
             return None
         host = self._watched.batch_host
@@ -116,8 +116,8 @@ class Watch:
         silent_s = self._clock() - self._changed
         return f"the supervisor on the batch host {host} has been silent for {silent_s:.0f} s and does not answer"
 
-    def _slurms_word(self) -> str | None:
-        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self._is_told_to_end:
+    def _problem_by_slurm(self) -> str | None:
+        if self._clock() - self._asked_slurm < ASK_SLURM_EVERY_S and not self._has_sigterm:
             return None
         self._asked_slurm = self._clock()
         try:
@@ -127,11 +127,11 @@ class Watch:
             return None
         # The order matters: a batch host that has left the list explains a job that is over.
         if row is None or row.restarts > self._watched.restart_count:
-            raise Over("the job is over")
+            raise WatchOver("the job is over")
         if has_lost(row, self._watched.batch_host):
             return f"the batch host {self._watched.batch_host} has left the job's node list"
-        if row.is_over or (self._is_told_to_end and row.state != "RUNNING"):
-            raise Over(f"the job is {row.state}")
+        if row.is_over or (self._has_sigterm and row.state != "RUNNING"):
+            raise WatchOver(f"the job is {row.state}")
         return None
 
 
@@ -142,18 +142,18 @@ def has_lost(row: JobRow, batch_host: str) -> bool:
     return not is_here and (row.state == "RUNNING" or row.reason == "JobLaunchFailure")
 
 
-class Over(Exception):
+class WatchOver(Exception):
     """Raised when there is nothing to watch any more."""
 
 
-def watch_batch_host(watched: Watched, slurm: SlurmCommands) -> None:
+def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
     """Look until the job is over or has been requeued, which ends this process as well."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD)
-    watch = Watch(watched, slurm)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
+    watch = BatchHostWatch(watched, slurm)
     while True:
         try:
             why = watch.look()
-        except Over as over:
+        except WatchOver as over:
             log.info("%s", over)
             return
         if why is not None:
@@ -162,14 +162,14 @@ def watch_batch_host(watched: Watched, slurm: SlurmCommands) -> None:
             nodes.remember(watched.run, watched.batch_host, why)
             requeue(watched, slurm)
             return
-        if signal.sigtimedwait(_TOLD, watch.pause_s) is not None:
+        if signal.sigtimedwait(_END_SIGNALS, watch.pause_s) is not None:
             watch.hurry()
 
 
-_TOLD = {signal.SIGTERM}
+_END_SIGNALS = {signal.SIGTERM}
 
 
-def requeue(watched: Watched, slurm: SlurmCommands) -> None:
+def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     """Put the job back into the queue, without its batch host.
 
     The host may only have been cut off. If it comes back and is chosen again while it still has the earlier job, it
@@ -188,36 +188,36 @@ def requeue(watched: Watched, slurm: SlurmCommands) -> None:
     bad = nodes.remembered(watched.run)
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
     seen = take_back(look, slurm, watched.job_id)
-    if seen is not ending.Slurm.REQUEUED:
+    if seen is not ending.JobFate.REQUEUED:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
     # Only now: Slurm refuses an exclusion while the job runs.
     elif excluded:
         outages.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
 
 
-def _hand_over(look: Callable[[], ending.Slurm], watched: Watched, slurm: SlurmCommands) -> None:
+def _hand_over(look: Callable[[], ending.JobFate], watched: WatchedJob, slurm: SlurmCommands) -> None:
     """End a job that Slurm will not requeue. It would run on without a supervisor, and its follow-up job wait for it.
 
     The status tells the follow-up job that it is needed, for Slurm calls the end a cancellation.
     """
-    if outages.ask(look, "Slurm does not say how the job stands") is ending.Slurm.CANCELLED:
+    if outages.ask(look, "Slurm does not say how the job stands") is ending.JobFate.CANCELLED:
         log.info("job %s has been cancelled: leaving it so", watched.job_id)
         return
     why = f"the batch host {watched.batch_host} is gone"
-    told = {**watched.run.status(), "state": "requeued", "why": why, "updated": time.time()}
-    outages.persist(lambda: watched.run.write_status(told), watched.run.path)
+    status = {**watched.run.status(), "state": "requeued", "why": why, "updated": time.time()}
+    outages.persist(lambda: watched.run.write_status(status), watched.run.path)
     outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
 
 
-def _how_it_stands(watched: Watched, slurm: SlurmCommands) -> ending.Slurm:
+def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> ending.JobFate:
     """Return how the job stands. If its batch host came back too late its end looks like a cancellation,
     but is none."""
     if request.asked(watched.run) is Intent.CANCEL:
-        return ending.Slurm.CANCELLED
+        return ending.JobFate.CANCELLED
     row = slurm.show_job(watched.job_id)
-    seen = ending.how_slurm_sees_it(row, watched.restart_count)
+    seen = ending.fate_of_row(row, watched.restart_count)
     is_lost = row is not None and has_lost(row, watched.batch_host)
-    return ending.Slurm.NODE_FAILED if is_lost and seen is ending.Slurm.CANCELLED else seen
+    return ending.JobFate.NODE_FAILED if is_lost and seen is ending.JobFate.CANCELLED else seen
 
 
 def command(run: RunDir, job: Allocation, address: str, port: int, supervisor: int) -> list[str]:
@@ -233,7 +233,7 @@ def main() -> None:
     run_dir, job_id, restarts, batch_host, address, *numbers = sys.argv[1:]
     logs.setup("batch host watch")
     run = RunDir(Path(run_dir))
-    watch_batch_host(Watched(run, job_id, int(restarts), batch_host, address, *map(int, numbers)), Slurm())
+    watch_batch_host(WatchedJob(run, job_id, int(restarts), batch_host, address, *map(int, numbers)), Slurm())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from traceback import StackSummary
 from toolkit import fsio, hostlist, logs
 from toolkit.agent.progress import Digest, Standing
 from toolkit.hang import activity, stack_digest, stacks
-from toolkit.hang.stack_digest import Group, Seen
+from toolkit.hang.stack_digest import RankGroup, RankStack
 from toolkit.hang.stacks import Stack, main_stack
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.supervise.ending import RankFailure
@@ -48,7 +48,7 @@ def debug_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str
 
 def look(
     agents: Agents, run: RunDir, attempt: int, standings: Mapping[str, Sequence[Standing]], known: Mapping[str, Digest]
-) -> list[Group]:
+) -> list[RankGroup]:
     """Return what the ranks do, by their stacks, which they are asked for.
 
     ``standings`` are the ranks by host, as far as they are known here; the agent of a rank that reports knows better.
@@ -61,7 +61,7 @@ def look(
     }
     answers = agents.ask(orders, stack_digest.ANSWER_S + LATE_S)
     # A node that has not answered is described by its last digest.
-    groups: list[Group] = []
+    groups: list[RankGroup] = []
     for host, ranks in standings.items():
         if host in answers:
             groups += stack_digest.from_json(answers[host]["groups"])
@@ -70,15 +70,15 @@ def look(
     return stack_digest.merge(groups)
 
 
-def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool) -> Iterator[Seen]:
+def _unheard(ranks: Sequence[Standing], known: Digest | None, *, is_silent: bool) -> Iterator[RankStack]:
     """Yield the ranks of a node that has not answered. They count as stopped if it is silent, else as unknown."""
     for rank in ranks:
         phase, step = (rank.phase, rank.step) if known is None else (activity.IN_STEP, known.least)
         standing = Standing(rank.rank, phase, step, rank.still_s, is_silent)
-        yield Seen(standing, [] if is_silent else None, is_read=is_silent)
+        yield RankStack(standing, [] if is_silent else None, is_read=is_silent)
 
 
-def investigate(groups: Sequence[Group], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
+def investigate(groups: Sequence[RankGroup], hosts: Sequence[str], run: RunDir, attempt: int) -> RankFailure:
     """Find out which rank is behind, with ``hosts`` by rank, and note it for `toolkit why`."""
     folder = run.attempt_logs(attempt)
     culprits, how = blame(groups)
@@ -92,8 +92,8 @@ def investigate(groups: Sequence[Group], hosts: Sequence[str], run: RunDir, atte
     failure = RankFailure(first, hosts[first], how, time.time(), traceback=_quote(folder, first))
     # `toolkit why` reads the failure from the rank's error file.
     with contextlib.suppress(OSError):  # a full disk; the log has the same text
-        said = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
-        fsio.write_json(run.error_file(attempt, first), {**said, "traceback": failure.traceback})
+        fields = {"rank": first, "host": failure.host, "time": failure.time, "message": how}
+        fsio.write_json(run.error_file(attempt, first), {**fields, "traceback": failure.traceback})
     log.error("the run hangs: rank %d on %s: %s", first, failure.host, how)
     return failure
 
@@ -130,11 +130,11 @@ def _format(stack: Stack) -> str:
 # ------------------------------------------------------------------------------------------------------- who is behind
 
 
-def blame(groups: Sequence[Group]) -> tuple[list[int], str]:
+def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
     """Return the ranks that the others wait for, and one line on what they and the others do.
 
-    ``Group.place`` tells which they are. Where all wait in collectives, those in another one than most are named. No
-    rank is named where the one that is waited for may be among those whose stacks could not be read. ``groups`` are
+    ``RankGroup.place`` tells which they are. Where all wait in collectives, those in another one than most are named.
+    No rank is named where the one that is waited for may be among those whose stacks could not be read. ``groups`` are
     merged, see :mod:`stack_digest`.
     """
     furthest = min(group.place for group in groups)
@@ -159,7 +159,7 @@ def blame(groups: Sequence[Group]) -> tuple[list[int], str]:
     return culprits, line
 
 
-def _count(groups: Iterable[Group]) -> int:
+def _count(groups: Iterable[RankGroup]) -> int:
     return sum(len(group.ranks) for group in groups)
 
 
@@ -168,7 +168,7 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
-def _counts(groups: Iterable[Group], noun: str = "other") -> str:
+def _counts(groups: Iterable[RankGroup], noun: str = "other") -> str:
     """Return text such as ``30 others in all_reduce, 1 in a step``."""
     does: Counter[str] = Counter()
     for group in groups:

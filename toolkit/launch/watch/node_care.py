@@ -11,7 +11,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.ending import Stop
 from toolkit.launch.supervise.stop_path import StopPath
-from toolkit.launch.watch.node_states import Lookout, for_dead_nodes, for_drained_nodes
+from toolkit.launch.watch.node_states import NodePoller, for_dead_nodes, for_drained_nodes
 
 #: A run whose steps take longer stays on a drained or sick node: its ranks could give the stop up.
 LONGEST_STEP_TO_MOVE_S = 30.0
@@ -26,8 +26,8 @@ class NodeCare:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._dead: Lookout | None = None
-        self._drained: Lookout | None = None
+        self._dead: NodePoller | None = None
+        self._drained: NodePoller | None = None
         slurm = context.job.slurm
         if slurm is not None:
             self._dead = for_dead_nodes(context.events, slurm.available, context.job.unreachable)
@@ -83,4 +83,4 @@ class NodeCare:
             agents.dismiss(host)
         keep = hostlist.compress([host for host in hostlist.expand(row.node_list) if host not in drained])
         give_back = partial(job.slurm.release_nodes, row.requeue_id, keep=keep)
-        outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", patience_s=0.0)
+        outages.ask(give_back, f"{', '.join(sorted(drained))} cannot be given back", wait_s=0.0)

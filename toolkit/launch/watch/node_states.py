@@ -18,7 +18,7 @@ ASK_DRAINED_EVERY_S = 60.0
 log = logs.get(__name__)
 
 
-class Lookout:
+class NodePoller:
     """Calls ``ask`` with hosts in a thread. At most once in ``every_s``, and not while an earlier call lasts."""
 
     def __init__(
@@ -48,8 +48,8 @@ def for_dead_nodes(
     is_connected: Callable[[], bool],
     unreachable: Callable[[Sequence[str]], set[str]],
     clock: Callable[[], float] = time.monotonic,
-) -> Lookout:
-    """Return the lookout that puts dead nodes into the queue as NodeFailed.
+) -> NodePoller:
+    """Return the poller that puts dead nodes into the queue as NodeFailed.
 
     Slurm itself needs SlurmdTimeout for it, 300 s by default. Ask only about silent nodes, and only where another node
     could take over: a network that is away for half a minute must not end a run that would be requeued for it.
@@ -64,12 +64,12 @@ def for_dead_nodes(
             events.put(NodeFailed(host))
         return dict.fromkeys(dead, "does not answer")
 
-    return Lookout(ask, ASK_DEAD_EVERY_S, clock, first=0.0)
+    return NodePoller(ask, ASK_DEAD_EVERY_S, clock, first=0.0)
 
 
 def for_drained_nodes(
     drained: Callable[[str], Mapping[str, str]], clock: Callable[[], float] = time.monotonic
-) -> Lookout:
-    """Return the lookout that finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
+) -> NodePoller:
+    """Return the poller that finds the reasons by host; ``drained`` is :meth:`SlurmCommands.drained`."""
     first = clock() + ASK_DRAINED_EVERY_S  # Slurm starts no job on a drained node
-    return Lookout(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)
+    return NodePoller(lambda hosts: drained(hostlist.compress(hosts)), ASK_DRAINED_EVERY_S, clock, first)

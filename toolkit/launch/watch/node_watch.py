@@ -48,7 +48,7 @@ LOOKS, SHORTEST_LOOK_S, LONGEST_LOOK_S = 30, 0.2, 10.0
 #: A process that is younger than this may still become another program, with another environment.
 YOUNG_S = 60.0
 #: A faulty driver lets nvidia-smi wait for ever.
-GPU_PATIENCE_S = 15.0
+GPU_WAIT_S = 15.0
 
 
 def mark(run: RunDir, attempt: int, rank: int | str) -> str:
@@ -233,7 +233,7 @@ class GpuUse:
             self._is_busy = False
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()
-        self._thread.join(GPU_PATIENCE_S)
+        self._thread.join(GPU_WAIT_S)
         return self._is_busy
 
     def _look(self) -> None:
@@ -251,7 +251,7 @@ class GpuUse:
 class _WatchedRank:
     usages: Usages = field(default_factory=dict)
     still_s: float = 0.0
-    said: str = MOVING
+    reported: str = MOVING
 
 
 class NodeWatch:
@@ -289,9 +289,9 @@ class NodeWatch:
         # Only changes are reported.
         news = []
         for rank, known in sorted(self._ranks.items()):
-            said, known.said = known.said, self._state(known)
-            if known.said != said:
-                news.append({"rank": rank, "is": known.said, "still_s": round(known.still_s, 1)})
+            before, known.reported = known.reported, self._state(known)
+            if known.reported != before:
+                news.append({"rank": rank, "is": known.reported, "still_s": round(known.still_s, 1)})
         return news
 
     def _state(self, known: _WatchedRank) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit import logs
 from toolkit.agent.progress import Standing
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.start.line_channel import Complaint, Ended, Said, Talk, bare_python, talk_with_nodes
+from toolkit.launch.start.line_channel import ChannelEnded, ErrorLine, LineChannel, NodeLine, bare_python, open_channel
 from toolkit.launch.watch import node_watch
 from toolkit.rundir import RunDir
 
@@ -36,7 +36,7 @@ def start_watch(
     asked = {"run": str(run.path), "attempt": attempt, "bound_s": bound_s}
     command = bare_python("toolkit.launch.watch.node_watch", json.dumps(asked))
     here = plan.job_id is None
-    talk = Talk(command, environ) if here else talk_with_nodes(command, plan.hosts, environ)
+    talk = LineChannel(command, environ) if here else open_channel(command, plan.hosts, environ)
     return SilenceWatch(talk, plan, bound_s)
 
 
@@ -44,7 +44,7 @@ class SilenceWatch:
     """Has the methods of a :class:`~toolkit.hang.watchdog.Watchdog`, for ranks that are watched from outside."""
 
     def __init__(
-        self, talk: Talk, plan: Allocation, bound_s: float, clock: Callable[[], float] = time.monotonic
+        self, talk: LineChannel, plan: Allocation, bound_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._talk = talk
         self._nodes = len(plan.hosts)
@@ -93,16 +93,16 @@ class SilenceWatch:
         """End the watch on every node."""
         self._talk.end()
 
-    def _take(self, event: Said | Complaint | Ended) -> None:
+    def _take(self, event: NodeLine | ErrorLine | ChannelEnded) -> None:
         match event:
-            case Said(_, text, received):
+            case NodeLine(_, text, received):
                 try:
                     self._hear(json.loads(text), received)
                 except (ValueError, TypeError, KeyError, AttributeError):
                     self._complaint = text
-            case Complaint(text):
+            case ErrorLine(text):
                 self._complaint = text
-            case Ended():
+            case ChannelEnded():
                 self._answers = self._nodes
                 log.warning(
                     "the watch for silent ranks has ended, a hang is not noticed: %s", self._complaint or "no word"
