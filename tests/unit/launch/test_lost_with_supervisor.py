@@ -67,7 +67,7 @@ class Node:
         for process in order.get("processes", ()):
             rank, attempt = process["rank"], order["attempt"]
             if rank is None:
-                self.say(**{"is": "said"}, attempt=attempt, text='{"port": 7}\n')
+                self.say(**{"is": "output"}, attempt=attempt, text='{"port": 7}\n')
                 continue
             if rank == 0:
                 result = {"step": 10, "metrics": {}}
