@@ -54,14 +54,15 @@ class _Latest(Reporter):
         while not self._closed.wait(self._every_s):
             self._publish(self._fields)
 
-    def _publish(self, fields: dict[str, Any]) -> None:
+    def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
+        """Publish a report. The last one may take ``wait_s``, and the others no time."""
         raise AssertionError("each reporter publishes in its own way")
 
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
         # Once more after the thread's last time, so that the newest report is sent.
-        self._publish(self._fields)
+        self._publish(self._fields, LAST_WAIT_S)
 
 
 class AgentReporter(_Latest):
@@ -83,9 +84,8 @@ class AgentReporter(_Latest):
         self._is_cut = False  #: True once a report was too long
         self._thread.start()
 
-    def _publish(self, fields: dict[str, Any]) -> None:
+    def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
         report = self._report()
-        wait_s = LAST_WAIT_S if self._closed.is_set() else 0.0
         self._send(replace(report, fields=fields) if self._rank == 0 else report, wait_s)
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class FileReporter(_Latest):
         self._run_dir.clear_result()
         self._thread.start()
 
-    def _publish(self, fields: dict[str, Any]) -> None:
+    def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
         status = {**self._status, "state": "running", "updated": time.time(), "progress": fields}
         with contextlib.suppress(OSError):  # a full disk; the next one is a second away
             self._run_dir.write_status(status)

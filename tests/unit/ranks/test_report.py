@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
 from toolkit import rundir
 from toolkit.agent import progress
 from toolkit.agent.progress import MAX_BYTES, RankReport
@@ -108,6 +108,23 @@ def test_the_last_words_are_sent_also_by_a_rank_that_ends_before_the_first_heart
     assert agent.patience == [report.LAST_WAIT_S]
 
 
+def test_a_report_under_way_when_the_reporter_closes_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, is_under_way = Agent(), threading.Event()
+    reporter = reporter_to(agent, 1)
+    plain = reporter._report
+
+    def late() -> Report:
+        """The thread gets no CPU until the reporter is closed."""
+        is_under_way.set()
+        assert reporter._closed.wait(PATIENCE * TIMEOUT_S)
+        return plain()
+
+    monkeypatch.setattr(reporter, "_report", late)
+    assert is_under_way.wait(PATIENCE * TIMEOUT_S)
+    reporter.close()
+    assert agent.patience[-2:] == [0.0, report.LAST_PATIENCE_S]
+
+
 def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "HEARTBEAT_S", 600.0)
     agents = [Agent(), Agent()]
@@ -178,7 +195,7 @@ def test_a_rank_that_hangs_in_a_collective_is_ended_as_well_when_its_supervisor_
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as rank:
         wait_for(inbox.take, TIMEOUT_S, "a report")
         inbox.close()
-        _, told = rank.communicate(timeout=TIMEOUT_S)
+        _, told = rank.communicate(timeout=PATIENCE * TIMEOUT_S)
     assert rank.returncode == EXIT_FAILED
     (line,) = told.splitlines()
     assert "rank 1/2 node2 ERROR the agent of this node is gone" in line
@@ -235,7 +252,7 @@ def test_a_full_disk_costs_an_unsupervised_run_some_of_its_status_and_nothing_el
     monkeypatch.setattr(RunDir, "write_status", full)
     reporter = FileReporter(run, {})
     reporter.progress(step=5)
-    assert refused.wait(TIMEOUT_S)
+    assert refused.wait(PATIENCE * TIMEOUT_S)
     monkeypatch.setattr(RunDir, "write_status", write)
     reporter.progress(step=6)
     wait_for(lambda: (run.status().get("progress") or {}).get("step") == 6, TIMEOUT_S, "the next status")
