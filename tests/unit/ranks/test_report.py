@@ -113,7 +113,7 @@ def test_a_report_under_way_when_the_reporter_closes_waits_for_nobody(monkeypatc
     reporter = reporter_to(agent, 1)
     plain = reporter._report
 
-    def late() -> Report:
+    def late() -> RankReport:
         """The thread gets no CPU until the reporter is closed."""
         is_under_way.set()
         assert reporter._closed.wait(PATIENCE * TIMEOUT_S)
