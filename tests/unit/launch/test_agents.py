@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Timer
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -338,6 +338,38 @@ def test_all_agents_of_a_large_job_may_connect_before_one_of_them_has_spoken(tmp
             link.receive(greeting)
             agent.sendall(link.greeting + link.send({"is": "here", "host": f"node{number}"}))
         assert {came.get(timeout=TIMEOUT_S) for _ in agents} == {f"node{number}" for number in range(hosts)}
+        links.call(links.close)
+
+
+def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links() -> None:
+    """Its connection was closed twice. That ended the thread, and with it the supervisor."""
+    listening, secret = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(32)
+    happened: SimpleQueue[Any] = SimpleQueue()
+    is_busy, gate = Event(), Event()
+    listener: Any = SimpleNamespace(admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None)
+    listener.agent_said = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
+    listener.agent_left, listener.broke = lambda host, _: happened.put(host), happened.put
+    links = agent_links.AgentLinks(listening, secret, listener, 2)
+    links.start()
+    with contextlib.ExitStack() as stack:
+        agents = {}
+        for host in ("busy", "lost"):
+            agent = stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S))
+            agents[host] = agent, Link(secret, "agent")
+            agents[host][1].receive(agent.recv(32, socket.MSG_WAITALL))
+            agent.sendall(agents[host][1].greeting + agents[host][1].send({"is": "here", "host": host}))
+            assert happened.get(timeout=TIMEOUT_S) == host
+        # While the thread is busy both come: the order to drop the node, then the node's own message.
+        for host in ("busy", "lost"):
+            agent, link = agents[host]
+            agent.sendall(link.send({"is": "alive"}))
+            if host == "busy":
+                assert is_busy.wait(TIMEOUT_S)
+                links.call(lambda: links.drop("lost", "given up"))
+        gate.set()
+        assert happened.get(timeout=TIMEOUT_S) == "lost"
+        links.call(lambda: happened.put("still there"))
+        assert happened.get(timeout=TIMEOUT_S) == "still there"
         links.call(links.close)
 
 

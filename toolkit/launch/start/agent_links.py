@@ -136,10 +136,10 @@ class AgentLinks:
     def _serve_until_closed(self) -> None:
         while not self._is_closed:
             for key, ready in self._selector.select(LOOK_EVERY_S):
-                if isinstance(key.data, _Peer):
-                    self._serve_peer(key.data, ready)
-                else:
+                if not isinstance(key.data, _Peer):
                     key.data()
+                elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select
+                    self._serve_peer(key.data, ready)
             self._close_strangers()
             self._listener.time_passed()
 
