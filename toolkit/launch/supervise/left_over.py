@@ -26,7 +26,9 @@ def find_running(run: RunDir, job: Allocation) -> Attempt | None:
     attempt = Attempt.of_status(status, job)
     is_of_this_start = (status.get("job_id"), status.get("restart_count")) == (job.job_id, job.restart_count)
     can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
-    if not is_of_this_start or not can_go_on or not {*attempt.plan.hosts} <= {*job.hosts}:
+    hosts, tasks = attempt.plan.hosts, attempt.plan.tasks
+    is_on_ours = {*hosts} <= {*job.hosts} and len(hosts) == len(tasks) > 0  # a damaged status may lack some
+    if not is_of_this_start or not can_go_on or not is_on_ours:
         return None
     attempt.start = Start(**status["start"]) if status.get("start") else None
     attempt.stop = Stop(status["stop"]) if status.get("stop") else None
