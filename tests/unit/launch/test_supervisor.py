@@ -635,6 +635,26 @@ def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_th
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("all_have_ended", [False, True])
+def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_ended: bool) -> None:
+    """It does not answer, so it counted as stopped, and its node was suspected."""
+    fsio.make_dir(run.attempt_logs(1))
+
+    def ends_but_rank_0(ranks: Ranks) -> None:
+        hangs(ranks)
+        ranks.events.put(RankFinished((0, 1) if all_have_ended else (1,)))
+
+    config = JobConfig()
+    config.dist.timeout_s = 1
+    agents: Any = NodeAgents(Standing(0, "finishing", 8, 0.6, False), Standing(1, "finishing", 8, 0.6, True))
+    allocation = Allocation(("node1", "node2"), (1, 1), 1)
+    assert Supervisor(run, config, allocation, Ranks(ends_but_rank_0, completes), None, agents).run() == 0
+    line = run.attempts()[0]
+    assert line["cause"] == "hang"
+    assert line["first_failure"]["rank"] == (None if all_have_ended else 0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,8 @@ def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
     No rank is named where the one that is waited for may be among those whose stacks could not be read. ``groups`` are
     merged, see :mod:`stack_digest`.
     """
+    if not groups:
+        return [], "every rank has ended, but not what started them"
     furthest = min(group.place for group in groups)
     behind = [group for group in groups if group.place[:2] == furthest[:2]]
     # All wait, as far as is known, and some stacks are unread: the culprit may be one of those.

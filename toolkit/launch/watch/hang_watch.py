@@ -78,7 +78,7 @@ class HangWatch:
             self._step.kill(stacks.ASK)
         by_host: dict[str, list[Standing]] = {}
         for standing in standings:
-            if standing.rank not in attempt.lost_ranks:
+            if standing.rank not in attempt.gone:  # it cannot answer, and would be taken for stopped
                 by_host.setdefault(attempt.host_of(standing.rank), []).append(standing)
         return by_host
 
