@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE
-from toolkit import rundir
+from toolkit import fsio, rundir
 from toolkit.launch.job import follow_up, nodes
 from toolkit.launch.supervise import ending
 from toolkit.launch.watch import batch_host_watch
@@ -18,6 +19,7 @@ from toolkit.launch.watch.batch_host_watch import (
     LOOK_EVERY_S,
     SILENT_S,
     BatchHostWatch,
+    Watch,
     WatchedJob,
     WatchOver,
 )
@@ -180,6 +182,23 @@ def test_the_job_goes_on_without_its_batch_host_and_what_the_user_excluded(world
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node[1,7]"})
+
+
+def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch failed each time that it was started, and the job ran on without a supervisor."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fsio, "write_atomic", full)
+    monkeypatch.setattr(Watch, "look", lambda _: "node1 is gone")
+    monkeypatch.setattr(batch_host_watch, "_TOLD", set())
+    batch_host_watch.watch_batch_host(world.watched, world.slurm)
+    row = world.slurm.show_job(world.job)
+    assert row is not None
+    assert (row.restarts, world.slurm.excluded) == (1, {world.job: "node1"})
 
 
 def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: World) -> None:

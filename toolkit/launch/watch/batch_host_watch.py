@@ -159,7 +159,10 @@ def watch_batch_host(watched: WatchedJob, slurm: SlurmCommands) -> None:
         if why is not None:
             log.error("%s: requeueing job %s", why, watched.job_id)
             # Before the requeue, which ends this process, too.
-            nodes.remember(watched.run, watched.batch_host, why)
+            try:
+                nodes.remember(watched.run, watched.batch_host, why)
+            except OSError as error:  # a full disk: the job must be requeued all the same
+                log.error("%s: node %s cannot be noted: %s", watched.run.path, watched.batch_host, error)
             requeue(watched, slurm)
             return
         if signal.sigtimedwait(_END_SIGNALS, watch.pause_s) is not None:
@@ -185,7 +188,7 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     like_our_job = {**os.environ, "SLURM_JOB_NUM_NODES": str(watched.nodes)}
     for of_our_step in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
         like_our_job.pop(of_our_step, None)
-    bad = nodes.remembered(watched.run)
+    bad = {watched.batch_host: nodes.BadNode("gone", time.time()), **nodes.remembered(watched.run)}
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
     seen = take_back(look, slurm, watched.job_id)
     if seen is not ending.JobFate.REQUEUED:
