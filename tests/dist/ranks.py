@@ -20,6 +20,9 @@ from typing import Any, cast
 
 from torch.distributed import TCPStore
 
+from tests.waiting import wait_for
+from toolkit.ranks.stop import STOP, Gate
+
 #: A hang; on a busy machine all takes several times as long.
 LIMIT_S = 300.0
 #: torch._dynamo as well: the first optimizer of a process imports it, for another 2 s.
@@ -68,6 +71,15 @@ def run_ranks(
             for rank in ranks:
                 rank.kill()
                 rank.join()
+
+
+def stop_all(gate: Gate) -> None:
+    """Ask all ranks to stop, and return once this rank's gate is closed.
+
+    Without that wait the steps that are left may be over before the ranks have agreed.
+    """
+    gate.request(STOP)
+    wait_for(lambda: gate.pending == STOP, 60, "the stop to be heard of")
 
 
 def _results(pipes: list[Connection], limit_s: float, mortal: Collection[int]) -> list[Any]:

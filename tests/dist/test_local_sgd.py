@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from jobs.models import build_model
 from tests.dist import test_trainer as trainer
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, stop_all
 from tests.dist.strategy_cases import (
     BATCH,
     OPTIMIZERS,
@@ -39,7 +39,6 @@ from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks import collectives
 from toolkit.ranks.batch import Share
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP
 from toolkit.strategies import Criterion, Strategy, build_strategy, of_pairs
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import total_steps
@@ -357,7 +356,7 @@ def run_ahead(session: Session, run_dir: Path) -> int:
             session.store.wait(["rank 0 is far ahead"])
         if session.rank == 2 and step == 1:
             session.store.wait(["rank 0 is far ahead"])
-            session.gate.request(STOP)
+            stop_all(session.gate)
         return plain_at(self, step)
 
     Loader.at = at

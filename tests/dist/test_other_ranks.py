@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, stop_all
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
 from toolkit.errors import StoppedError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
@@ -103,7 +102,7 @@ def train(
         if step == in_step and end == "dies":
             raise OSError("the disk is gone")
         if step == in_step and end == "is stopped":
-            session.gate.request(STOP)
+            stop_all(session.gate)
 
     watch(loader, seen, strike)
     checkpoints = Checkpoints(CheckpointConfig(4), session, strategy, identity(JobConfig()))

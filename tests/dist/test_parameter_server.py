@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, stop_all
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
-from tests.waiting import wait_for
 from toolkit.checkpoint.exchange import Exchange
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import JobConfig, OptimConfig, ParameterServerConfig, StrategyConfig, TrainConfig
@@ -29,7 +28,6 @@ from toolkit.data.loader import Loader
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
-from toolkit.ranks.stop import STOP
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.objective import Measure, Sums
 from toolkit.strategies.parameter_server.mail import Kind, Mail
@@ -284,8 +282,7 @@ def stop_after_a_death(session: Session, run_dir: Path) -> int:
 
     def at(self: Loader, step: int) -> Any:
         if session.rank == 1 and step == 6:
-            session.gate.request(STOP)
-            wait_for(lambda: session.gate.pending, 20, "the stop to be heard of")
+            stop_all(session.gate)
         return plain_at(self, step)
 
     if session.rank != 2:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step
@@ -212,7 +212,7 @@ def stop_at(session: Session, run_dir: Path, step: int, name: str | StrategyConf
         if step == signalled_at:
             time.sleep(0.05 * session.rank)
             session.gate.request(STOP)
-            session.gate.request(STOP)
+            stop_all(session.gate)
         return plain_at(self, step)
 
     Loader.at = at
