@@ -46,7 +46,7 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
         argv = argv[: argv.index("--")]
     if "--help" in argv:
         return
-    args = cli._parser().parse_args(argv)
+    args = cli.build_parser().parse_args(argv)
     config = getattr(args, "config", None)
     if config and (ROOT / config).is_file() and config.startswith("configs/"):
         validate(load_config(ROOT / config, args.overrides, site=False))

@@ -1,1 +1,1 @@
-"""The ``toolkit`` command: parse and dispatch. Every command imports what it needs when it is called."""
+"""The ``toolkit`` command. Every command imports what it needs when it is called."""

@@ -11,6 +11,7 @@ from toolkit import fsio
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
+from toolkit.cli.arguments import new_path
 from toolkit.cli.show import ACTIVE, table
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
@@ -179,13 +180,11 @@ def export(run: RunDir, text: str | None, to: str, form: str | None, *, everythi
     # Refuse a wrong request before torch is imported and files are read.
     if everything and weights is not None:
         raise RequestError(f"--weights {weights}: --all writes the raw weights and the average; leave out one of them")
-    target = fsio.expand(to).absolute()
-    form = form or FORMATS.get(target.suffix)
+    suffix = Path(to).suffix
+    form = form or FORMATS.get(suffix)
     if form is None:
-        raise RequestError(f"--to {to}: no format goes by {target.suffix}; say which: --as safetensors, torch or dcp")
-    if target.exists() or not target.parent.is_dir():
-        reason = "is there already; choose another name" if target.exists() else "is in a folder that does not exist"
-        raise RequestError(f"--to {to}: {target} {reason}")
+        raise RequestError(f"--to {to}: no format goes by {suffix}; say which: --as safetensors, torch or dcp")
+    target = new_path(f"--to {to}", to)
     from toolkit.checkpoint import export, whole
 
     options: dict[str, Any] = {"run": run.id, "everything": everything, "weights": weights}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def announce(run: Run) -> None:
     """Print run id and job id, for people and for scripts."""
     where = {"slurm": f"Slurm job {run.job_id}", "local": "on this machine"}.get(run.executor, run.executor)
     print(f"run {run.id} ({where})\n  folder: {_short(run.dir.path)}", flush=True)
+
+
+def see_through(run: Run, args: Namespace) -> int:
+    """Print which run was submitted. With ``--wait`` or ``--follow`` return the job's exit code at its end."""
+    announce(run)
+    return to_the_end(run, bar=args.follow) if args.wait or args.follow else EXIT_DONE
 
 
 def to_the_end(run: Run, *, bar: bool) -> int:

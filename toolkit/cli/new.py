@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit import fsio
+from toolkit.cli.arguments import new_path
 from toolkit.errors import RequestError, nearest
 
 
@@ -90,10 +91,7 @@ def create(folder: Path, example: str) -> list[Path]:
     if example not in EXAMPLES:
         hint = nearest(example, EXAMPLES)
         raise RequestError(f"toolkit new: --from: there is no {example!r}; {hint}valid: {', '.join(EXAMPLES)}")
-    if folder.exists():
-        raise RequestError(f"toolkit new: {folder} is there already; choose another name")
-    if not folder.absolute().parent.is_dir():
-        raise RequestError(f"toolkit new: {folder} is in a folder that does not exist")
+    new_path("toolkit new", str(folder))
     chosen = EXAMPLES[example]
     if name in {Path(file).stem for file in chosen.others}:
         raise RequestError(f"toolkit new: the example has a file {name}.py beside its job; choose another name")

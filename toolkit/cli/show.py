@@ -1,20 +1,17 @@
-"""Tables and texts of the commands that list runs, logs and facts."""
+"""The rows and the table of `toolkit status`, and the form of every table and JSON document."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import fsio, rundir
 from toolkit.cli import slow
-from toolkit.errors import RequestError, ToolkitError
+from toolkit.errors import ToolkitError
 from toolkit.launch.record import ownership, request
 from toolkit.metrics import goodput
 from toolkit.rundir import RunDir
@@ -241,79 +238,3 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Return plain columns. rich would take longer to import than everything else here together."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-def nodes_page(rows: Sequence[Sequence[str]], lines: Sequence[str]) -> str:
-    """Return what `toolkit doctor` found: a row for each node, then what is wrong."""
-    return "\n".join([*([table(rows), ""] if len(rows) > 1 else []), *lines])
-
-
-# --------------------------------------------------------------------------------------------------------------- logs
-
-
-def logs(run: RunDir, *, rank: int | None, attempt: int | None, follow: bool) -> None:
-    """Print a log to stdout. Raises RequestError that says which logs there are."""
-    path = _log_path(run, rank, attempt)
-    with path.open(errors="replace") as file:
-        for text in _chunks(run, file, follow):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-
-def _log_path(run: RunDir, rank: int | None, attempt: int | None) -> Path:
-    if rank is None:
-        path = run.logs / "supervisor.log"
-    else:
-        path = run.rank_log(attempt or _newest_attempt(run), rank)
-    if not path.exists():
-        there = sorted(str(p.relative_to(run.logs)) for p in run.logs.rglob("*.log"))
-        raise RequestError(f"{path}: no such log; there are: {', '.join(there) or 'none yet'}")
-    return path
-
-
-def _newest_attempt(run: RunDir) -> int:
-    return max(run.attempts_with_logs(), default=1)
-
-
-def _chunks(run: RunDir, file: Any, follow: bool) -> Iterator[str]:
-    while True:
-        ended = not follow or run.result() is not None  # before the read: nothing written since is missed
-        text = file.read()
-        if text:
-            yield text
-        elif ended:
-            return
-        else:
-            time.sleep(0.3)
-
-
-# ---------------------------------------------------------------------------------------------------------------- env
-
-
-def environment_facts() -> dict[str, Any]:
-    """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
-    from toolkit.slurm import network, placement
-    from toolkit.slurm.rank_environment import environment
-
-    place = placement.derive(os.environ, socket.gethostname())
-    facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}
-    facts["environment"] = environment(place, os.environ, 1)
-    facts["interfaces"] = [asdict(i) for i in network.interfaces()]
-    facts["infiniband"] = [asdict(p) for p in network.infiniband_ports()]
-    return facts
-
-
-def environment_table(facts: dict[str, Any]) -> str:
-    """Return the facts as text, each number with the variable it came from."""
-    sources = facts["sources"]
-    names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
-    rows = [("", "VALUE", "FROM"), *((name, str(facts[name]), str(sources.get(name, ""))) for name in names)]
-    rows += [(name, value, "set for the rank") for name, value in sorted(facts["environment"].items())]
-    rows += [("interface", i["name"], _speed(i)) for i in facts["interfaces"]]
-    rows += [("infiniband", f"{p['device']}:{p['port']}", f"{p['rate_gbps']:g} Gb/s") for p in facts["infiniband"]]
-    return "\n".join([table(rows), *(f"note: {note}" for note in facts["notes"])])
-
-
-def _speed(interface: dict[str, Any]) -> str:
-    speed = interface["speed_mbps"]
-    return f"{interface['operstate']}, {speed / 1000:g} Gb/s" if speed else str(interface["operstate"])

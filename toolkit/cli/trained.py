@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import checkpoints
+from toolkit.cli.arguments import new_path
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.rundir import RunDir
@@ -62,13 +62,9 @@ def refuse_output(text: str | None, suffixes: Sequence[str]) -> Path | None:
     """
     if text is None:
         return None
-    path = fsio.expand(text).absolute()
-    if path.suffix not in suffixes:
+    if Path(text).suffix not in suffixes:
         raise RequestError(f"--output {text}: its name must end in {' or '.join(suffixes)}")
-    if path.exists() or not path.parent.is_dir():
-        reason = "is there already; choose another name" if path.exists() else "is in a folder that does not exist"
-        raise RequestError(f"--output {text}: {path} {reason}")
-    return path
+    return new_path(f"--output {text}", text)
 
 
 def page(told: Mapping[str, Any]) -> str:

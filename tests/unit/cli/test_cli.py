@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import time
 from pathlib import Path
 
 import pytest
 
 from toolkit import rundir
+from toolkit.cli import commands as cli_commands
 from toolkit.cli import main as cli
 from toolkit.cli import show
+from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
@@ -173,6 +176,11 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     assert words in said(capsys)
 
 
+def test_every_module_of_a_command_is_listed_in_the_order_of_the_help() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(cli_commands.__path__)}
+    assert modules == {name.replace("-", "_") for name in cli.COMMANDS}
+
+
 def test_an_unknown_option_is_named_without_the_overrides_around_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["submit", "c.yaml", "--wat", "optim.lr=1"])
@@ -204,7 +212,7 @@ def test_ctrl_c_while_a_log_is_followed_is_no_traceback(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(show, "logs", interrupted)
+    monkeypatch.setattr(logs_command, "run", interrupted)
     assert cli.main(["logs", "digits", "--follow"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -125,4 +125,4 @@ def seclude(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TOOLKIT_RUNS", str(folder / "runs"))
     monkeypatch.setattr(sys, "argv", ["toolkit"])
-    monkeypatch.setattr(cli, "_parser", cache(cli._parser))  # it takes longer than most commands
+    monkeypatch.setattr(cli, "build_parser", cache(cli.build_parser))  # it takes longer than most commands

@@ -81,7 +81,7 @@ def _refuse() -> Any:
 def commands() -> dict[str, list[str]]:
     """Each command with its options, as the parser has them."""
     found = {}
-    for action in cli._parser()._actions:
+    for action in cli.build_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, sub in action.choices.items():
                 found[name] = [option for each in sub._actions for option in each.option_strings if option != "-h"]

@@ -355,7 +355,7 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links(
         agents = {}
         for host in ("busy", "lost"):
             agent = stack.enter_context(socket.create_connection(listening.getsockname(), TIMEOUT_S))
-            agents[host] = agent, Link(secret, "agent")
+            agents[host] = agent, AuthenticatedLink(secret, "agent")
             agents[host][1].receive(agent.recv(32, socket.MSG_WAITALL))
             agent.sendall(agents[host][1].greeting + agents[host][1].send({"is": "here", "host": host}))
             assert happened.get(timeout=TIMEOUT_S) == host

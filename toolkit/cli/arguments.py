@@ -1,0 +1,85 @@
+"""Arguments that several commands take, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import RequestError
+
+if TYPE_CHECKING:  # the commands import these when they run
+    from pathlib import Path
+
+    from toolkit.rundir import RunDir
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG and its overrides. `--help` behind a CONFIG shows the keys that it can set."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=0.1")
+    parser.add_argument("-h", "--help", action=_Help, help="this page; behind CONFIG every key that it can set")
+
+
+class _Help(argparse.Action):
+    """Show the command's own page, or the keys of the config that stands before it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        if getattr(namespace, "config", None) is None:
+            parser.print_help()
+            parser.exit()
+        namespace.run_command = _print_keys
+
+
+def _print_keys(args: argparse.Namespace) -> None:
+    from toolkit.cli import keys
+
+    print(keys.page(args.config, args.overrides))
+
+
+def add_wait(parser: argparse.ArgumentParser) -> None:
+    """Add ``--wait`` and ``--follow``, for `follow.see_through`."""
+    parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
+    parser.add_argument("--follow", action="store_true", help="wait, and show the progress meanwhile")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", default="newest", metavar="STEP|best|newest", help="default: newest")
+    add_weights(parser)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    text = "default: the moving average if there is one, of which the run's figures are"
+    parser.add_argument("--weights", choices=["average", "raw"], help=text)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="of another user's run: run their sources as yourself")
+
+
+def trusted_run(args: argparse.Namespace) -> RunDir:
+    """Return the run that RUN names. With ``--trust`` its owner's sources may run as this user."""
+    from toolkit import rundir, trust
+
+    run = rundir.find(args.run)
+    if args.trust:
+        trust.trust_owner(run.path)
+    return run
+
+
+def new_path(argument: str, text: str) -> Path:
+    """Return the absolute path of what is to be written. Raises RequestError if that is there, or has no folder."""
+    from toolkit import fsio
+
+    path = fsio.expand(text).absolute()
+    if path.exists() or not path.parent.is_dir():
+        reason = "is there already; choose another name" if path.exists() else "is in a folder that does not exist"
+        raise RequestError(f"{argument}: {path} {reason}")
+    return path

@@ -1,0 +1,12 @@
+"""end a run for good; its checkpoints stay"""
+
+from argparse import Namespace
+
+from toolkit.cli.commands.stop import add_arguments, ask_to_end
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: Namespace) -> None:
+    text = "cancelled; its checkpoints stay, `toolkit resume {run}` goes on from the last one"
+    ask_to_end(args.run, "cancel", text)

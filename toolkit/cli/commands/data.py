@@ -1,0 +1,15 @@
+"""data sets: `toolkit data fetch NAME`, on the login node"""
+
+from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("verb", choices=["fetch"])
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("--root", help="default: $TOOLKIT_DATA, or ./data")
+
+
+def run(args: Namespace) -> None:
+    from toolkit.data.datasets import fetch
+
+    print(fetch(args.name, args.root))

@@ -1,0 +1,48 @@
+"""the placement that this process derives, and from what"""
+
+import os
+import socket
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from toolkit.cli.arguments import add_json
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(args: Namespace) -> None:
+    from toolkit.cli import show
+
+    facts = _facts()
+    notes = [f"note: {note}" for note in facts["notes"]]
+    print(show.as_json(facts) if args.json else "\n".join([show.table(_rows(facts)), *notes]))
+
+
+def _facts() -> dict[str, Any]:
+    """Return placement, network and devices of this process, as ``toolkit run`` would derive them."""
+    from dataclasses import asdict
+
+    from toolkit.slurm import network, placement
+    from toolkit.slurm.rank_environment import environment
+
+    place = placement.derive(os.environ, socket.gethostname())
+    facts = {**vars(place), "sources": dict(place.sources), "launch_key": placement.launch_key(os.environ)}
+    facts["environment"] = environment(place, os.environ, 1)
+    facts["interfaces"] = [asdict(i) for i in network.interfaces()]
+    facts["infiniband"] = [asdict(p) for p in network.infiniband_ports()]
+    return facts
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the facts as rows of a table, each number with the variable it came from."""
+    names = ("launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes", "host")
+    rows = [("", "VALUE", "FROM"), *((name, str(facts[name]), str(facts["sources"].get(name, ""))) for name in names)]
+    rows += [(name, value, "set for the rank") for name, value in sorted(facts["environment"].items())]
+    for interface in facts["interfaces"]:
+        mbps = interface["speed_mbps"]
+        speed = f", {mbps / 1000:g} Gb/s" if mbps else ""
+        rows.append(("interface", interface["name"], f"{interface['operstate']}{speed}"))
+    rows += [("infiniband", f"{p['device']}:{p['port']}", f"{p['rate_gbps']:g} Gb/s") for p in facts["infiniband"]]
+    return rows

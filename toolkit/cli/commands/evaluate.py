@@ -1,0 +1,60 @@
+"""judge a trained model on one device, or have it classify images"""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from toolkit.cli import arguments
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    arguments.add_checkpoint(parser)
+    arguments.add_trust(parser)
+    parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="key=value", help="such as root=DIR")
+    parser.add_argument("--images", metavar="FOLDER", help="classify the images in it, instead of the eval set")
+    parser.add_argument("--output", metavar="FILE", help="figures: .json; with --images: .csv or .jsonl")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> int:
+    from toolkit import fsio, logs
+    from toolkit.cli import show, trained
+
+    run = arguments.trusted_run(args)
+    output = trained.refuse_output(args.output, (".json",) if args.images is None else (".csv", ".jsonl"))
+    paths = trained.choose(run, args.checkpoint)
+    logs.setup()
+    # Imports torch, so only after the request has been checked.
+    from toolkit.train import inference
+
+    with inference.trained(run, paths, data=args.data, weights=args.weights) as model:
+        if args.images is not None:
+            return _classify(model, args, output)
+        recorded = {} if args.data else model.recorded()
+        found = {**model.as_json(), "metrics": inference.figures(model), "recorded": recorded}
+    if output is not None:
+        fsio.write_json(output, found)
+    print(show.as_json(found) if args.json else trained.page(found))
+    return EXIT_DONE
+
+
+def _classify(model: Any, args: Namespace, output: Any) -> int:
+    """Classify images. The exit code is 1 if an image could not be read."""
+    from toolkit import fsio
+    from toolkit.cli import show, trained
+    from toolkit.data.pictures import image_files
+    from toolkit.train import inference
+
+    folder = fsio.expand(args.images)
+    rows = list(inference.predictions(model, folder, image_files(folder)))
+    # A file gets the predictions; stdout gets them only without one, or as JSON.
+    if output is not None:
+        fsio.write_atomic(output, trained.as_csv(rows) if output.suffix == ".csv" else trained.as_json_lines(rows))
+    if args.json:
+        print(show.as_json({**model.as_json(), "predictions": rows}))
+    elif output is None:
+        print(trained.as_csv(rows), end="")
+    else:
+        print(f"{output}: {len(rows)} images")
+    return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_DONE

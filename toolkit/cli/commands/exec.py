@@ -1,0 +1,29 @@
+"""run any torchrun-style script as the ranks: toolkit exec ... -- CMD ..."""
+
+import os
+from argparse import ArgumentParser, Namespace
+
+from toolkit.errors import RequestError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = "toolkit exec [--name NAME] [--executor E] [--wait] [--follow] [key=value ...] -- CMD ..."
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=2")
+    parser.add_argument("--name", help="of the run; default: the script's")
+    parser.add_argument("--executor", default="auto", help="auto (default), slurm, local; inside a job: right here")
+    parser.add_argument("--wait", action="store_true", help="wait for the end; the exit code is the job's")
+    parser.add_argument("--follow", action="store_true", help="wait, and show how it stands meanwhile")
+
+
+def run(args: Namespace) -> int | None:
+    from toolkit.cli import follow
+    from toolkit.launch.submission import submit
+
+    if not args.words:
+        raise RequestError("toolkit exec: say what to run, after `--`: toolkit exec cluster.nodes=2 -- python train.py")
+    # Inside a job the script runs right here, in the job's allocation.
+    if args.executor == "auto" and "SLURM_JOB_ID" in os.environ:
+        submit.supervise_command(args.words, args.overrides, name=args.name)
+        return None
+    sent = submit.submit_command(args.words, args.overrides, name=args.name, executor=args.executor)
+    return follow.see_through(sent, args)

@@ -1,0 +1,30 @@
+"""a trained model as files that need no toolkit"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    arguments.add_checkpoint(parser)
+    arguments.add_trust(parser)
+    forms = ["safetensors", "program", "both"]
+    parser.add_argument("--format", dest="form", choices=forms, default="both", help="default: both")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> None:
+    from toolkit import logs
+    from toolkit.cli import show, trained
+
+    target = arguments.new_path("toolkit export", args.out)
+    paths = trained.choose(run := arguments.trusted_run(args), args.checkpoint)
+    logs.setup()
+    # Imports torch, so only after the request has been checked.
+    from toolkit.train import inference, program
+
+    with inference.trained(run, paths, weights=args.weights) as model:
+        found = program.export(model, target, args.form)
+    print(show.as_json(found) if args.json else trained.exported(found, target))

@@ -1,0 +1,23 @@
+"""make a project of your own from an example"""
+
+from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="NAME", help="its folder, which is made")
+    parser.add_argument(
+        "--from",
+        dest="example",
+        default="classify",
+        metavar="EXAMPLE",
+        help="classify (default), language_model, loop, lightning, transformers, accelerate",
+    )
+
+
+def run(args: Namespace) -> None:
+    from toolkit import fsio
+    from toolkit.cli import new
+
+    folder = fsio.expand(args.folder)
+    print(*new.create(folder, args.example), sep="\n")
+    print(f"next: cd {folder} && toolkit submit {new.target(folder.name, args.example)} --follow")

@@ -1,0 +1,19 @@
+"""submit an ended run again, from its last checkpoint"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    arguments.add_trust(parser)
+    arguments.add_wait(parser)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.epochs=90")
+
+
+def run(args: Namespace) -> int:
+    from toolkit.cli import follow
+    from toolkit.launch.submission import submit
+
+    return follow.see_through(submit.resume(arguments.trusted_run(args), args.overrides), args)

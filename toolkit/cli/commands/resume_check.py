@@ -1,0 +1,30 @@
+"""train twice, once with a kill in it, and compare every step"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arguments.add_config(parser)
+    parser.add_argument("--steps", type=int, default=60, help="of each of the two runs; default 60")
+    parser.add_argument("--at", type=int, metavar="STEP", help="where the blow falls; default: a random one")
+    parser.add_argument("--how", default="kill", help="kill (default) or stop: a signal after which the run commits")
+    parser.add_argument("--then-ranks", type=int, metavar="N", help="go on with another number of ranks")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="for the loss, with --then-ranks; default 1e-3")
+    parser.add_argument("--seed", type=int, help="repeats a check; default: a random one, which is printed")
+    parser.add_argument("--executor", default="auto", help="auto (default), slurm, local")
+    arguments.add_json(parser)
+
+
+def run(args: Namespace) -> int:
+    from toolkit import logs
+    from toolkit.cli import show
+    from toolkit.diagnose import resume_check
+
+    logs.setup()
+    plan = resume_check.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
+    report = resume_check.check(args.config, args.overrides, plan, args.executor)
+    print(show.as_json(resume_check.as_dict(report)) if args.json else resume_check.page(report))
+    return EXIT_DONE if report.is_identical else EXIT_FAILED

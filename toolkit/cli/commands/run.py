@@ -1,0 +1,13 @@
+"""be one rank, under srun, torchrun, mpirun or alone"""
+
+from argparse import Namespace
+
+from toolkit.cli.arguments import add_config as add_arguments
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: Namespace) -> int:
+    from toolkit.launch.start.rank import run_rank
+
+    return run_rank(args.config, args.overrides)

@@ -1,0 +1,30 @@
+"""commit a checkpoint and end; `resume` goes on"""
+
+from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN")
+
+
+def run(args: Namespace) -> None:
+    ask_to_end(args.run, "stop", "asked to commit a checkpoint and end; `toolkit resume {run}` goes on from there")
+
+
+def ask_to_end(name: str, how: str, text: str) -> None:
+    """Ask a run to ``stop`` or ``cancel``, and print ``text``, or that it has ended or was asked before."""
+    from toolkit import rundir
+    from toolkit.launch.record import request
+    from toolkit.launch.submission.submit import attach
+
+    run = rundir.find(name)
+    result = run.result()
+    if result is not None:
+        print(f"run {run.id} has already ended: {result['state']}")
+        return
+    # Asking again is harmless, but the answer should say so.
+    before = request.asked(run)
+    getattr(attach(run), how)()
+    if before in (how, request.Intent.CANCEL):
+        text = f"{before} was asked for before; it has been told again, which changes nothing"
+    print(f"run {run.id}: {text.format(run=run.id)}")

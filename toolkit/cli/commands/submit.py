@@ -1,0 +1,23 @@
+"""submit a run to Slurm, or start it on this machine"""
+
+from argparse import ArgumentParser, Namespace
+
+from toolkit.cli import arguments
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    arguments.add_config(parser)
+    parser.add_argument("--executor", default="auto", help="auto (default), slurm, local, debug (one rank, right here)")
+    parser.add_argument("--dry-run", action="store_true", help="print the sbatch script and config, submit nothing")
+    arguments.add_wait(parser)
+
+
+def run(args: Namespace) -> int | None:
+    from toolkit.launch.submission import submit
+
+    if args.dry_run:
+        print(submit.dry_run(args.config, args.overrides, executor=args.executor))
+        return None
+    from toolkit.cli import follow
+
+    return follow.see_through(submit.submit(args.config, args.overrides, executor=args.executor), args)

@@ -1,0 +1,13 @@
+"""run the whole lifecycle inside an sbatch or salloc allocation"""
+
+from argparse import Namespace
+
+from toolkit.cli.arguments import add_config as add_arguments
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: Namespace) -> None:
+    from toolkit.launch.submission import inside_allocation
+
+    inside_allocation.supervise(args.config, args.overrides)
