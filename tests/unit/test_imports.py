@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from toolkit.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
@@ -66,14 +69,79 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
-LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "health", "agent", "launch"]
+LOGIN_NODE = [*FLOORS[0], "config", "hang", "slurm", "health", "agent", "launch", "diagnose", "cli"]
+#: What takes seconds to import, or is not there on a login node.
+HEAVY = {"torch", "torchvision", "tensorboard", "numpy"}
+#: Commands that load a model or a data set themselves. All others run on a login node, or leave that to the ranks.
+WITH_TORCH = {"evaluate", "export", "data"}
 
 
-@pytest.mark.parametrize("part", [*LOGIN_NODE, "diagnose", "cli"])
+def files_of(module: str) -> list[Path]:
+    """Return the files that are run when ``module`` is imported: its packages' and its own."""
+    parts = module.split(".")
+    names = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    files = [file for name in names for file in (ROOT / name / "__init__.py", ROOT / f"{name}.py")]
+    return [file for file in files if file.is_file()]
+
+
+def loads(nodes: Sequence[ast.AST], in_functions: bool = False) -> Iterator[str]:
+    """Yield the modules that ``nodes`` import when they run; those in functions only if ``in_functions``."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # a module, or a name in one
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from loads(node.orelse, in_functions)
+        elif in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            blocks = (ast.stmt, ast.ExceptHandler, ast.match_case)
+            yield from loads([child for child in ast.iter_child_nodes(node) if isinstance(child, blocks)], in_functions)
+
+
+@cache
+def loads_of(path: Path) -> tuple[str, ...]:
+    return tuple(loads(ast.parse(path.read_text()).body))
+
+
+def way_to_heavy(names: Iterable[str]) -> str | None:
+    """Return how imports of ``names`` load one of HEAVY: each file on the way. None if they do not."""
+    came_from: dict[Path, Path | None] = {}
+    work: list[tuple[str, Path | None]] = [(name, None) for name in names]
+    while work:
+        name, importer = work.pop()
+        if name.split(".")[0] in HEAVY:
+            way = [name]
+            while importer is not None:
+                way.insert(0, str(importer.relative_to(ROOT)))
+                importer = came_from[importer]
+            return " -> ".join(way)
+        for file in files_of(name) if name.startswith("toolkit.") else []:
+            if file not in came_from:
+                came_from[file] = importer
+                work += [(other, file) for other in loads_of(file)]
+    return None
+
+
+@pytest.mark.parametrize("part", LOGIN_NODE)
 def test_login_node_modules_never_import_torch(part: str) -> None:
+    """Nor do they import a module that imports it, and so on."""
     files = [PACKAGE / f"{part}.py"] if (PACKAGE / f"{part}.py").exists() else list((PACKAGE / part).rglob("*.py"))
     for path in files:
-        assert not [m for m in imports_of(path) if m.split(".")[0] in ("torch", "torchvision")], path
+        assert not {m.split(".")[0] for m in imports_of(path)} & HEAVY, path
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        assert way_to_heavy([module]) is None
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - WITH_TORCH))
+def test_no_command_of_the_login_node_reaches_torch_by_its_imports(command: str) -> None:
+    path = PACKAGE / "cli/commands" / f"{command.replace('-', '_')}.py"
+    assert way_to_heavy(loads(ast.parse(path.read_text()).body, in_functions=True)) is None
+
+
+@pytest.mark.parametrize("command", sorted(WITH_TORCH))
+def test_the_walk_over_imports_finds_torch_where_a_command_needs_it(command: str) -> None:
+    path = PACKAGE / "cli/commands" / f"{command}.py"
+    assert way_to_heavy(loads(ast.parse(path.read_text()).body, in_functions=True))
 
 
 def test_checks_of_a_node_start_without_site_packages() -> None:
@@ -107,7 +175,7 @@ def test_commands_of_the_login_node_do_not_load_torch(argv: list[str]) -> None:
     code = (
         "import sys\nfrom toolkit.cli.main import main\n"
         f"try:\n    main({argv!r})\nexcept SystemExit:\n    pass\n"
-        "loaded = {'torch', 'torchvision', 'tensorboard'} & set(sys.modules)\n"
+        f"loaded = {HEAVY!r} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
