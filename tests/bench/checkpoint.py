@@ -32,7 +32,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import CheckpointConfig
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Replicated
-from toolkit.train.state import Checkpoints
+from toolkit.train.checkpoints import Checkpoints
 
 TENSORS = 16
 
@@ -102,8 +102,8 @@ def ours(weights: Weights, folder: Path, *, background: bool) -> Save:
     checkpoints = Checkpoints(CheckpointConfig(background=background), session, strategy, {})
 
     def save(step: int) -> Callable[[], None]:
-        checkpoints.save(step, {})
-        return checkpoints.settle
+        checkpoints.saver.save(step, {})
+        return checkpoints.saver.settle
 
     return save
 

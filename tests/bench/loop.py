@@ -38,12 +38,14 @@ from toolkit.ranks.report import AgentReporter, NullReporter, Reporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.evaluations import Evaluations
 from toolkit.train.hooks import Hooks
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.own_loop import TrainingRun
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 RANKS, BATCH, FEATURES, CLASSES, LOG_EVERY = 2, 64, 784, 10, 50
 NEVER = 10**9
@@ -147,7 +149,8 @@ def ours(session: Session) -> Round:
         trainer = Trainer(config, session, strategy, loader, schedule=schedule, checkpoints=checkpoints)
         trainer._life.step = done - steps
         trainer._life.begin()
-        trainer._evaluate_model, trainer._hooks = None, Hooks()
+        trainer._hooks = Hooks()
+        trainer._evaluations = Evaluations(session, strategy, trainer._life.sheet, None, trainer._hooks)
         trainer._train()
 
     return timed(train)

@@ -131,27 +131,27 @@ def _be_a_rank(call: Mapping[str, Any]) -> None:
 
 def _arm(strike: Mapping[str, Any]) -> None:
     """Have this process get the strike's signal at its moment."""
-    from toolkit.train.own_loop import TrainingRun
-    from toolkit.train.state import Checkpoints
+    from toolkit.train.own_steps import OwnSteps
+    from toolkit.train.saver import Saver
 
     def hit() -> None:
         os.kill(os.getpid(), signal.Signals[strike["signal"]])
 
     if strike["at"] == "step":
-        count = TrainingRun._finish_step
+        count = OwnSteps._finish_step
 
-        def finish_step(self: TrainingRun) -> None:
+        def finish_step(self: OwnSteps) -> None:
             count(self)
             if self.step == strike["step"]:
                 hit()
             elif self.step > strike["step"]:  # else the run's end may come before the ranks have agreed to stop
                 time.sleep(0.1)
 
-        TrainingRun._finish_step = finish_step
+        OwnSteps._finish_step = finish_step
         return
-    include = Checkpoints.include_files
+    include = Saver.include_files
 
-    def include_files(self: Checkpoints, write_files: Callable[[Path], None]) -> None:
+    def include_files(self: Saver, write_files: Callable[[Path], None]) -> None:
         def struck(folder: Path) -> None:
             is_its_step = folder.name.startswith(f"step-{strike['step']:08d}")
             if is_its_step and strike["at"] == "save":
@@ -162,7 +162,7 @@ def _arm(strike: Mapping[str, Any]) -> None:
 
         include(self, struck)
 
-    Checkpoints.include_files = include_files
+    Saver.include_files = include_files
 
 
 if __name__ == "__main__":

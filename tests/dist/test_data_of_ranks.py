@@ -11,7 +11,7 @@ from tests.dist.ranks import run_ranks
 from toolkit.config import CheckpointConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
-from toolkit.train.state import Checkpoints
+from toolkit.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 

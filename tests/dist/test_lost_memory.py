@@ -26,7 +26,7 @@ from toolkit.config import CheckpointConfig, MeshConfig, StrategyConfig
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json, State
-from toolkit.train.state import Checkpoints
+from toolkit.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 

@@ -29,11 +29,12 @@ from toolkit.diagnose.resume_check import CheckPlan, compare
 from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 

@@ -31,11 +31,12 @@ from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
 from toolkit.strategies.objective import Measure, Sums
 from toolkit.strategies.parameter_server.mail import Kind, Mail
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = pytest.mark.dist
 

@@ -33,12 +33,13 @@ from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
 from toolkit.strategies.update.optimizer_state import OptimizerState
 from toolkit.train import loop
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(3)]
 

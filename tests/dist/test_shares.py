@@ -20,11 +20,12 @@ from toolkit.data.loader import build_loader
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = pytest.mark.dist
 

@@ -20,11 +20,12 @@ from toolkit.data.stream import StreamLoader
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies import build_strategy, of_pairs
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = pytest.mark.dist
 

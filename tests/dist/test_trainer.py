@@ -29,12 +29,13 @@ from toolkit.errors import ConfigError, StoppedError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP
 from toolkit.strategies import Strategy, build_strategy, of_pairs
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.evaluate import evaluate
 from toolkit.train.loop import Result, Trainer
 from toolkit.train.objectives import classification, cross_entropy
 from toolkit.train.optim import build_optimizer, build_schedule
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 pytestmark = pytest.mark.dist
 

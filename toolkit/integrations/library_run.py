@@ -21,9 +21,10 @@ from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
 from toolkit.ranks.session import open_beside
 from toolkit.ranks.state import Json
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.log_window import means_by_tag
-from toolkit.train.own_loop import OwnState, TrainingRun, join_once
-from toolkit.train.state import Checkpoints
+from toolkit.train.own_loop import TrainingRun, join_once
+from toolkit.train.own_state import OwnState
 
 log = logs.get(__name__)
 
@@ -48,7 +49,7 @@ class LibraryRun(TrainingRun):
         self._is_finished = False
         self._state = OwnState({}, session, self._window)
         checkpoints = Checkpoints(config.checkpoint, session, self._state, {"kind": library})
-        checkpoints.include_files(lambda folder: save(folder / library))
+        checkpoints.saver.include_files(lambda folder: save(folder / library))
         loaded = self._resume(checkpoints)
         #: The library's part of the newest whole checkpoint; None in a new run.
         self.checkpoint: Path | None = None if loaded is None else loaded.path / library

@@ -22,7 +22,8 @@ from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.train.state import SAVE, Checkpoints
+from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.saver import SAVE
 
 
 class Loop(Protocol):
@@ -86,7 +87,7 @@ class Lifecycle:
         """Hand over the run's result: from now on the run is completed."""
         self.report("done")
         self._activity.phase = activity.FINISHING
-        self._checkpoints.finish()
+        self._checkpoints.saver.finish()
         self._session.finish(result)
 
     # --------------------------------------------------------------------------------------------- between two steps
@@ -109,8 +110,8 @@ class Lifecycle:
         """Commit, and raise StoppedError. Where this attempt has gained no step there is nothing to commit."""
         # A save in progress counts if it is of this step; one of an earlier step is given up for a new one.
         with self.sheet.on("checkpoint"):
-            self._checkpoints.settle(self.step)
-        is_kept = self.step == (self._checkpoints.newest or 0) or self.save(must=True)
+            self._checkpoints.saver.settle(self.step)
+        is_kept = self.step == (self._checkpoints.saver.newest or 0) or self.save(must=True)
         self.report("stopped")
         total = self._loop.progress().get("total_steps")
         where = f"step {self.step}" + (f" of {total}" if total is not None else "")
@@ -135,28 +136,36 @@ class Lifecycle:
         ``must``: nothing comes after this save. One in the background has only begun when this returns.
         """
         if not self._loop.may_save(must=must):
-            self._checkpoints.postpone()
+            self._checkpoints.saver.set_timer()
             return False
         self.report("checkpoint")
         self._activity.phase = activity.SAVING
         with self.sheet.on("checkpoint"):
             self.sink.flush()  # before the save: what was logged up to a committed step must survive with it
             kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
-            self._checkpoints.save(self.step, kept, must=must)
+            self._checkpoints.saver.save(self.step, kept, must=must)
         self._saved = self.step
         self.report("train")
         self.throughput.pause()
         return True
 
-    def keep_in_memory(self) -> None:
-        """Copy the state after the steps done into the nodes' memory, if it is worth saving."""
+    def save_or_copy(self, is_due: bool, *, must: bool = False) -> None:
+        """Save the state after the steps done if that is due, else copy it into the nodes' memory if that is due."""
+        if is_due:
+            self.save(must=must)
+        # A copy in memory is of no use at a step that is saved.
+        elif self._checkpoints.copies.is_due(self.step):
+            self._copy_into_memory()
+
+    def _copy_into_memory(self) -> None:
+        """Copy the state into the nodes' memory, if it is worth saving."""
         began_s = time.monotonic()
         if self._loop.may_save(must=False):
             self._activity.phase = activity.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again
                 kept: dict[str, Json] = {"metrics": dict(self.metrics), **self._loop.saved_with()}
-                self._checkpoints.keep_in_memory(self.step, kept, began_s)
+                self._checkpoints.copies.keep(self.step, kept, began_s)
 
     def figures(self) -> dict[str, float]:
         """Return what every loop logs: its speed, the attempt's number and where the time went."""
@@ -181,7 +190,7 @@ class Lifecycle:
             "loss": self.metrics.get("train/loss"),
             "samples_per_s": self.throughput.samples_per_s,
             "data_wait_fraction": self.throughput.data_wait_fraction,
-            "save_s": round(self._checkpoints.save_s, 3),
+            "save_s": round(self._checkpoints.saver.save_s, 3),
             "metrics": dict(self.metrics),
             **self._loop.progress(),
         }

@@ -15,33 +15,30 @@ from torch import Tensor
 from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import BadSamples
-from toolkit.errors import RankLostError
 from toolkit.hang import activity
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
-from toolkit.ranks.stop import STOP
-from toolkit.strategies.protocol import StepOutput, Strategy
+from toolkit.strategies.protocol import Strategy
 from toolkit.train.balance import build_balance
+from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.evaluations import Evaluate, Evaluations
 from toolkit.train.hooks import Hooks
 from toolkit.train.lifecycle import Lifecycle
+from toolkit.train.loss_window import LossWindow
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.optim import Schedule
 from toolkit.train.seeds import reseed
 from toolkit.train.skipped import SkippedSteps
-from toolkit.train.state import Checkpoints, conditions
+from toolkit.train.state import conditions
 from toolkit.train.trace import summoned
 
 log = logs.get(__name__)
 
 #: Tag for the number of logging steps whose mean loss was not finite; logged only when there were some.
 NOT_FINITE = "train/not_finite"
-#: Returns the figures of one evaluation by name (``accuracy``), or None where it was cut short because the second
-#: argument said so. Called on every rank; the result is equal on every rank. It must call the second argument after
-#: each batch: an evaluation that does not for half of ``dist.timeout_s`` is taken for a hang.
-Evaluate: TypeAlias = Callable[[Strategy, Callable[[], bool]], Mapping[str, float] | None]
 #: Called once in a run's life, at its fresh start.
 Describe: TypeAlias = Callable[[Sink], None]
 #: Called after each evaluation with the step, on every rank, to log what TensorBoard is to get beside the figures.
@@ -112,7 +109,7 @@ class Trainer:
         """Take the parts; ``schedule(total_steps)`` gives the learning rate as a function of the step."""
         if loader.is_split:
             strategy.split_data()
-        # With a witness the loop sees the loader and the strategy through it; see witness.py.
+        # With a witness the loop sees the loader and the strategy through it; see trace.py.
         witness = summoned(session, conditions)
         if witness is not None:
             loader, strategy = witness.watch(loader, strategy)
@@ -134,8 +131,6 @@ class Trainer:
         self._skipped = SkippedSteps(config, session, loader)
         self._not_finite = NotFinite(config, session, strategy, loader, checkpoints.roll_back)
         self._weights_are_finite = True
-        self._evaluated: int | None = None
-        self._evaluations: list[dict[str, float]] = []  #: the figures of each evaluation, where the job has ``is_done``
 
     def fit(
         self,
@@ -149,7 +144,8 @@ class Trainer:
         A run whose checkpoint is at the last step already is evaluated once, if it was not yet, and is then done.
         Raises StoppedError, with everything committed, when the ranks have agreed to stop.
         """
-        self._evaluate_model, self._show, self._hooks = evaluate, show, hooks or Hooks()
+        self._show, self._hooks = show, hooks or Hooks()
+        self._evaluations = Evaluations(self._session, self._strategy, self._life.sheet, evaluate, self._hooks)
         loaded = self._life.resume()
         if loaded is not None:
             self._restore(loaded.meta)
@@ -160,8 +156,10 @@ class Trainer:
                 describe(self._life.sink)
             # From here on the time counts; what was before is start-up.
             self._life.begin()
-            if loaded is not None:
-                self._make_up()
+            # Make up for an evaluation that was due at the checkpoint, if a stop cut it short.
+            is_owed = self._evaluation_due() and self._evaluations.newest != self._step
+            if loaded is not None and self._step and is_owed:
+                self._evaluate()
             self._train()
         # The metrics' files and the checkpoints are closed: the result comes last, and marks the run as completed.
         samples = self._step * self._loader.global_batch_size
@@ -174,19 +172,13 @@ class Trainer:
         return self._life.step
 
     def _restore(self, meta: Mapping[str, Any]) -> None:
-        self._evaluated = self._step if meta.get("evaluated") == self._step else None
-        self._evaluations = [dict(figures) for figures in meta.get("evaluations", ())]
-        if self._evaluated is not None:
+        self._evaluations.restore(meta, self._step)
+        if self._evaluations.newest is not None:
             self._end_if_done()
         self._loss.restore(meta.get("loss_window"))
         self._balance.restore(meta.get("shares"))
         self._skipped.restore(meta.get("skipped_steps"))
         self._not_finite.count = int(self._life.metrics.get(NOT_FINITE, 0))
-
-    def _make_up(self) -> None:
-        """Make up for an evaluation that was due at the checkpoint, if a stop cut it short."""
-        if self._step and self._evaluation_due() and self._evaluated != self._step:
-            self._evaluate()
 
     def _train(self) -> None:
         share = self._strategy.share.index  # read once: after a rank's death the strategy has another for evaluations
@@ -204,11 +196,8 @@ class Trainer:
             is_best = self._evaluation_due() and self._evaluate()
             if self._epochs(self._step) > epoch:
                 self._hooks.on_epoch_end(self._epochs(self._step) - 1, self._life.metrics)
-            # A copy in memory is of no use at a step that is saved.
-            if is_best or self._checkpoints.due(self._step) or self._step == self._total:
-                self._life.save(must=self._step == self._total)
-            elif self._checkpoints.is_due_in_memory(self._step):
-                self._life.keep_in_memory()
+            is_last = self._step == self._total
+            self._life.save_or_copy(is_best or is_last or self._checkpoints.saver.is_due(self._step), must=is_last)
             # Stop or save here, if all ranks have agreed on this step.
             self._life.boundary()
 
@@ -241,7 +230,7 @@ class Trainer:
 
     def _evaluation_due(self) -> bool:
         every = self._config.eval_every  # a number of steps, or ``epoch``
-        if self._evaluate_model is None:
+        if not self._evaluations.are_made:
             return False
         if isinstance(every, int):
             return self._due(every)
@@ -300,49 +289,22 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and log the figures. Return True if the model has never been as good."""
         self._life.report("evaluate")
-        self._activity.phase = activity.EVALUATING
         with self._life.sheet.on("evaluation"):
-            found = self._evaluated_by_the_living()
-        # Cut short: the stop follows at the next boundary, and the resumed run evaluates this step.
-        if found is None:
-            log.info("step %d: evaluation cut short to stop", self._step)
+            figures = self._evaluations.evaluate(self._step)
+        if figures is None:
             return False
-        figures = {f"eval/{name}": value for name, value in found.items()}
         self._life.metrics |= figures
-        self._evaluated = self._step
         self._life.sink.scalars(self._step, figures)
         self._show(self._life.sink, self._step)
-        log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
-        # Only a job that decides by them needs the figures of all evaluations, in memory and in checkpoints.
-        if type(self._hooks).is_done is not Hooks.is_done:
-            self._evaluations.append(figures)
-            self._end_if_done()
+        self._end_if_done()
         self._life.report("train")
         self._life.throughput.pause()
-        return self._checkpoints.is_best(self._life.metrics)
+        return self._checkpoints.saver.is_best(self._life.metrics)
 
     def _end_if_done(self) -> None:
-        if self._step < self._total and self._evaluations and self._hooks.is_done(self._evaluations):
+        if self._step < self._total and self._evaluations.are_enough():
             log.info("step %d of %d: the job says that it is done", self._step, self._total)
             self._total = self._step
-
-    def _evaluated_by_the_living(self) -> Mapping[str, float] | None:
-        """Evaluate, and retry when a rank dies during it: all ranks notice that at the same point."""
-        assert self._evaluate_model is not None
-        while True:
-            try:
-                return self._evaluate_model(self._strategy, self._is_cut)
-            except RankLostError as error:
-                log.warning("step %d: evaluating again: %s", self._step, error)
-
-    def _is_cut(self) -> bool:
-        """True if the evaluation must end early, to make room for a stop, which has only seconds.
-
-        The evaluation is made up for at the resume. It calls this after each batch, which also reports progress.
-        """
-        self._activity.move()
-        self._life.sheet.add("evaluation")
-        return self._session.gate.pending == STOP
 
     # ------------------------------------------------------------------------------------------ for the lifecycle
 
@@ -364,12 +326,11 @@ class Trainer:
     def saved_with(self) -> dict[str, Json]:
         """See :class:`~toolkit.train.lifecycle.Loop`."""
         kept: dict[str, Json] = {
-            "evaluated": self._evaluated,
+            **self._evaluations.state(),
             "loss_window": self._loss.state(),
             "skipped_steps": self._skipped.state(),
             "shares": self._balance.state(),
             "finite": self._weights_are_finite,
-            **({"evaluations": [*self._evaluations]} if self._evaluations else {}),
         }
         self._bad_samples.collect()  # after the collective in state(): rank 0 then has all reports up to this step
         return kept
@@ -382,67 +343,3 @@ class Trainer:
             "epochs": self._config.epochs,
             "stragglers": self._pace.stragglers,
         }
-
-
-class LossWindow:
-    """Means of the global losses over the steps since the last :meth:`take`. They stay on the device until then.
-
-    ``by_rank`` is :meth:`Strategy.by_rank`.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, by_rank: Callable[[Mapping[str, float | Tensor]], Mapping[str, Tensor]]
-    ) -> None:
-        self._rank, self._world_size, self._by_rank = rank, world_size, by_rank
-        self._sums: dict[str, Tensor] = {}
-        #: The losses that were added since the last :meth:`take`, and before it.
-        self._losses: list[Tensor] = []
-        self.taken: list[Tensor] = []
-        self._steps = 0
-        self._before: dict[str, float] = {}  # sums of a restored window, until the first step gives type and device
-
-    def add(self, output: StepOutput) -> None:
-        """Add one step's losses: their sum as ``loss``, and each named one."""
-        counted = output.counted()
-        for name, loss in counted.items():
-            if name in self._sums:
-                self._sums[name].add_(loss)
-            else:
-                self._sums[name] = loss + self._before.get(name, 0.0)
-        self._losses.append(counted["loss"])
-        self._steps += 1
-
-    def leave_out(self, steps: int) -> None:
-        """Leave ``steps`` steps out of the means. Their losses were added as 0 because the steps were left out."""
-        self._steps -= steps
-
-    def state(self) -> dict[str, Any]:
-        """Return the window for a checkpoint, equal on every rank.
-
-        A collective and a host sync unless the window is empty.
-        """
-        if not self._sums:
-            return {"steps": 0, "sums": {}}
-        sums = self._by_rank(self._sums)
-        return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in self._sums}}
-
-    def restore(self, saved: Any) -> None:
-        """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""
-        saved = saved or {"steps": 0, "sums": {}}
-        self._steps = saved["steps"]
-        # Only totals over the ranks are logged, so after a change of their number one rank may hold them all.
-        for name, sums in saved["sums"].items():
-            is_same = len(sums) == self._world_size
-            self._before[name] = sums[self._rank] if is_same else float(self._rank == 0) * sum(sums)
-
-    def take(self, figure: float) -> tuple[dict[str, float], list[float]]:
-        """Return the means by name and the ``figure`` of each rank, and empty the window.
-
-        Both are equal on every rank. One collective and one host sync. There are no means if every step was left out.
-        """
-        assert self._sums, "a step comes before each logging step"
-        found = self._by_rank({**self._sums, "": figure})  # no loss has that name
-        means = {name: found[name].sum().item() / self._steps for name in self._sums} if self._steps else {}
-        self.taken, self._losses = self._losses, []
-        self._sums, self._steps, self._before = {}, 0, {}
-        return means, found[""].tolist()

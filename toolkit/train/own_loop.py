@@ -15,22 +15,19 @@ loop does between two epochs (an evaluation, a scheduler's step).
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit import logs, signals
-from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.reader import Loaded
-from toolkit.config import JobConfig, dump_config, filled
+from toolkit.config import JobConfig, filled
 from toolkit.data.loader import BatchedSamples, Loader, Samples
 from toolkit.errors import ConfigError, StoppedError
 from toolkit.hang import activity
@@ -38,17 +35,15 @@ from toolkit.launch.start.rank import joined
 from toolkit.ranks.batch import Share
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session, open_session
-from toolkit.ranks.state import Entry, Json
+from toolkit.ranks.state import Json
 from toolkit.ranks.stop import STOP
-from toolkit.train.describe import own_hparams
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.feed import Feed, ForeignFeed, OwnFeed, seeder
-from toolkit.train.lifecycle import Lifecycle
-from toolkit.train.log_window import LogWindow, gather_json, means_by_tag
-from toolkit.train.not_finite import weights_are_finite
-from toolkit.train.resumable import Resumables, is_compiled
+from toolkit.train.log_window import gather_json, means_by_tag
+from toolkit.train.own_state import OwnState
+from toolkit.train.own_steps import OwnSteps
+from toolkit.train.resumable import is_compiled
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, conditions
-from toolkit.train.trace import summoned
 
 #: Environment variable with the id of the process that has called :func:`start`.
 STARTED_VARIABLE = "TOOLKIT_STARTED"
@@ -104,10 +99,7 @@ def join_once(caller: str) -> JobConfig:
     return joined()
 
 
-_NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
-
-
-class TrainingRun:
+class TrainingRun(OwnSteps):
     """One rank's side of a run with the user's own loop. Every rank makes the same calls in the same order::
 
     >>> def prepared(run: toolkit.TrainingRun) -> float:
@@ -117,24 +109,10 @@ class TrainingRun:
     """
 
     def __init__(self, config: JobConfig, session: Session) -> None:
-        self.config = config  #: the whole config, resolved
-        self._session = session
-        self._activity = session.activity
-        self._window = LogWindow(session.rank, session.device)
+        super().__init__(config, session)
         self._seed = seeder(config.train.seed, session.rank)
-        self._state: OwnState | None = None
-        self._life: Lifecycle | None = None
         self._loader: Loader | None = None
-        self._stack = ExitStack()
         self._feeds: dict[int, ForeignFeed] = {}
-        self._not_finite = 0  #: mean losses in a row that were not finite
-        self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
-        self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
-        self._total: int | None = None
-        self._in_step = False
-        self._save_asked = False
-        self._stopped: StoppedError | None = None
-        self._witness = summoned(session, conditions)
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -162,11 +140,6 @@ class TrainingRun:
     def dir(self) -> Path:
         """Return the run's folder, which all ranks share."""
         return self._session.run_dir
-
-    @property
-    def step(self) -> int:
-        """Return the steps done in the whole run; within a step this is its number, from 0."""
-        return 0 if self._life is None else self._life.step
 
     @property
     def stopping(self) -> bool:
@@ -224,24 +197,12 @@ class TrainingRun:
         if self._loader is not None:
             checkpoints.include(self._loader)
         self._resume(checkpoints)
+        move = self._activity.move
         for module in self._state.modules:
-            _watch(module, self._activity.move)
-
-    def _resume(self, checkpoints: Checkpoints) -> Loaded | None:
-        """Fill the state from the newest good checkpoint, and begin the attempt there."""
-        self._checkpoints = checkpoints
-        self._life = Lifecycle(self._session, checkpoints, self, log_every=self.config.train.log_every)
-        loaded = self._life.resume()
-        # The metrics' files are opened after the resume: they drop what was logged after its step.
-        if loaded is not None:
-            self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
-        self._stack.enter_context(self._life.open())
-        if loaded is None:
-            self._life.sink.text("config", dump_config(self.config))
-            if self.config.params:
-                self._life.sink.hparams(own_hparams(self.config))
-        self._life.begin()
-        return loaded
+            # Report each pass as progress, because an evaluation makes no steps. Compiled modules get no hook: the
+            # counting would become part of the compiled code.
+            if not is_compiled(module) and module._compiled_call_impl is None:
+                module.register_forward_pre_hook(lambda *_: move())
 
     def save(self) -> None:
         """Request a save after this step. Every rank calls it in the same step."""
@@ -326,62 +287,6 @@ class TrainingRun:
                 yield batch
                 self._end_step()
 
-    def _end_step(self, *, may_save: bool = True) -> None:
-        """Count the step in progress, if there is one, and do what is due after it.
-
-        Without ``may_save`` the save and the boundary are put off.
-        """
-        life = self._opened("run.steps")
-        if self._in_step:
-            self._finish_step()
-            if life.step % self.config.train.log_every == 0 or life.step == self._total:
-                self._write()
-            self._save_asked |= self._checkpoints.due(life.step)
-        if not may_save:
-            return
-        # A copy in memory is of no use at a step that is saved.
-        if self._save_asked:
-            self._save_asked = False
-            life.save(must=False)
-        elif self._checkpoints.is_due_in_memory(life.step):
-            life.keep_in_memory()
-        self._boundary()
-
-    def _finish_step(self) -> None:
-        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too."""
-        if self._in_step and self._life is not None:
-            self._in_step = False
-            self._batch += 1
-            if self._witness is not None and self._state is not None:
-                self._witness.take_end(self._window.last("train/loss") / self.world_size, self._state.live())
-            self._life.step_done(self._samples, self._wait_s)
-
-    def _boundary(self) -> None:
-        assert self._life is not None
-        try:
-            self._life.boundary()
-        except StoppedError as stopped:
-            self._stopped = stopped  # :meth:`finish` raises it again where the user's code has caught it
-            raise
-        self._activity.phase = activity.OWN_CODE
-
-    def _write(self) -> None:
-        life = self._opened("run.log")
-        # The loop may be in a step or between two: the phase before comes back at the end.
-        phase, self._activity.phase = self._activity.phase, activity.LOGGING
-        means = self._window.take()
-        life.metrics |= means
-        life.write({**means, **life.figures()})
-        self._refuse_not_finite(means.get("train/loss", 0.0))
-        self._activity.phase = phase
-
-    def _save_the_end(self) -> None:
-        """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
-        life = self._opened("run.steps")
-        self._checkpoints.settle(life.step)
-        if self._checkpoints.newest != life.step and not life.save(must=True):
-            raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
-
     def finish(self) -> None:
         """End the run after its loop: save what is not saved yet, and hand over the result."""
         if self._stopped is not None:
@@ -394,10 +299,6 @@ class TrainingRun:
         self._stack.close()
         result = {"step": life.step, "epoch": self._epoch, "samples": None, "metrics": dict(life.metrics)}
         life.finish(result)
-
-    def close(self) -> None:
-        """Close the loaders and files. Nothing is saved here, so nothing is saved after an error."""
-        self._stack.close()
 
     # ------------------------------------------------------------------------------------------------- among the ranks
 
@@ -415,56 +316,17 @@ class TrainingRun:
             return list(gather_rows(value.detach().to(self.device).contiguous()))
         return gather_json(value, self.device)
 
-    # ------------------------------------------------------------------------------------------------ for the lifecycle
-
-    def may_save(self, *, must: bool) -> bool:
-        """See :class:`~toolkit.train.lifecycle.Loop`."""
-        assert self._state is not None
-        if self.config.train.on_nan == "warn" or weights_are_finite(self._state):
-            return True
-        log.warning("step %d is not saved: the weights are not finite", self.step)
-        return False
-
-    def saved_with(self) -> dict[str, Json]:
-        """See :class:`~toolkit.train.lifecycle.Loop`."""
-        return {"epoch": self._epoch, "batch": self._batch, "logged": self._window.agreed_tags()}
-
-    def progress(self) -> dict[str, Any]:
-        """See :class:`~toolkit.train.lifecycle.Loop`."""
-        epochs = {} if self._epochs is None else {"epoch": self._epoch, "epochs": self._epochs}
-        return epochs if self._total is None else {**epochs, "total_steps": self._total}
-
-    # ------------------------------------------------------------------------------------------------------- inside
-
-    def _opened(self, caller: str) -> Lifecycle:
-        if self._life is None:
-            raise ConfigError(
-                f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
-            )
-        return self._life
-
-    def _refuse_not_finite(self, loss: float) -> None:
-        """Raise ConfigError, with ``train.on_nan: stop``, at the second mean loss in a row that is not finite."""
-        self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
-        if self._not_finite:
-            log.warning("step %d: the mean loss since it was written last is %s", self.step, loss)
-        if self._not_finite > 1 and self.config.train.on_nan == "stop":
-            raise ConfigError(f"train.on_nan: the loss is not finite since some steps before step {self.step}; {_NAN}")
-
     def _feed(self, loader: Any) -> Feed:
         if isinstance(loader, Loader):
             return OwnFeed(loader, self._seed)
         # A loader keeps its feed over the epochs: only in an attempt's first one is a position to be restored.
         feed = self._feeds.get(id(loader))
         if feed is None:
-            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=self._is_there(loader))
+            # A resume may have restored the loader's position by a state of its own.
+            is_there = self._state is not None and self._state.has_filled(loader)
+            feed = ForeignFeed(loader, self._seed, self.world_size, is_there=is_there)
             self._feeds[id(loader)] = feed
         return feed
-
-    def _is_there(self, loader: Any) -> bool:
-        """True if a resume restored the loader's position by a state of its own."""
-        assert self._state is not None
-        return self._state.has_filled(loader)
 
     def _steps_of_epochs(self, feed: Feed, step: int) -> int | None:
         """Return the step at which the last epoch ends; None where a length is not known."""
@@ -477,40 +339,6 @@ class TrainingRun:
 
     def _is_last_epoch(self, step: int) -> bool:
         return self._epoch + 1 == self._epochs or self._is_done(step, self.config.train.max_steps)
-
-
-class OwnState(Resumables):
-    """The objects that a loop hands over, and the means that it has begun to log."""
-
-    def __init__(self, objects: Mapping[str, Any], session: Session, window: LogWindow) -> None:
-        super().__init__(objects, session.rank, session.device)
-        self._window = window
-        self._is_loaded = False
-        self._objects = list(objects.values())
-
-    def has_filled(self, thing: object) -> bool:
-        """True if ``thing`` was handed over and filled from a checkpoint."""
-        return self._is_loaded and any(thing is found for found in self._objects)
-
-    def state(self) -> dict[str, Entry]:
-        return {**super().state(), **self._window.state()}
-
-    def places(self, manifest: Manifest) -> dict[str, Entry]:
-        return {**super().places(manifest), **self._window.places(manifest.meta.get("logged", []))}
-
-    def loaded(self, values: Mapping[str, Json]) -> None:
-        super().loaded(values)
-        self._window.loaded()
-        self._is_loaded = True
-
-
-def _watch(module: nn.Module, move: Callable[[], None]) -> None:
-    """Report each pass as progress, because an evaluation makes no steps.
-
-    Compiled modules get no hook: the counting would become part of the compiled code.
-    """
-    if not is_compiled(module) and module._compiled_call_impl is None:
-        module.register_forward_pre_hook(lambda *_: move())
 
 
 def _least(*bounds: int | None) -> int | None:

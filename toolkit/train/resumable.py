@@ -43,7 +43,7 @@ class HasStateDict(Protocol):
 class Resumables:
     """The objects that a loop hands over by name, in the order in which they are filled.
 
-    It has what :class:`~toolkit.train.state.Checkpoints` needs of a strategy.
+    It has what :class:`~toolkit.train.checkpoints.Checkpoints` needs of a strategy.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int, device: torch.device) -> None:

@@ -19,13 +19,15 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session, open_session
 from toolkit.strategies import Custom, Objective, Strategy, build_strategy
 from toolkit.strategies.objective import Forward
+from toolkit.train.checkpoints import Checkpoints
 from toolkit.train.describe import describe_run
 from toolkit.train.evaluate import evaluate
+from toolkit.train.evaluations import Evaluate
 from toolkit.train.initial import initialised
 from toolkit.train.job import Job
-from toolkit.train.loop import Describe, Evaluate, Result, Show, Trainer
+from toolkit.train.loop import Describe, Result, Show, Trainer
 from toolkit.train.seeds import prepare
-from toolkit.train.state import Checkpoints, identity
+from toolkit.train.state import identity
 
 #: Samples of the eval set that a job's ``show`` gets.
 SHOWN = 16

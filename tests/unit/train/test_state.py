@@ -24,8 +24,10 @@ from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.hang.activity import Activity
 from toolkit.ranks.state import Json
-from toolkit.train import state
-from toolkit.train.state import PATIENCE_S, Checkpoints, refuse_other_identity
+from toolkit.train import saver
+from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.resume import refuse_other_identity
+from toolkit.train.saver import PATIENCE_S
 
 
 class Clock:
@@ -59,7 +61,7 @@ class Votes:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(state, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
     return clock
 
 
@@ -112,7 +114,7 @@ def loader_of(data: str | None) -> Any:
 def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path: Path, data: str) -> None:
     """With another number of samples each position is another sample: some would come twice, some never."""
     checkpoints.include(loader_of("100 samples, 0a1b2c3d"))
-    checkpoints.save(10, REACHED)
+    checkpoints.saver.save(10, REACHED)
     checkpoints.include(loader_of(data))
     with pytest.raises(ConfigError) as caught:
         checkpoints.resume()
@@ -121,12 +123,12 @@ def test_a_run_does_not_go_on_with_other_data(checkpoints: Checkpoints, tmp_path
 
 
 def test_a_checkpoint_that_does_not_know_its_data_is_resumed_and_the_next_one_does(checkpoints: Checkpoints) -> None:
-    checkpoints.save(10, REACHED)
+    checkpoints.saver.save(10, REACHED)
     checkpoints.include(loader_of("100 samples"))
-    checkpoints._strategy.loaded = lambda values: None
+    checkpoints._state.source.loaded = lambda values: None
     loaded = checkpoints.resume()
     assert loaded is not None
-    checkpoints.save(20, REACHED)
+    checkpoints.saver.save(20, REACHED)
     checkpoints.include(loader_of("110 samples"))
     with pytest.raises(ConfigError, match="the data set was '100 samples'"):
         checkpoints.resume()
@@ -135,10 +137,10 @@ def test_a_checkpoint_that_does_not_know_its_data_is_resumed_and_the_next_one_do
 def test_a_save_that_fails_is_logged_and_the_training_goes_on(
     checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints.save(10, REACHED)
+    checkpoints.saver.save(10, REACHED)
     with full_disk():
-        checkpoints.save(20, REACHED)
-    assert checkpoints.newest == newest_step(tmp_path / "checkpoints") == 10
+        checkpoints.saver.save(20, REACHED)
+    assert checkpoints.saver.newest == newest_step(tmp_path / "checkpoints") == 10
     said = caplog.records[-1]
     assert said.levelname == "ERROR"
     assert "step 20 is not saved, the last checkpoint stays" in said.getMessage()
@@ -149,12 +151,12 @@ def test_the_next_save_makes_up_for_those_that_failed_and_says_so_once(
     checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with full_disk():
-        checkpoints.save(10, REACHED)
-        checkpoints.save(20, REACHED)
+        checkpoints.saver.save(10, REACHED)
+        checkpoints.saver.save(20, REACHED)
     assert newest_step(tmp_path / "checkpoints") is None
-    checkpoints.save(30, REACHED)
-    checkpoints.save(40, REACHED)
-    assert checkpoints.newest == newest_step(tmp_path / "checkpoints") == 40
+    checkpoints.saver.save(30, REACHED)
+    checkpoints.saver.save(40, REACHED)
+    assert checkpoints.saver.newest == newest_step(tmp_path / "checkpoints") == 40
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith("saves that had failed before it: 2, the last one: ")
     assert "No space left on device" in warning
@@ -162,8 +164,8 @@ def test_the_next_save_makes_up_for_those_that_failed_and_says_so_once(
 
 def test_what_is_saved_after_a_failure_is_whole(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with full_disk():
-        checkpoints.save(10, REACHED)
-    checkpoints.save(20, REACHED)
+        checkpoints.saver.save(10, REACHED)
+    checkpoints.saver.save(20, REACHED)
     loaded_state = weights(0.0)
     loaded = load_alone(CheckpointStore(tmp_path / "checkpoints"), loaded_state)
     assert loaded is not None
@@ -177,7 +179,7 @@ def test_a_failed_save_that_need_not_be_is_not_tried_again_and_asks_no_rank(
     checkpoints: Checkpoints, clock: Clock, votes: Votes
 ) -> None:
     with full_disk():
-        checkpoints.save(10, REACHED)
+        checkpoints.saver.save(10, REACHED)
     assert clock.now == 1000.0
     assert votes.asked == 0
 
@@ -191,9 +193,9 @@ def test_the_last_save_is_made_as_soon_as_there_is_room(
             disk.is_full = clock.now < 1061.0
 
         clock.on_sleep = room_after_a_minute
-        checkpoints.save(25, REACHED, must=True)
+        checkpoints.saver.save(25, REACHED, must=True)
     assert newest_step(tmp_path / "checkpoints") == 25
-    assert 1061.0 <= clock.now < 1061.0 + 2 * state.RETRY_EVERY_S
+    assert 1061.0 <= clock.now < 1061.0 + 2 * saver.RETRY_EVERY_S
     assert any("saves that had failed before it" in record.getMessage() for record in caplog.records)
 
 
@@ -203,7 +205,7 @@ def test_a_rank_that_waits_for_room_on_the_disk_shows_that_it_is_not_hung(
     counts: list[int] = []
     clock.on_sleep = lambda: counts.append(activity.count)
     with full_disk(), pytest.raises(CheckpointError):
-        checkpoints.save(25, REACHED, must=True)
+        checkpoints.saver.save(25, REACHED, must=True)
     assert len(counts) > PATIENCE_S / 2
     assert len(set(counts)) == len(counts)
 
@@ -211,10 +213,10 @@ def test_a_rank_that_waits_for_room_on_the_disk_shows_that_it_is_not_hung(
 def test_the_last_save_is_given_up_when_patience_has_run_out(
     checkpoints: Checkpoints, clock: Clock, tmp_path: Path
 ) -> None:
-    checkpoints.save(10, REACHED)
+    checkpoints.saver.save(10, REACHED)
     with full_disk(), pytest.raises(CheckpointError, match="the disk is full"):
-        checkpoints.save(25, REACHED, must=True)
-    assert PATIENCE_S <= clock.now - 1000.0 < PATIENCE_S + 2 * state.RETRY_EVERY_S
+        checkpoints.saver.save(25, REACHED, must=True)
+    assert PATIENCE_S <= clock.now - 1000.0 < PATIENCE_S + 2 * saver.RETRY_EVERY_S
     assert newest_step(tmp_path / "checkpoints") == 10
 
 
@@ -224,24 +226,24 @@ def test_a_rank_whose_clock_is_behind_gives_up_with_the_others(
     """Alone it would wait in the next save for ranks that have ended."""
     votes.of_others = 1.0
     with full_disk(), pytest.raises(CheckpointError):
-        checkpoints.save(25, REACHED, must=True)
+        checkpoints.saver.save(25, REACHED, must=True)
     assert clock.now == 1000.0
     assert votes.asked == 1
 
 
 def test_a_save_that_works_at_once_costs_no_vote(checkpoints: Checkpoints, votes: Votes) -> None:
-    checkpoints.save(10, REACHED, must=True)
+    checkpoints.saver.save(10, REACHED, must=True)
     assert votes.asked == 0
-    assert checkpoints.newest == 10
+    assert checkpoints.saver.newest == 10
 
 
 def test_what_is_no_checkpoint_error_is_nobodys_to_hide(checkpoints: Checkpoints) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
-    checkpoints._strategy = SimpleNamespace(state=broken)
+    checkpoints._state.source = SimpleNamespace(state=broken)
     with pytest.raises(ZeroDivisionError):
-        checkpoints.save(10, REACHED)
+        checkpoints.saver.save(10, REACHED)
 
 
 # ------------------------------------------------------------------------------------- while the training goes on
@@ -274,9 +276,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 def live(checkpoints: Checkpoints) -> torch.Tensor:
     """The weights of a run that saves in the background and has saved once."""
     tensors = weights(7.0)
-    checkpoints._strategy = SimpleNamespace(state=lambda: tensors)
-    checkpoints._background = True
-    checkpoints.save(10, REACHED)
+    checkpoints._state.source = SimpleNamespace(state=lambda: tensors)
+    checkpoints.saver._background = True
+    checkpoints.saver.save(10, REACHED)
     value = tensors["model/weight"].value
     assert isinstance(value, torch.Tensor)
     return value
@@ -301,25 +303,25 @@ def test_the_first_save_of_an_attempt_is_waited_for(
 def test_the_training_goes_on_and_what_is_written_is_the_step_that_was_saved(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
-    checkpoints.save(20, REACHED)
+    checkpoints.saver.save(20, REACHED)
     live.fill_(8.0)
     assert saved(tmp_path) == {10: 7.0}
     disk.go.set()
-    checkpoints.settle()
-    assert (checkpoints.newest, saved(tmp_path)) == (20, {10: 7.0, 20: 7.0})
+    checkpoints.saver.settle()
+    assert (checkpoints.saver.newest, saved(tmp_path)) == (20, {10: 7.0, 20: 7.0})
 
 
 def test_the_next_save_waits_for_the_one_before_it_and_uses_its_buffers_again(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
-    checkpoints.save(20, REACHED)
+    checkpoints.saver.save(20, REACHED)
     live.fill_(8.0)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.save(30, REACHED)
-    assert checkpoints.newest == 20
-    checkpoints.settle()
+    checkpoints.saver.save(30, REACHED)
+    assert checkpoints.saver.newest == 20
+    checkpoints.saver.settle()
     assert saved(tmp_path) == {20: 7.0, 30: 8.0}
-    assert len({id(buffer) for buffer in checkpoints._staging._buffers.values()}) == 1
+    assert len({id(buffer) for buffer in checkpoints.saver._staging._buffers.values()}) == 1
 
 
 def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
@@ -327,13 +329,13 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
 ) -> None:
     disk.is_full = True
     disk.go.set()
-    checkpoints.save(20, REACHED)
-    checkpoints.settle()
-    assert checkpoints.newest == 10
+    checkpoints.saver.save(20, REACHED)
+    checkpoints.saver.settle()
+    assert checkpoints.saver.newest == 10
     assert "step 20 is not saved, the last checkpoint stays" in caplog.text
     disk.is_full = False
-    checkpoints.save(30, REACHED)
-    checkpoints.settle()
+    checkpoints.saver.save(30, REACHED)
+    checkpoints.saver.settle()
     assert "saves that had failed before it: 1" in caplog.text
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000030"]
 
@@ -341,21 +343,21 @@ def test_a_full_disk_behind_the_back_is_told_and_made_up_for(
 def test_a_stop_gives_up_the_save_of_an_earlier_step_and_leaves_nothing_of_it(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
-    checkpoints.save(20, REACHED)
+    checkpoints.saver.save(20, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.settle(25)
-    assert checkpoints.newest == 10
-    checkpoints.save(25, REACHED, must=True)
+    checkpoints.saver.settle(25)
+    assert checkpoints.saver.newest == 10
+    checkpoints.saver.save(25, REACHED, must=True)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000010", "step-00000025"]
 
 
 def test_a_stop_waits_for_the_save_of_the_step_it_stops_at(
     checkpoints: Checkpoints, live: torch.Tensor, disk: SlowDisk, tmp_path: Path
 ) -> None:
-    checkpoints.save(20, REACHED)
+    checkpoints.saver.save(20, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.settle(20)
-    assert checkpoints.newest == 20
+    checkpoints.saver.settle(20)
+    assert checkpoints.saver.newest == 20
 
 
 def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
@@ -363,14 +365,14 @@ def test_a_save_behind_the_back_is_no_sign_of_life_until_it_is_waited_for(
 ) -> None:
     before = activity.count
     disk.go.set()
-    checkpoints.save(20, REACHED)
-    assert checkpoints._flight is not None
-    checkpoints._flight.land()
+    checkpoints.saver.save(20, REACHED)
+    assert checkpoints.saver._flight is not None
+    checkpoints.saver._flight.land()
     assert activity.count == before
     disk.go.clear()
-    checkpoints.save(30, REACHED)
+    checkpoints.saver.save(30, REACHED)
     threading.Timer(0.05, disk.go.set).start()
-    checkpoints.settle()
+    checkpoints.saver.settle()
     assert activity.count > before
 
 
@@ -381,29 +383,29 @@ def test_a_save_by_time_is_asked_for_again_after_each_save(
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(policy, "interval_s", lambda *_: 0.01)
     checkpoints._session.gate = SimpleNamespace(request=asked.put)  # type: ignore[misc, assignment]
-    checkpoints._every_steps, checkpoints._every_min = every_steps, every_min
-    assert checkpoints.due(10) == (every_steps == 10)
+    checkpoints.saver._every_steps, checkpoints.saver._every_min = every_steps, every_min
+    assert checkpoints.saver.is_due(10) == (every_steps == 10)
     checkpoints.resume()
     for step in (15, 25):
-        assert asked.get(timeout=20) == state.SAVE
-        checkpoints.save(step, REACHED)
-    assert asked.get(timeout=20) == state.SAVE
-    checkpoints.save(35, REACHED, must=True)
+        assert asked.get(timeout=20) == saver.SAVE
+        checkpoints.saver.save(step, REACHED)
+    assert asked.get(timeout=20) == saver.SAVE
+    checkpoints.saver.save(35, REACHED, must=True)
     assert asked.empty()
 
 
 def test_a_save_is_due_after_the_best_evaluation_so_far_and_a_resumed_run_knows_it(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints._store.keep = Keep(best="-eval/loss")
-    found = [checkpoints.is_best({"eval/loss": loss}) for loss in (0.9, 0.5, 0.7, 0.5, float("nan"))]
+    checkpoints.saver.store.keep = Keep(best="-eval/loss")
+    found = [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.9, 0.5, 0.7, 0.5, float("nan"))]
     assert found == [True, True, False, False, False]
-    checkpoints.save(10, REACHED)
-    checkpoints._best = None
-    checkpoints._strategy.loaded = lambda values: None
+    checkpoints.saver.save(10, REACHED)
+    checkpoints._state.best = None
+    checkpoints._state.source.loaded = lambda values: None
     checkpoints.resume()
-    assert [checkpoints.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
-    assert not checkpoints.is_best({"eval/accuracy": 1.0})
+    assert [checkpoints.saver.is_best({"eval/loss": loss}) for loss in (0.6, 0.4)] == [False, True]
+    assert not checkpoints.saver.is_best({"eval/accuracy": 1.0})
     assert "there is no number -eval/loss, only eval/accuracy" in caplog.text
 
 

@@ -1,0 +1,97 @@
+"""The run's checkpoints as a training loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.checkpoint.reader import Loaded, load
+from toolkit.checkpoint.store import newest_step
+from toolkit.config import CheckpointConfig
+from toolkit.hang import activity
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
+from toolkit.train.memory_copies import MemoryCopies
+from toolkit.train.resume import log_what_differs, refuse_another_run
+from toolkit.train.saver import Saver
+from toolkit.train.state import Checkpointed, Stateful, TrainingState
+
+
+class Checkpoints:
+    """Resumes once from the newest good checkpoint. Its ``saver`` saves from then on, and its ``copies`` in memory."""
+
+    def __init__(
+        self, config: CheckpointConfig, session: Session, strategy: Checkpointed, identity: Mapping[str, Json]
+    ) -> None:
+        self._session = session
+        self._state = TrainingState(session, strategy, identity)
+        self._has_second_place = config.copy_to is not None
+        self.saver = Saver(config, session, self._state)
+        self.copies = MemoryCopies(config.memory_every_steps, session, self._state)
+
+    def include(self, loader: Stateful) -> None:
+        """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""
+        self._state.include(loader)
+
+    def resume(self) -> Loaded | None:
+        """Fill the strategy from the newest good checkpoint and return it; None if there is none.
+
+        Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
+        """
+        self._session.activity.phase = activity.LOADING
+        store = self.saver.store
+        # A copy in memory, newer than the disk, is there only after a restart inside the job.
+        loaded = self.copies.load(newest_step(store.folder))
+        is_on_disk = loaded is None
+        if loaded is None:
+            loaded = self._load()
+            if loaded is not None and loaded.skipped and self._has_second_place:
+                loaded = self._load()  # the damaged ones are set aside now, so their copies can be fetched
+        elif self._session.is_main:
+            store.sweep()
+        self.saver.set_timer()
+        if loaded is None:
+            return None
+        self._state.restore(loaded)
+        if self._session.is_main:
+            log_what_differs(loaded.meta, self._state.meta)
+        if is_on_disk:
+            self.saver.found(loaded.step)
+        else:
+            self.saver.newest = newest_step(store.folder)
+        return loaded
+
+    def roll_back(self, step: int, newest: int) -> int | None:
+        """Fill the strategy from the newest good checkpoint up to step ``newest``.
+
+        Returns that checkpoint's step, or None if there is none. Every rank calls it after ``step`` steps. The run goes
+        on from ``step``, and loaders keep their position.
+        """
+        self.saver.settle()
+        loaded = self._read(newest)
+        if loaded is None:
+            return None
+        self._state.source.loaded({**loaded.values, "step": step})
+        return loaded.step
+
+    def _load(self) -> Loaded | None:
+        if self.saver.second is not None:  # rank 0 only; the other ranks wait in the load meanwhile
+            self.saver.second.fetch(self.saver.store)
+        refuse_another_run(self.saver.store, self._state, self._session.world_size)
+        return self._read(None)
+
+    def _read(self, newest: int | None) -> Loaded | None:
+        session = self._session
+        return load(
+            self.saver.store,
+            self._state.places(),
+            rank=session.rank,
+            world_size=session.world_size,
+            kv=session.store,
+            attempt=session.attempt,
+            newest=newest,
+        )
+
+    def close(self) -> None:
+        """Give up what is still being written. After a training that has reached its end this is nothing."""
+        self.copies.close()
+        self.saver.close()

@@ -1,0 +1,74 @@
+"""Means of a training's losses over the steps between two logging steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.strategies.protocol import StepOutput
+
+
+class LossWindow:
+    """Means of the global losses over the steps since the last :meth:`take`. They stay on the device until then.
+
+    ``by_rank`` is :meth:`Strategy.by_rank`.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, by_rank: Callable[[Mapping[str, float | Tensor]], Mapping[str, Tensor]]
+    ) -> None:
+        self._rank, self._world_size, self._by_rank = rank, world_size, by_rank
+        self._sums: dict[str, Tensor] = {}
+        #: The losses that were added since the last :meth:`take`, and before it.
+        self._losses: list[Tensor] = []
+        self.taken: list[Tensor] = []
+        self._steps = 0
+        self._before: dict[str, float] = {}  # sums of a restored window, until the first step gives type and device
+
+    def add(self, output: StepOutput) -> None:
+        """Add one step's losses: their sum as ``loss``, and each named one."""
+        counted = output.counted()
+        for name, loss in counted.items():
+            if name in self._sums:
+                self._sums[name].add_(loss)
+            else:
+                self._sums[name] = loss + self._before.get(name, 0.0)
+        self._losses.append(counted["loss"])
+        self._steps += 1
+
+    def leave_out(self, steps: int) -> None:
+        """Leave ``steps`` steps out of the means. Their losses were added as 0 because the steps were left out."""
+        self._steps -= steps
+
+    def state(self) -> dict[str, Any]:
+        """Return the window for a checkpoint, equal on every rank.
+
+        A collective and a host sync unless the window is empty.
+        """
+        if not self._sums:
+            return {"steps": 0, "sums": {}}
+        sums = self._by_rank(self._sums)
+        return {"steps": self._steps, "sums": {name: sums[name].tolist() for name in self._sums}}
+
+    def restore(self, saved: Any) -> None:
+        """Go on from a :meth:`state`. If it is of another number of ranks, rank 0 gets the sum of all."""
+        saved = saved or {"steps": 0, "sums": {}}
+        self._steps = saved["steps"]
+        # Only totals over the ranks are logged, so after a change of their number one rank may hold them all.
+        for name, sums in saved["sums"].items():
+            is_same = len(sums) == self._world_size
+            self._before[name] = sums[self._rank] if is_same else float(self._rank == 0) * sum(sums)
+
+    def take(self, figure: float) -> tuple[dict[str, float], list[float]]:
+        """Return the means by name and the ``figure`` of each rank, and empty the window.
+
+        Both are equal on every rank. One collective and one host sync. There are no means if every step was left out.
+        """
+        assert self._sums, "a step comes before each logging step"
+        found = self._by_rank({**self._sums, "": figure})  # no loss has that name
+        means = {name: found[name].sum().item() / self._steps for name in self._sums} if self._steps else {}
+        self.taken, self._losses = self._losses, []
+        self._sums, self._steps, self._before = {}, 0, {}
+        return means, found[""].tolist()

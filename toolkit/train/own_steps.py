@@ -1,0 +1,160 @@
+"""The steps of a loop that is not ours: counted, and saved, logged or stopped in between where that is due."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+from toolkit import logs
+from toolkit.checkpoint.reader import Loaded
+from toolkit.config import JobConfig, dump_config
+from toolkit.errors import ConfigError, StoppedError
+from toolkit.hang import activity
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json
+from toolkit.train.checkpoints import Checkpoints
+from toolkit.train.describe import own_hparams
+from toolkit.train.lifecycle import Lifecycle
+from toolkit.train.log_window import LogWindow
+from toolkit.train.not_finite import weights_are_finite
+from toolkit.train.own_state import OwnState
+from toolkit.train.state import conditions
+from toolkit.train.trace import summoned
+
+log = logs.get(__name__)
+
+_NAN = "look at the data and the learning rate, then resume; train.on_nan: warn trains on"
+
+
+class OwnSteps:
+    """One rank's steps of a user's own loop, or of a library's. Every rank makes the same calls."""
+
+    def __init__(self, config: JobConfig, session: Session) -> None:
+        self.config = config  #: the whole config, resolved
+        self._session = session
+        self._activity = session.activity
+        self._window = LogWindow(session.rank, session.device)
+        self._state: OwnState | None = None
+        self._life: Lifecycle | None = None
+        self._stack = ExitStack()
+        self._not_finite = 0  #: mean losses in a row that were not finite
+        self._epoch = self._batch = 0  #: position in the data: whole epochs, and batches of the current one
+        self._epochs: int | None = None  #: how many epochs :meth:`epochs` makes; None outside of it
+        self._total: int | None = None
+        self._in_step = False
+        self._samples, self._wait_s = 0, 0.0  #: of the step in progress: samples of all ranks, wait for the batch
+        self._save_asked = False
+        self._stopped: StoppedError | None = None
+        self._witness = summoned(session, conditions)
+
+    @property
+    def step(self) -> int:
+        """Return the steps done in the whole run; within a step this is its number, from 0."""
+        return 0 if self._life is None else self._life.step
+
+    def _resume(self, checkpoints: Checkpoints) -> Loaded | None:
+        """Fill the state from the newest good checkpoint, and begin the attempt there."""
+        self._checkpoints = checkpoints
+        self._life = Lifecycle(self._session, checkpoints, self, log_every=self.config.train.log_every)
+        loaded = self._life.resume()
+        # The metrics' files are opened after the resume: they drop what was logged after its step.
+        if loaded is not None:
+            self._epoch, self._batch = loaded.meta["epoch"], loaded.meta["batch"]  # type: ignore[assignment]
+        self._stack.enter_context(self._life.open())
+        if loaded is None:
+            self._life.sink.text("config", dump_config(self.config))
+            if self.config.params:
+                self._life.sink.hparams(own_hparams(self.config))
+        self._life.begin()
+        return loaded
+
+    def _end_step(self, *, may_save: bool = True) -> None:
+        """Count the step in progress, if there is one, and do what is due after it.
+
+        Without ``may_save`` the save and the boundary are put off.
+        """
+        life = self._opened("run.steps")
+        if self._in_step:
+            self._finish_step()
+            if life.step % self.config.train.log_every == 0 or life.step == self._total:
+                self._write()
+            self._save_asked |= self._checkpoints.saver.is_due(life.step)
+        if not may_save:
+            return
+        is_due, self._save_asked = self._save_asked, False
+        life.save_or_copy(is_due)
+        self._boundary()
+
+    def _finish_step(self) -> None:
+        """Count the step in progress, if there is one. A step that was left by a ``break`` counts too."""
+        if self._in_step and self._life is not None:
+            self._in_step = False
+            self._batch += 1
+            if self._witness is not None and self._state is not None:
+                self._witness.take_end(self._window.last("train/loss") / self._session.world_size, self._state.live())
+            self._life.step_done(self._samples, self._wait_s)
+
+    def _boundary(self) -> None:
+        assert self._life is not None
+        try:
+            self._life.boundary()
+        except StoppedError as stopped:
+            self._stopped = stopped  # :meth:`finish` raises it again where the user's code has caught it
+            raise
+        self._activity.phase = activity.OWN_CODE
+
+    def _write(self) -> None:
+        life = self._opened("run.log")
+        # The loop may be in a step or between two: the phase before comes back at the end.
+        phase, self._activity.phase = self._activity.phase, activity.LOGGING
+        means = self._window.take()
+        life.metrics |= means
+        life.write({**means, **life.figures()})
+        # The second mean loss in a row that is not finite ends the run, with ``train.on_nan: stop``.
+        loss = means.get("train/loss", 0.0)
+        self._not_finite = 0 if math.isfinite(loss) else self._not_finite + 1
+        if self._not_finite:
+            log.warning("step %d: the mean loss since it was written last is %s", self.step, loss)
+        if self._not_finite > 1 and self.config.train.on_nan == "stop":
+            raise ConfigError(f"train.on_nan: the loss is not finite since some steps before step {self.step}; {_NAN}")
+        self._activity.phase = phase
+
+    def _save_the_end(self) -> None:
+        """Save after the last step, unless that is done. Nothing comes after this save, so it must be made."""
+        life = self._opened("run.steps")
+        self._checkpoints.saver.settle(life.step)
+        if self._checkpoints.saver.newest != life.step and not life.save(must=True):
+            raise ConfigError(f"train.on_nan: after step {life.step}, the last one, the weights are not finite; {_NAN}")
+
+    def close(self) -> None:
+        """Close the loaders and files. Nothing is saved here, so nothing is saved after an error."""
+        self._stack.close()
+
+    # ------------------------------------------------------------------------------------------------ for the lifecycle
+
+    def may_save(self, *, must: bool) -> bool:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        assert self._state is not None
+        if self.config.train.on_nan == "warn" or weights_are_finite(self._state):
+            return True
+        log.warning("step %d is not saved: the weights are not finite", self.step)
+        return False
+
+    def saved_with(self) -> dict[str, Json]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        return {"epoch": self._epoch, "batch": self._batch, "logged": self._window.agreed_tags()}
+
+    def progress(self) -> dict[str, Any]:
+        """See :class:`~toolkit.train.lifecycle.Loop`."""
+        epochs = {} if self._epochs is None else {"epoch": self._epoch, "epochs": self._epochs}
+        return epochs if self._total is None else {**epochs, "total_steps": self._total}
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _opened(self, caller: str) -> Lifecycle:
+        if self._life is None:
+            raise ConfigError(
+                f"{caller}: nothing would be saved yet: call run.resumable(model=model, optimizer=optimizer) before"
+            )
+        return self._life

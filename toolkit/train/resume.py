@@ -1,0 +1,110 @@
+"""Whether a run may go on from a checkpoint, and what differs where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit import logs
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config import SAME_STATE, goes_on_with
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.ranks.state import Json
+from toolkit.strategies.protocol import REPLICA, InRounds
+from toolkit.train.state import MESH, TrainingState
+
+log = logs.get(__name__)
+
+
+def refuse_another_run(store: CheckpointStore, state: TrainingState, world_size: int) -> None:
+    """Raise ConfigError, before anything is filled, where the newest readable checkpoint does not fit this run.
+
+    Without this check another model would fail later, with a list of tensors that says less.
+    """
+    for path in store.list():
+        manifest = _manifest(store, path)
+        if manifest is not None:
+            refuse_other_identity(manifest.meta.get("identity", {}), state.identity, path)
+            _refuse_other_streams(manifest, path, world_size)
+            _refuse_inside_a_round(store, state, manifest, path, world_size)
+            return
+
+
+def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
+    """Raise ConfigError, naming every key whose value differs from that in the checkpoint ``where``."""
+    changed = [
+        key for key in current if key in saved and key != MESH and not goes_on_with(key, saved[key], current[key])
+    ]
+    if changed:
+        values = "; ".join(f"{key} was {saved[key]!r} and is now {current[key]!r}" for key in changed)
+        raise ConfigError(
+            f"{where} cannot be continued: {values}. Set {'them' if len(changed) > 1 else 'it'} back, "
+            f"or start a new run with `toolkit submit` (from these weights: model.init_from={where})"
+        )
+
+
+def _refuse_other_streams(manifest: Manifest, path: Path, now: int) -> None:
+    then = manifest.world_size
+    if then != now and any(name.startswith("data/rank") for name in manifest.values):
+        raise ConfigError(
+            f"{path} cannot be continued on {now} ranks: each of {then} ranks had read its own stream, or its own "
+            "part of the data (data.split), up to some point, and what is left cannot be shared out anew. Go on "
+            f"with {then} ranks (cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
+        )
+
+
+def _refuse_inside_a_round(
+    store: CheckpointStore, state: TrainingState, manifest: Manifest, path: Path, now: int
+) -> None:
+    # Replicas that differ can go on only under the same strategy and on as many ranks.
+    then, strategy = manifest.world_size, state.source
+    if isinstance(strategy, InRounds):
+        strategy.enter(manifest.step, [*manifest.tensors, *manifest.values])  # on every rank, or on none
+    if not _is_inside_a_round(manifest) or (then == now and isinstance(strategy, InRounds)):
+        return
+    # Name a checkpoint at a round's end as a way out, if there is one.
+    others = [other for other in store.list() if (m := _manifest(store, other)) and not _is_inside_a_round(m)]
+    way_out = f"or from {others[0].name}, which is at a round's end: move the newer ones away" if others else ""
+    raise ConfigError(
+        f"{path} was made inside a round of local_sgd, in which each of {then} ranks has weights of its own: only "
+        f"local_sgd on {then} ranks (cluster.nodes x cluster.tasks_per_node) goes on from it. Go on with these"
+        f"{', ' if way_out else ''}{way_out}; checkpoints every multiple of strategy.local_sgd.round_steps "
+        "(checkpoint.every_steps) fit any number"
+    )
+
+
+def _manifest(store: CheckpointStore, path: Path) -> Manifest | None:
+    """Return the manifest; None for a damaged one, which the load will skip and report."""
+    try:
+        return store.manifest(path, sizes=False)
+    except CheckpointError:
+        return None
+
+
+def _is_inside_a_round(manifest: Manifest) -> bool:
+    return any(name.startswith(REPLICA) for name in manifest.tensors)
+
+
+def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None:
+    """Warn about conditions in the meta data ``saved`` that are others ``now``.
+
+    None of these refuses a resume; they change only the last bits of the results.
+    """
+    then, here = _circumstances(saved), _circumstances(now)
+    changed = [f"{key} ({then[key]} -> {here[key]})" for key in here if key in then and then[key] != here[key]]
+    if changed:
+        log.warning("from here on results equal those of an undisturbed run to rounding only, not bit for bit, "
+                    "because of another %s", ", ".join(changed))  # fmt: skip
+
+
+def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the conditions that a save wrote down, with the strategy's name and the mesh."""
+    known = _mapping(meta.get("identity", {}))
+    mesh = {"mesh": known[MESH]} if MESH in known else {}
+    return {**_mapping(meta.get("conditions", {})), "strategy": known.get("strategy.name", SAME_STATE[0]), **mesh}
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    assert isinstance(value, Mapping)
+    return value

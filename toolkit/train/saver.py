@@ -1,0 +1,245 @@
+"""When a run is saved and how: by steps, by time or after the best evaluation; waited for or in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit import fsio, logs, trust
+from toolkit.checkpoint import policy
+from toolkit.checkpoint.background import Flight, Line, Staging
+from toolkit.checkpoint.policy import Keep
+from toolkit.checkpoint.second_place import SecondPlace
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.writer import save
+from toolkit.config import CheckpointConfig
+from toolkit.errors import CheckpointError
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Json, State
+from toolkit.rundir import RunDir
+from toolkit.train.state import TrainingState
+
+#: A save that must be made is retried for this long. The grace that a site grants is mostly shorter.
+PATIENCE_S = 300.0
+RETRY_EVERY_S = 1.0
+#: The kind of request by which the ranks agree on the step of a save by time.
+SAVE = "save"
+
+log = logs.get(__name__)
+
+
+class Saver:
+    """One rank's saves of ``state``. Every rank makes the same calls."""
+
+    def __init__(self, config: CheckpointConfig, session: Session, state: TrainingState) -> None:
+        self._session, self._state = session, state
+        self._every_steps = config.every_steps
+        self._every_min = config.every_min
+        self._timer: threading.Timer | None = None
+        self._blocked_s = 0.0
+        self.store = CheckpointStore(
+            RunDir(session.run_dir).checkpoints,
+            Keep(config.keep, config.keep_every, config.keep_best),
+            is_ours=session.owns_run,
+            moved=self._moved,
+        )
+        # Only rank 0 copies checkpoints to the second place.
+        self.second: SecondPlace | None = None
+        if config.copy_to is not None and session.is_main:
+            place = trust.own_part(fsio.expand(config.copy_to))
+            folder = place / session.run_dir.parent.name / session.run_dir.name
+            self.second = SecondPlace(folder / "checkpoints", self.store.keep, session.activity.move)
+        # Saves in the background: the buffers, the thread's store client, and the save in progress.
+        self._background = config.background
+        self._staging = Staging()
+        self._line: Line | None = None
+        self._flight: Flight | None = None
+        self._waits = True  #: the training waits for what is being written or read
+        self._write_files: Callable[[Path], None] | None = None
+        self.newest: int | None = None  #: the step of the newest checkpoint
+        self._has_saved = False  #: in this attempt
+        self._failed: list[str] = []  #: since the last good save
+        self.save_s = 0.0  #: how long the last save took
+
+    def include_files(self, write_files: Callable[[Path], None]) -> None:
+        """Have a library write its own checkpoint in each save: ``write_files(folder)``, on every rank.
+
+        Such saves are never made in the background. A save that fails ends the attempt, because other ranks may be
+        waiting for this one inside the library.
+        """
+        self._write_files, self._background = write_files, False
+
+    def is_due(self, step: int) -> bool:
+        """True if the run is to be saved after ``step`` steps."""
+        return any(step % every == 0 for every in (self._every_steps, self.store.keep.every) if isinstance(every, int))
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """True if the run is to be saved because no earlier evaluation was as good as ``metrics``.
+
+        ``metrics`` are equal on all ranks.
+        """
+        keep = self.store.keep
+        if keep.best is None:
+            return False
+        figure = keep.figure(metrics)
+        # A metric that is missing or no number saves nothing, and does not end the training.
+        if figure is None:
+            log.warning("checkpoint.keep_best: there is no number %s, only %s", keep.best, ", ".join(sorted(metrics)))
+        if figure is None or (self._state.best is not None and figure <= self._state.best):
+            return False
+        self._state.best = figure
+        return True
+
+    def set_timer(self) -> None:
+        """Start the timer for the next save by time, after a save or where one is left out.
+
+        Only rank 0's clock counts. When it fires, the ranks agree on the step of the save (see ``SAVE``).
+        """
+        if not self._session.is_main:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        # ``every_min`` and ``every_steps: auto`` may both be set: the shorter wait counts.
+        waits = [60.0 * self._every_min] if self._every_min is not None else []
+        if self._every_steps == "auto":
+            attempts = RunDir(self._session.run_dir).attempts()
+            waits.append(policy.interval_s(self._blocked_s, self.save_s, policy.between_failures_s(attempts)))
+        if waits:
+            self._timer = threading.Timer(min(waits), self._session.gate.request, [SAVE])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def save(self, step: int, reached: Mapping[str, Json], *, must: bool = False) -> None:
+        """Commit the state after ``step`` steps. Every rank calls it, and the outcome is the same on all.
+
+        ``reached`` is what the loop wants to find again at a resume. A save that fails is logged and made up for by the
+        next one, because a full disk must not end a training. With ``must`` (nothing comes after this save) it is
+        retried for ``PATIENCE_S``, and then raises CheckpointError.
+
+        The training waits for the first save of an attempt, which proves that the replicas are equal. Later ones are
+        written in the background, one at a time, unless they ``must`` be made.
+        """
+        started = time.monotonic()
+        self.settle()  # one save at a time
+        if self._background and self._has_saved and not must:
+            self._begin_in_background(step, reached)
+        else:
+            self._save_now(step, reached, must)
+        self._blocked_s = time.monotonic() - started
+        if not must:
+            self.set_timer()
+
+    def _save_now(self, step: int, reached: Mapping[str, Json], must: bool) -> None:
+        deadline = time.monotonic() + (PATIENCE_S if must else 0.0)
+        while True:
+            try:
+                state, meta = self._state.now(), {**self._state.meta, **reached}
+                self._write(step, state, meta, self._session.store, check_replicas=True)
+                self._succeed(step)
+                return
+            except CheckpointError as error:
+                self._fail(step, error)
+                if not must:
+                    return
+                # All ranks give up together. Their clocks differ, and a rank that gave up alone would leave the others
+                # waiting in the next save.
+                if self._state.source.sum({"votes": float(time.monotonic() >= deadline)})["votes"]:
+                    raise
+                time.sleep(RETRY_EVERY_S)
+                self._session.activity.move()  # a full disk is waited for and is no hang
+
+    def _begin_in_background(self, step: int, reached: Mapping[str, Json]) -> None:
+        """Begin a save in the background. It writes a copy, because the next step changes the weights."""
+        staged, wait_for_copy = self._staging.copy(self._state.now(), self._session.rank)
+        meta = {**self._state.meta, **reached}
+        # A store client serves one call at a time, so the writing thread gets one of its own.
+        if self._line is None and self._session.store is not None:
+            self._line = Line(self._session.store.clone())
+
+        def write() -> Path:
+            wait_for_copy()
+            return self._write(step, staged, meta, self._line, check_replicas=False)
+
+        self._waits = False
+        self._flight = Flight(step, self._line, write)
+
+    def settle(self, wanted: int | None = None) -> None:
+        """Wait for the save that is being written, if any. With ``wanted``, cancel one of another step."""
+        flight, self._waits = self._flight, True
+        if flight is None:
+            return
+        # A stop, and the end of a loop, save a later step anyway; a stop has only seconds for it.
+        flight.is_cancelled = wanted is not None and flight.step != wanted
+        flight.land()
+        self._flight = None
+        if flight.error is None:
+            self._succeed(flight.step)
+        else:
+            self._fail(flight.step, flight.error)
+
+    def found(self, step: int) -> None:
+        """Note that the run resumes from the checkpoint of ``step``. Copy it to the second place, if it is not there.
+
+        The attempt before may have ended while this checkpoint was being copied.
+        """
+        self.newest = step
+        if self.second is not None:
+            self.second.copy(self.store.path(step))
+
+    def finish(self) -> None:
+        """Wait for the copies to the second place. Called at the end of a training, after the last save."""
+        if self.second is not None:
+            self.second.wait()
+
+    def close(self) -> None:
+        """Give up what is still being written."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._flight is not None:
+            self._flight.abandon()
+
+    def _write(self, step: int, state: State, meta: Mapping[str, Json], kv: Any, *, check_replicas: bool) -> Path:
+        started, session = time.monotonic(), self._session
+        path = save(
+            self.store,
+            step,
+            state,
+            meta,
+            rank=session.rank,
+            world_size=session.world_size,
+            kv=kv,
+            attempt=session.attempt,
+            check_replicas=check_replicas,
+            lost=session.lost,
+            write_files=self._write_files,
+        )
+        self.save_s = time.monotonic() - started
+        log.info("saved %s in %.2f s", path, self.save_s)
+        return path
+
+    def _moved(self) -> None:
+        """Note that a piece of a file was written or read. If the training waits for it, that counts as progress."""
+        # The writing thread ends a save that was canceled, between two pieces.
+        flight = self._flight
+        if flight is not None and flight.is_here:
+            flight.refuse_if_cancelled()
+        if self._waits:
+            self._session.activity.move()
+
+    def _succeed(self, step: int) -> None:
+        self.newest, self._has_saved = step, True
+        if self.second is not None:
+            self.second.copy(self.store.path(step))
+        if self._failed:
+            log.warning("saves that had failed before it: %d, the last one: %s", len(self._failed), self._failed[-1])
+            self._failed.clear()
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        # Other ranks may wait inside the library, so the attempt cannot go on.
+        if self._write_files is not None:
+            raise error
+        self._failed.append(str(error))
+        log.error("step %d is not saved, the last checkpoint stays: %s", step, error)
