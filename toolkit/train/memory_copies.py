@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from toolkit import logs
-from toolkit.checkpoint.memory import KEY, Memory
+from toolkit.checkpoint.memory import Memory
+from toolkit.checkpoint.memory_load import KEY
 from toolkit.checkpoint.policy import CopyClock
 from toolkit.checkpoint.reader import Loaded
 from toolkit.errors import ConfigError

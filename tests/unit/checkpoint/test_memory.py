@@ -17,10 +17,11 @@ from torch.distributed import HashStore
 from tests.unit.checkpoint.ranks import on_ranks
 from toolkit.agent.state_memory import NodeFiles, paths_of
 from toolkit.checkpoint import memory
-from toolkit.checkpoint.memory import Memory, Seat
+from toolkit.checkpoint.memory import Memory
 from toolkit.checkpoint.memory_file import MemoryFile
 from toolkit.checkpoint.memory_links import Receiver, Role, Sender
 from toolkit.checkpoint.memory_plan import MemoryReport, RestorePlan, Transfer, plan_restore
+from toolkit.checkpoint.memory_seat import Seat
 from toolkit.checkpoint.reader import Loaded
 from toolkit.ranks.state import PerRank, Replicated, Sharded, State
 
@@ -149,7 +150,7 @@ def test_the_newest_step_that_all_have_counts(nodes: Nodes) -> None:
 
 def test_a_rank_that_dies_while_it_writes_has_the_step_before(nodes: Nodes) -> None:
     nodes.run([5, 6])
-    nodes.memory(1)._own.next.open(4096)
+    nodes.memory(1)._files.own.next.open(4096)
     assert nodes.loads() == [6, 6]
 
 
@@ -255,7 +256,7 @@ def test_ranks_that_stand_elsewhere_than_before_get_their_parts(nodes: Nodes) ->
 @on(TWO_NODES)
 def test_a_partners_torn_copy_is_none(nodes: Nodes) -> None:
     nodes.run([5, 6])
-    torn = nodes.memory(1)._partner
+    torn = nodes.memory(1)._files.partner
     torn.turn()  # to the newest
     torn.next.open(4096)  # rank 0 died while it sent
     nodes.lose(0)

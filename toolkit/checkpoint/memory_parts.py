@@ -1,0 +1,93 @@
+"""One part of the state, copied into a file in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from toolkit.checkpoint import tensors
+from toolkit.checkpoint.manifest import TensorPart, TensorRecord, file_name
+from toolkit.checkpoint.memory_file import ALIGNMENT, START, MemoryFile, Pair
+from toolkit.checkpoint.writer import KINDS
+from toolkit.ranks.state import Entry, Json, Replicated, Sharded, State
+
+
+def split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return what all ranks have in common, and what this rank alone has."""
+    shared: dict[str, Entry] = {name: entry for name, entry in state.items() if isinstance(entry, Replicated)}
+    return shared, {name: entry for name, entry in state.items() if name not in shared}
+
+
+def layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
+    """Return where each tensor of ``own`` begins, and where the last one ends, in bytes."""
+    starts: dict[str, int] = {}
+    end = START
+    for name, entry in own.items():
+        if isinstance(entry.value, torch.Tensor):
+            starts[name] = end
+            size_bytes = entry.value.numel() * entry.value.element_size()
+            end += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+class PartWriter:
+    """A part of the state that is being written into a file."""
+
+    def __init__(self, pair: Pair, entries: Mapping[str, Entry], about: Mapping[str, Json], rank: int) -> None:
+        self._pair, self.file, self._entries, self._rank = pair, pair.next, entries, rank
+        self._starts, self._end = layout(entries)
+        values = {
+            name: {"kind": KINDS[type(entry)], "rank": rank, "value": entry.value}
+            for name, entry in entries.items()
+            if name not in self._starts
+        }
+        self._about = json.dumps({**about, "values": values})  # serialized now: the values may change
+        self._copies: dict[str, Entry] = {}
+
+    def open(self, *, pinned: bool) -> None:
+        """Allocate memory for the part; see :meth:`MemoryFile.open`."""
+        self.file.open(self._end, at_once=True, pinned=pinned)
+
+    def copy(self) -> None:
+        """Copy the tensors, or enqueue the copies on the GPU."""
+        self._copies = {name: _copy(name, self._entries[name], self.file, at) for name, at in self._starts.items()}
+
+    def seal(self) -> None:
+        """Compute the digests, and mark the file complete."""
+        records = {name: _record(name, entry, self._rank, self._starts[name]) for name, entry in self._copies.items()}
+        described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
+        self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)
+        self._pair.turn()  # skipped on an error: the other file holds the newest state then
+
+
+def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
+    """Return ``entry`` with a copy of its tensor in ``file``."""
+    live = entry.value
+    assert isinstance(live, torch.Tensor)
+    tensors.check_plain(name, live)
+    live = live.detach().resolve_conj().resolve_neg()
+    if not live.numel():
+        return entry
+    kept = file.bytes_at(start, live.numel() * live.element_size())
+    kept.copy_(live.contiguous().reshape(-1).view(torch.uint8), non_blocking=True)
+    return dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))
+
+
+def _record(name: str, entry: Entry, rank: int, start: int) -> TensorRecord:
+    """Describe the copy that begins at ``start``."""
+    value = entry.value
+    assert isinstance(value, torch.Tensor)
+    shape = tuple(value.shape)
+    whole, pieces = shape, [(value, (0,) * len(shape))]
+    if isinstance(entry, Sharded):
+        whole, pieces = entry.global_shape, [*entry.pieces()]
+    parts = []
+    for piece, offsets in pieces:
+        data = tensors.to_bytes(name, piece)
+        parts.append(TensorPart(file_name(rank), start, len(data), offsets, tuple(piece.shape), zlib.crc32(data)))
+        start += len(data)
+    return TensorRecord(KINDS[type(entry)], tensors.dtype_name(value), whole, tuple(parts))
