@@ -37,7 +37,7 @@ from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import Gate
-from toolkit.ranks.stop_store import connector
+from toolkit.ranks.stop.torch_store import connector
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.train.objectives import cross_entropy
 

@@ -111,7 +111,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe:
     from toolkit.ranks.report import NullReporter
     from toolkit.ranks.session import Session
     from toolkit.ranks.stop import Gate
-    from toolkit.ranks.stop_store import connector
+    from toolkit.ranks.stop.torch_store import connector
 
     torch.set_num_threads(1)
     function, args, limit_s, leave_together = pickle.loads(call)

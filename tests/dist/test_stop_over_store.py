@@ -21,7 +21,7 @@ from tests.waiting import wait_for
 from toolkit.errors import ToolkitError
 from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate, propose
-from toolkit.ranks.stop_store import StoreTransport, connector
+from toolkit.ranks.stop.torch_store import StoreTransport, connector
 
 pytestmark = pytest.mark.dist
 LIMIT_S = 20.0

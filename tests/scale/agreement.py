@@ -14,8 +14,9 @@ from tests.scale import Curve
 from toolkit.agent.link import AuthenticatedLink
 from toolkit.agent.progress import Digest, NodeProgress, RankReport, merge, parse
 from toolkit.hang.watchdog import Watchdog
-from toolkit.ranks.stop import PREFIX, STOP, Gate, _Round, propose
-from toolkit.ranks.stop_store import StoreTransport
+from toolkit.ranks.stop import PREFIX, STOP, Gate, propose
+from toolkit.ranks.stop.rounds import Round
+from toolkit.ranks.stop.torch_store import StoreTransport
 
 A_NODE = 8
 
@@ -53,7 +54,7 @@ def stop(ranks: int) -> Mapping[str, object]:
     propose(transport, ranks, STOP, by="the supervisor")
     transport.exists("nothing")  # sets are not answered: now all have been taken
     proposed = time.monotonic()
-    keys = _Round(PREFIX, 0)
+    keys = Round(PREFIX, 0)
     transport.set({keys.ack(rank): "[7, false]" for rank in range(ranks - 1)})
     transport.add(keys.count, ranks - 1)
     acknowledged = time.monotonic()

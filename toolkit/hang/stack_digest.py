@@ -81,7 +81,7 @@ def stack_text(path: Path) -> str | None:
 #: Where the toolkit's ranks wait for others outside of torch.distributed: the end of the file's name, and the function.
 _WAITS = {
     ("checkpoint/exchange.py", "_await"): "waiting for the others at a checkpoint",
-    ("ranks/stop.py", "_slow"): "waiting for the others to agree on a step",
+    ("ranks/stop/gate.py", "_await_decision"): "waiting for the others to agree on a step",
     ("ranks/session.py", "_agree_on_run_dir"): "joining",
     ("ranks/collectives.py", "sum_by_name"): "in all_reduce",
     ("ranks/collectives.py", "gather_by_name"): "in all_gather",

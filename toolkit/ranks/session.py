@@ -26,7 +26,7 @@ from toolkit.hang.activity import Activity
 from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.stop import STOP, Gate, Hang
-from toolkit.ranks.stop_store import StoreTransport, connector
+from toolkit.ranks.stop.torch_store import StoreTransport, connector
 
 #: The number of this attempt, counted from 1.
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
@@ -83,7 +83,7 @@ class Session:
         if rank not in self.lost:
             self.lost.add(rank)
             log.warning("rank %d has died", rank)
-            self.gate.bury(rank)
+            self.gate.mark_dead(rank)
 
     def from_main(self, topic: str, say: Callable[[], Any]) -> Any:
         """Return on every rank what ``say()`` returns on rank 0, the only rank that calls it; JSON.

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from toolkit import open_files
 from toolkit.agent.die_with_parent import SIGNALS
 from toolkit.ranks.stop import propose
-from toolkit.ranks.stop_store import StoreTransport
+from toolkit.ranks.stop.torch_store import StoreTransport
 from toolkit.slurm.network import listen, reachable_at
 
 

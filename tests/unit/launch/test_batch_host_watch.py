@@ -19,7 +19,6 @@ from toolkit.launch.watch.batch_host_watch import (
     LOOK_EVERY_S,
     SILENT_S,
     BatchHostWatch,
-    Watch,
     WatchedJob,
     WatchOver,
 )
@@ -193,7 +192,7 @@ def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fsio, "write_atomic", full)
-    monkeypatch.setattr(Watch, "look", lambda _: "node1 is gone")
+    monkeypatch.setattr(BatchHostWatch, "look", lambda _: "node1 is gone")
     monkeypatch.setattr(batch_host_watch, "_TOLD", set())
     batch_host_watch.watch_batch_host(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)

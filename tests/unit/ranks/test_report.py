@@ -28,8 +28,9 @@ from toolkit.hang import activity as activity_words
 from toolkit.hang.activity import Activity
 from toolkit.ranks import report, store_host
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
-from toolkit.ranks.stop import PREFIX, STOP, _Round, propose
-from toolkit.ranks.stop_store import StoreTransport, in_pieces
+from toolkit.ranks.stop import PREFIX, STOP, propose
+from toolkit.ranks.stop.rounds import Round
+from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
 from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
@@ -122,7 +123,7 @@ def test_a_report_under_way_when_the_reporter_closes_waits_for_nobody(monkeypatc
     monkeypatch.setattr(reporter, "_report", late)
     assert is_under_way.wait(PATIENCE * TIMEOUT_S)
     reporter.close()
-    assert agent.patience[-2:] == [0.0, report.LAST_PATIENCE_S]
+    assert agent.patience[-2:] == [0.0, report.LAST_WAIT_S]
 
 
 def test_only_rank_0_tells_the_result_of_the_run_and_waits_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +313,7 @@ def test_no_message_for_many_ranks_is_longer_than_the_server_parses_at_once() ->
     ranks, store = 10_000, CountingStore()
     transport = StoreTransport(store)  # type: ignore[arg-type]
     propose(transport, ranks, STOP, by="the supervisor")
-    acks = {_Round(PREFIX, 0).ack(rank): "[7, false]" for rank in range(ranks)}
+    acks = {Round(PREFIX, 0).ack(rank): "[7, false]" for rank in range(ranks)}
     transport.set(acks)
     assert transport.get(list(acks)) == ["[7, false]"] * ranks
     assert max(store.messages) <= 4096

@@ -93,8 +93,8 @@ def test_random_deliveries_neither_hang_nor_stop_ranks_on_different_steps() -> N
 class Promiseless(Gate):
     """Acknowledges and goes on starting steps."""
 
-    def _slow(self, n: int) -> str | None:
-        return super()._slow(n) if self._decided.is_set() else None
+    def _await_decision(self, n: int) -> str | None:
+        return super()._await_decision(n) if self._decided.is_set() else None
 
 
 class ReadsFirst(Gate):
@@ -178,7 +178,7 @@ def test_a_dead_rank_is_not_waited_for_in_any_round_once_it_is_buried(gates: Cal
     _dead._acknowledge = lambda *_: None  # says nothing more
     second.request("save")
     acknowledged([first, second])
-    first.bury(2)  # while they wait for it
+    first.mark_dead(2)  # while they wait for it
     decided([first, second])
     assert [gate.boundary(6) for gate in (first, second)] == ["save"] * 2
     first.request(STOP)  # and in the next round
@@ -193,7 +193,7 @@ def test_a_rank_that_dies_after_its_acknowledgement_is_missed_in_the_next_round(
     first.request("save")
     agreed([first, second, dead])
     dead._acknowledge = lambda *_: None
-    first.bury(2)  # of the round that it has acknowledged and not come to
+    first.mark_dead(2)  # of the round that it has acknowledged and not come to
     assert [gate.boundary(0) for gate in (first, second)] == ["save"] * 2
     second.request(STOP)
     agreed([first, second])

@@ -55,8 +55,8 @@ class Server(Side):
         """True if the ticket of ``share`` in this step has not come."""
         raise AssertionError("each mode knows in its own way")
 
-    def _mourn(self, rank: int) -> None:
-        super()._mourn(rank)
+    def _note_death(self, rank: int) -> None:
+        super()._note_death(rank)
         if self._serving:
             self._reissue()
 

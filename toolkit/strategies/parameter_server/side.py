@@ -162,11 +162,11 @@ class Side:
     def _take(self, message: PeerMessage) -> None:
         """Do what a message asks for, or keep it until it is awaited."""
         if message.kind is Kind.LOST:
-            self._mourn(message.sender)
+            self._note_death(message.sender)
         else:
             self._waiting[message.kind].append(message)
 
-    def _mourn(self, rank: int) -> None:
+    def _note_death(self, rank: int) -> None:
         """Note that ``rank`` has died. Raises ToolkitError if the training cannot go on without it."""
         self._gone.add(rank)
         if rank in self._servers:

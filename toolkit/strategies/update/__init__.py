@@ -98,7 +98,7 @@ class Update:
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
         # The host does not learn whether the step is skipped: the optimizer's kernel reads that on the device.
-        skipped = None if self._gradients is None else self._gradients.tame()
+        skipped = None if self._gradients is None else self._gradients.prepare()
         made = None if skipped is None else self._step_unless(skipped)
         if made is None:
             self._optimizer.step()

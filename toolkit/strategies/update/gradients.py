@@ -37,7 +37,7 @@ class Gradients:
         return train.clip_norm is not None or train.skip_bad_steps or train.precision == "fp16"
 
     @torch.no_grad()
-    def tame(self) -> Tensor | None:
+    def prepare(self) -> Tensor | None:
         """Prepare the gradients in ``.grad`` for the optimizer; return whether to skip the step, see verdict.py."""
         gradients = {p: local(p.grad) for p in self._parameters if p.grad is not None}
         self.norm = self._parts.norm(gradients, self._device)

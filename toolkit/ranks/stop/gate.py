@@ -1,91 +1,29 @@
-"""The gate: all ranks agree at which step number something happens, without a collective and without a host sync.
-
-Each rank has its own clock, signals and speed. What they must do together, above all stop, is agreed over the store
-that the ranks share, in rounds numbered 0, 1, 2, ...::
-
-    some rank    request("stop")           from a signal handler too: a queue takes it, a thread of the gate goes on
-                 claim  <round>/proposal   atomic: the first kind proposed has the round; then every rank is called
-    each rank    wait   <round>/call/rank  its watcher thread wakes up, *closes the gate, and only then reads* the
-                                           number of the last step started
-                 set    <round>/ack/rank   and acknowledges with it
-    the last     set    <round>/decision   max(acknowledged) + 1
-    each rank    boundary(decision)        hands the kind out; for all kinds but "stop" the next round begins
-
-Why it is correct:
-
-* **An acknowledgement is a promise.** From then until the decision this rank starts no step that it has not
-  acknowledged, so no rank is ever past the decision. The loop notes the step *before* it tests the gate, and the
-  watcher closes the gate *before* it reads the step: whichever comes first, the other sees it.
-* The main thread keeps the promise; the acknowledgement needs only the watcher. A rank that evaluates, compiles, saves
-  or waits for data acknowledges at once.
-* One decision per round: the proposal is claimed atomically, and only the rank that brings the count to the world
-  size decides. Proposing again, later, or on many ranks changes nothing.
-* A rank takes part in round r + 1 only after it has handed out round r.
-* **Leaving is an acknowledgement for good.** ``close()`` acknowledges the round that is open or comes next, and marks
-  that as this rank's last. The rank that decides a round moves such marks to the next round *before* it publishes the
-  decision, when no rank can be there yet. So no rank waits for one that has left, and ``close()`` never waits for
-  a rank that is alive.
-
-If the decision lies beyond the last step, no rank reaches it: all complete instead. The store keeps two short keys per
-round.
-"""
+"""One rank's side of the agreement: the gate that its main thread passes before each step."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from toolkit import logs
 from toolkit.errors import ToolkitError
+from toolkit.ranks.stop.rounds import PREFIX, STOP, Ack, Round, acknowledge, find_missing, parse_proposal, propose
+from toolkit.ranks.stop.transport import Transport
 
-#: The one kind after which no round follows.
-STOP = "stop"
-#: Prefix of the gate's keys in the store.
-PREFIX = "toolkit/agree"
 #: torch's store complains on stderr when a wait times out, so an idle watcher waits practically for ever.
 IDLE_S = 86_400.0
 #: Acknowledging takes milliseconds; a wait reaches this length only if a rank is frozen or dead.
 DECISION_S = 30.0
 #: How long ``close()`` waits for the gate's threads.
 LEAVE_S = 10.0
-#: In a hang one rank lists for all which ranks are missing: it has this long, and names at most this number.
-LIST_S = 4.0
-MOST_NAMED = 50
 
 log = logs.get(__name__)
-
-
-class Transport(Protocol):
-    """One client of the store that the ranks share, used by one thread. Any exception means that the store is gone."""
-
-    def set(self, values: Mapping[str, str]) -> None:
-        """Write all values."""
-
-    def get(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of keys that exist."""
-
-    def exists(self, key: str) -> bool:
-        """True if the key exists."""
-
-    def claim(self, key: str, value: str) -> str:
-        """Write ``value`` unless the key exists, atomically, and return what the key holds now."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, atomically, and return the sum."""
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """Block until the key exists; False after ``timeout_s``."""
-
-    def delete(self, key: str) -> None:
-        """Remove the key if it exists."""
 
 
 @dataclass(frozen=True)
@@ -113,50 +51,6 @@ def _log_hang(hang: Hang) -> None:
     log.error("%s", hang)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """The keys of one round."""
-
-    prefix: str
-    number: int
-
-    @property
-    def proposal(self) -> str:
-        return f"{self.prefix}/{self.number}/proposal"
-
-    @property
-    def count(self) -> str:
-        return f"{self.prefix}/{self.number}/count"
-
-    @property
-    def decision(self) -> str:
-        return f"{self.prefix}/{self.number}/decision"
-
-    def call(self, rank: int) -> str:
-        return f"{self.prefix}/{self.number}/call/{rank}"
-
-    def ack(self, rank: int) -> str:
-        return f"{self.prefix}/{self.number}/ack/{rank}"
-
-    def lister(self, kind: str) -> str:
-        """Return the key of the rank that finds out which ranks are missing when ``kind`` hangs."""
-        return f"{self.prefix}/{self.number}/lister/{kind}"
-
-    def missing(self, kind: str) -> str:
-        """Return the key of what it found."""
-        return f"{self.prefix}/{self.number}/missing/{kind}"
-
-    def next(self) -> _Round:
-        return _Round(self.prefix, self.number + 1)
-
-
-class _Ack(NamedTuple):
-    """The last step that a rank has started (-1: none yet), and whether it has left."""
-
-    started: int
-    left: bool
-
-
 class _Asked(NamedTuple):
     """A kind that is wanted: since when, from which round on, and whether it must still be proposed."""
 
@@ -170,42 +64,6 @@ class _Dead(NamedTuple):
     """A rank that will acknowledge nothing more."""
 
     rank: int
-
-
-def propose(
-    store: Transport, world_size: int, kind: str, *, by: str, prefix: str = PREFIX, since: int | None = None
-) -> int:
-    """Propose ``kind`` and return the number of the round that serves it. Ranks and others may call it.
-
-    A round that already has the same kind serves this proposal too, from round ``since`` on (None: the first that is
-    not decided). A stop serves every kind: nothing comes after it. ``by`` is the author that the ranks are told.
-    """
-    mine = json.dumps([kind, by])
-    keys = _Round(prefix, since or 0)
-    # Begin at the first open round, and go on until a round takes this proposal or already serves it.
-    while since is None and store.exists(keys.decision):
-        keys = keys.next()
-    while (winner := store.claim(keys.proposal, mine)) != mine:
-        proposal = _parse_proposal(winner)
-        if proposal is None:
-            log.warning("the store's key %s holds no proposal of ours: replaced", keys.proposal)
-            store.set({keys.proposal: mine})
-            break
-        if proposal[0] in (kind, STOP):
-            return keys.number
-        keys = keys.next()
-    # Call the ranks only after the claim: each reads the kind from its call.
-    store.set({keys.call(rank): mine for rank in range(world_size)})
-    return keys.number
-
-
-def _parse_proposal(text: str) -> tuple[str, str] | None:
-    """Return kind and author; None for a text that the toolkit has not written: the store accepts any client's."""
-    try:
-        kind, by = json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return (kind, by) if isinstance(kind, str) and isinstance(by, str) else None
 
 
 class Gate:
@@ -263,7 +121,7 @@ class Gate:
         """
         self._started = n  # first: the watcher closes the gate and then reads this
         if self._closed:
-            return self._slow(n)
+            return self._await_decision(n)
         return None
 
     def request(self, kind: str) -> None:
@@ -274,7 +132,7 @@ class Gate:
         """
         self._asked.put(_Asked(kind, time.monotonic(), self._round, True))
 
-    def bury(self, rank: int) -> None:
+    def mark_dead(self, rank: int) -> None:
         """Take a dead rank out of all agreements: the run goes on without ``rank``.
 
         One of the living ranks calls this, once, from any thread.
@@ -296,7 +154,7 @@ class Gate:
         if any(thread.is_alive() for thread in self._threads):
             log.warning("rank %d left while an agreement was open; the other ranks may wait for it", self._rank)
 
-    def _slow(self, n: int) -> str | None:
+    def _await_decision(self, n: int) -> str | None:
         """Act for ``boundary`` while the gate is closed.
 
         Wait for the decision, and hand out its kind when its step is reached.
@@ -334,13 +192,13 @@ class Gate:
 
     def _watch(self, store: Transport) -> None:
         try:
-            keys = _Round(self._prefix, 0)
+            keys = Round(self._prefix, 0)
             while self._take_part(store, keys):
                 keys = keys.next()
         except Exception as error:
             self._fail(error)
 
-    def _take_part(self, store: Transport, keys: _Round) -> bool:
+    def _take_part(self, store: Transport, keys: Round) -> bool:
         """Take part in one round; False when it was this rank's last."""
         # Leaving is an acknowledgement too, see the module's text.
         called = self._await_call(store, keys.call(self._rank))
@@ -366,23 +224,19 @@ class Gate:
                 pass
             if self._leaving:
                 return None
-            called = _parse_proposal(store.get([key])[0])
+            called = parse_proposal(store.get([key])[0])
             if called is not None:
                 return called
             log.warning("the store's key %s holds no call of ours: removed", key)
             store.delete(key)
 
-    def _shut(self, kind: str, by: str, keys: _Round) -> None:
+    def _shut(self, kind: str, by: str, keys: Round) -> None:
         log.log(logging.INFO if self._rank == 0 else logging.DEBUG, "%s asks all ranks for %r", by, kind)
         self._asked.put(_Asked(kind, time.monotonic(), keys.number, False))  # the other thread watches the time
         self.pending = kind
         self._closed = True
 
-    def _acknowledge(self, store: Transport, keys: _Round, left: bool) -> None:
-        """Publish the last step started. The gate is closed by now, or no step is started any more."""
-        _count(store, keys, self._world_size, self._rank, _Ack(self._started, left))
-
-    def _tidy(self, store: Transport, keys: _Round) -> None:
+    def _tidy(self, store: Transport, keys: Round) -> None:
         """Delete this rank's keys.
 
         An acknowledgement left after a decision means that the rank has not reached the boundary.
@@ -390,6 +244,10 @@ class Gate:
         self._handed_out.clear()  # a close() that this undoes is seen at the start of the next round
         store.delete(keys.ack(self._rank))
         store.delete(keys.call(self._rank))
+
+    def _acknowledge(self, store: Transport, keys: Round, left: bool) -> None:
+        """Publish the last step started. The gate is closed by now, or no step is started any more."""
+        acknowledge(store, keys, self._world_size, self._rank, Ack(self._started, left))
 
     def _fail(self, error: Exception) -> None:
         """Note that the store is gone.
@@ -421,7 +279,7 @@ class Gate:
             waiting = self._report_hangs(store, waiting)
         with contextlib.suppress(Exception):  # without a store the watcher has ended
             # A claim, not a write: a proposal that the watcher is about to read must stay.
-            store.claim(_Round(self._prefix, self._round).call(self._rank), "leave")
+            store.claim(Round(self._prefix, self._round).call(self._rank), "leave")
 
     def _acknowledge_for(self, store: Transport, dead: int) -> None:
         """Mark a dead rank as left, in the first round that it has not acknowledged.
@@ -430,10 +288,10 @@ class Gate:
         its being counted blocks the round.)
         """
         try:
-            keys = _Round(self._prefix, self._round)
+            keys = Round(self._prefix, self._round)
             while store.exists(keys.decision) or store.exists(keys.ack(dead)):
                 keys = keys.next()
-            _count(store, keys, self._world_size, dead, _Ack(-1, True))
+            acknowledge(store, keys, self._world_size, dead, Ack(-1, True))
         except Exception as error:
             self._fail(error)
 
@@ -455,7 +313,7 @@ class Gate:
         waiting = [asked for asked in waiting if asked.round >= self._round]  # the others were handed out
         overdue = {asked.kind: asked for asked in reversed(waiting) if now - asked.since >= self._force_after_s}
         for asked in overdue.values():
-            missing = _missing(store, _Round(self._prefix, self._round), self._rank, self._world_size, asked.kind)
+            missing = find_missing(store, Round(self._prefix, self._round), self._rank, self._world_size, asked.kind)
             self._on_hang(Hang(asked.kind, now - asked.since, *missing))
         return [asked for asked in waiting if asked.kind not in overdue]
 
@@ -465,111 +323,3 @@ def _patience_s(waiting: Sequence[_Asked], force_after_s: float | None) -> float
     if force_after_s is None or not waiting:
         return None
     return max(0.0, min(asked.since for asked in waiting) + force_after_s - time.monotonic())
-
-
-def _count(store: Transport, keys: _Round, world_size: int, rank: int, ack: _Ack) -> None:
-    """Write the acknowledgement of ``rank``. The one that completes the count decides the step."""
-    store.set({keys.ack(rank): json.dumps(ack)})
-    if store.add(keys.count, 1) != world_size or not store.exists(keys.proposal):  # there is none when all ranks left
-        return
-    acks = [_Ack(*json.loads(value)) for value in store.get([keys.ack(rank) for rank in range(world_size)])]
-    # Ranks that left must count in the next round before anyone can enter it.
-    _carry_over(store, keys, {rank: ack for rank, ack in enumerate(acks) if ack.left})
-    store.set({keys.decision: str(max(ack.started for ack in acks) + 1)})
-    store.delete(keys.count)
-
-
-def _carry_over(store: Transport, keys: _Round, gone: Mapping[int, _Ack]) -> None:
-    """Acknowledge the next round for the ranks that left.
-
-    Done before the decision, when no rank is in that round yet.
-    """
-    if not gone:
-        return
-    store.set({keys.next().ack(rank): json.dumps(ack) for rank, ack in gone.items()})
-    store.add(keys.next().count, len(gone))
-    for rank in gone:
-        store.delete(keys.ack(rank))
-
-
-def _missing(
-    store: Transport, keys: _Round, rank: int, world_size: int, kind: str
-) -> tuple[int | None, tuple[int, ...], int]:
-    """Return the round's agreed step, if any, the ranks that ``rank`` waits for, and how many more.
-
-    All ranks want to know at about the same time, and the store has a key for each rank. So one rank asks for all.
-    """
-    try:
-        if store.claim(keys.lister(kind), str(rank)) == str(rank):
-            store.set({keys.missing(kind): json.dumps(_list_missing(store, keys, world_size))})
-        elif not store.wait(keys.missing(kind), LIST_S):
-            return None, (), 0
-        step, ranks, more = json.loads(store.get([keys.missing(kind)])[0])
-        return step, tuple(map(int, ranks)), int(more)
-    except Exception:
-        return None, (), 0
-
-
-def _list_missing(store: Transport, keys: _Round, world_size: int) -> tuple[int | None, list[int], int]:
-    decided = store.exists(keys.decision)
-    step = int(store.get([keys.decision])[0]) if decided else None
-    # Before the decision a missing acknowledgement means "not acknowledged", after it a remaining one "not reached".
-    ranks = [rank for rank in range(world_size) if store.exists(keys.ack(rank)) == decided]
-    return step, ranks[:MOST_NAMED], len(ranks[MOST_NAMED:])
-
-
-class MemoryStore:
-    """A store for ranks that are threads of one process: the client of every rank. For your tests too."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._waiting: defaultdict[str, list[threading.Event]] = defaultdict(list)
-        self._lock = threading.Lock()
-
-    def set(self, values: Mapping[str, str]) -> None:
-        """Write all values. See :class:`Transport` for this and the other methods."""
-        with self._lock:
-            self._put(values)
-
-    def _put(self, values: Mapping[str, str]) -> None:
-        self._values.update(values)
-        for key in values:
-            for event in self._waiting.pop(key, ()):
-                event.set()
-
-    def get(self, keys: Sequence[str]) -> list[str]:
-        with self._lock:
-            return [self._values[key] for key in keys]
-
-    def exists(self, key: str) -> bool:
-        with self._lock:
-            return key in self._values
-
-    def claim(self, key: str, value: str) -> str:
-        with self._lock:
-            if key not in self._values:
-                self._put({key: value})
-            return self._values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self._values.get(key, "0")) + amount
-            self._put({key: str(total)})
-            return total
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        event = threading.Event()
-        with self._lock:
-            if key in self._values:
-                return True
-            self._waiting[key].append(event)
-        return event.wait(timeout_s)
-
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._values.pop(key, None)
-
-    def keys(self) -> list[str]:
-        """Return the keys, sorted."""
-        with self._lock:
-            return sorted(self._values)
