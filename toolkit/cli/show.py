@@ -17,7 +17,7 @@ from toolkit.metrics import goodput
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
-    from toolkit.slurm.commands import JobStatus
+    from toolkit.slurm.jobs import JobStatus
 
 #: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
 #: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.

@@ -19,7 +19,9 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.line_channel import LineChannel, open_channel
 from toolkit.launch.start.preflight import SharedFolder, command
 from toolkit.launch.submission import submit
-from toolkit.slurm.commands import Slurm, srun_nodes_argv, submit_environment
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.environment import submit_environment
+from toolkit.slurm.steps import srun_nodes_argv
 
 #: Columns of the table, by check. A column is left out if no node has a figure for it.
 COLUMNS = {

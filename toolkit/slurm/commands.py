@@ -1,4 +1,4 @@
-"""The only module that runs Slurm's programs and parses their output.
+"""What the toolkit asks of Slurm, and the programs that answer it.
 
 Every call is an argv list with a time limit, in the C locale, without the variables by which a user's profile changes
 the output (SQUEUE_FORMAT and the like). A program that fails raises `SlurmError` with the end of its stderr. A question
@@ -10,78 +10,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from toolkit.errors import SlurmError, SlurmRefusedError
-from toolkit.slurm import states
+from toolkit.errors import SlurmError
+from toolkit.slurm.environment import plain_environment, submit_environment
+from toolkit.slurm.jobs import JobRow, JobStatus, base_id, parse_drained, parse_jobs, parse_statuses, rows_by_id
+from toolkit.slurm.programs import PROBE_TIMEOUT_S, TIMEOUT_S, ProgramRefusedError, run_program
 from toolkit.slurm.reachable import DEFAULT_SLURMD_PORT
 
-#: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
-#: SLURM_CONF Slurm's programs retry for 60 s before they fail.
-TIMEOUT_S = 30.0
-PROBE_TIMEOUT_S = 5.0
 #: The first version in which a job with ``--requeue=expedite`` that ends with exit code 0 is not held in the queue.
 EXPEDITES_SINCE = (25, 11, 3)
-
-
-@dataclass(frozen=True)
-class JobRow:
-    """One job as ``scontrol show job`` prints it. Times are seconds since the epoch, ``None`` where Slurm has none."""
-
-    job_id: str
-    state: str  #: long form, see `toolkit.slurm.states`
-    reason: str | None = None
-    name: str | None = None
-    array_job_id: str | None = None
-    array_task_id: str | None = None
-    restarts: int = 0
-    can_requeue: bool = True
-    is_expedited: bool = False  #: see `SlurmCommands.forbid_requeue`
-    submit_time: float | None = None
-    start_time: float | None = None  #: while pending: Slurm's estimate
-    end_time: float | None = None  #: while running: when the time limit or the grace time of a preemption ends it
-    preempt_time: float | None = None
-    time_limit_s: float | None = None  #: None: unlimited, or the partition's limit
-    partition: str | None = None
-    qos: str | None = None
-    node_list: str = ""
-    excluded: str = ""  #: node list, as asked for
-    options: tuple[str, ...] = ()  #: sbatch options asked for, except sizes, which the job's environment holds
-    batch_host: str | None = None
-    exit_code: int | None = None  #: 0 until the job ends
-    exit_signal: int | None = None
-    command: str | None = None
-    work_dir: str | None = None
-    stdout_path: str | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return states.is_over(self.state)
-
-    @property
-    def requeue_id(self) -> str:
-        """Return the id to requeue: ``ARRAY_TASK`` for an array element. The bare id would requeue the whole array."""
-        is_element = self.array_job_id is not None and (self.array_task_id or "").isdigit()
-        return f"{self.array_job_id}_{self.array_task_id}" if is_element else self.job_id
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """The fields of a job that both squeue and sacct report."""
-
-    job_id: str
-    state: str
-    reason: str | None = None
-    node_list: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        return states.is_over(self.state)
 
 
 @dataclass(frozen=True)
@@ -205,7 +145,7 @@ class Slurm:
     def show_job(self, job_id: str) -> JobRow | None:
         try:
             text = self._run(["scontrol", "show", "job", job_id])
-        except _ProgramFailed as error:
+        except ProgramRefusedError as error:
             if error.says("Invalid job id"):
                 return None
             raise
@@ -216,9 +156,9 @@ class Slurm:
     def show_jobs(self, job_ids: Iterable[str]) -> dict[str, JobStatus | None]:
         wanted = list(dict.fromkeys(job_ids))
         # squeue first; accounting only for the jobs that the controller has forgotten.
-        found = _match(wanted, self._queued(wanted) if wanted else [])
+        found = rows_by_id(wanted, self._queued(wanted) if wanted else [])
         gone = [job_id for job_id in wanted if found[job_id] is None]
-        return found | (_match(gone, self._accounted(gone)) if gone else {})
+        return found | (rows_by_id(gone, self._accounted(gone)) if gone else {})
 
     def cancel(self, job_id: str, *, signal: str | None = None, step: str | None = None, batch: bool = False) -> None:
         options = [f"--signal={signal}"] if signal else []
@@ -228,7 +168,7 @@ class Slurm:
     def find_step(self, job_id: str, name: str) -> str | None:
         try:  # of squeue the controller would be asked for every step of the cluster
             answer = self._run(["scontrol", "show", "step", job_id])
-        except _ProgramFailed as error:
+        except ProgramRefusedError as error:
             if error.stderr.strip() and not error.says("Invalid job id"):
                 raise
             return None  # that there is no step it says on stdout
@@ -237,7 +177,7 @@ class Slurm:
     def requeue(self, job_id: str, *, if_running: bool = False) -> None:
         try:
             self._run(["scontrol", "requeue", *["Incomplete"] * if_running, job_id])
-        except _ProgramFailed as error:
+        except ProgramRefusedError as error:
             if not error.says("Job is pending execution"):
                 raise
 
@@ -272,7 +212,7 @@ class Slurm:
     def could_run(self, arguments: Sequence[str]) -> bool:
         try:
             self._run(["sbatch", "--test-only", *arguments, "--wrap=true"], environ=submit_environment(self._environ))
-        except _ProgramFailed:
+        except ProgramRefusedError:
             return False
         return True
 
@@ -338,10 +278,10 @@ class Slurm:
         """
         ask = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r"]
         if len(job_ids) > 1:
-            return _parse_statuses(self._run([*ask, f"--user={os.getuid()}"]))
+            return parse_statuses(self._run([*ask, f"--user={os.getuid()}"]))
         try:
-            return _parse_statuses(self._run([*ask, f"--jobs={_base_id(job_ids[0])}"]))
-        except _ProgramFailed as error:
+            return parse_statuses(self._run([*ask, f"--jobs={base_id(job_ids[0])}"]))
+        except ProgramRefusedError as error:
             if not error.says("Invalid job id"):
                 raise
             return []
@@ -351,7 +291,7 @@ class Slurm:
         columns = ["--parsable2", "--format=JobID,State,NodeList"]
         ask = ["sacct", "--allocations", "--noheader", *columns, "--jobs=" + ",".join(job_ids)]
         try:
-            return _parse_statuses(self._run(ask))
+            return parse_statuses(self._run(ask))
         except SlurmError:
             return []
 
@@ -370,8 +310,8 @@ class Slurm:
                 "go to a login node, or run without Slurm (`--executor local`)"
             )
         if environ is None:
-            environ = _plain_environment(self._environ)
-        return _run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
+            environ = plain_environment(self._environ)
+        return run_program([path, *argv[1:]], timeout_s or self._timeout_s, environ)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -382,411 +322,7 @@ def _version(text: str) -> tuple[int, ...]:
 _STEP = re.compile(r"^StepId=\S+\.(\w+) .*?^ .*?\bName=(\S+)", re.MULTILINE | re.DOTALL)
 
 
-class _Failed(SlurmError):
-    """A program of Slurm ended with an exit code other than 0."""
-
-    def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
-        self.stderr = stderr
-        words = "\n  ".join(stderr.strip().splitlines()[-5:]) or "(nothing on stderr)"
-        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{_advice(stderr)}")
-
-    def says(self, words: str) -> bool:
-        return words.lower() in self.stderr.lower()
-
-
-class _ProgramFailed(_Failed, SlurmRefusedError):
-    """The controller answered and refused."""
-
-
-class _ProgramUnheard(_Failed):
-    """The controller did not answer: it restarts, is overloaded, or cannot be reached over the network."""
-
-
-#: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 24.11).
-_UNHEARD = (
-    "Unable to contact slurm controller",
-    "Unable to contact slurm database",
-    "Socket timed out",
-    "Zero Bytes were transmitted",
-    "Communication connection failure",
-    "Connection refused",
-    "Connection reset",
-    "slurm_receive_msg",
-    "in standby mode",
-)
-
-#: Advice for the most frequent failures, by what Slurm prints.
-_ADVICE = (
-    ("Unable to contact slurm controller", "the controller is down or unreachable: `scontrol ping`, or ask the site"),
-    ("Could not establish a configuration source", "set SLURM_CONF to the cluster's slurm.conf"),
-    ("Invalid account", "name one of `sacctmgr show associations user=$USER` as cluster.account in the site defaults"),
-    ("invalid partition", "name one of `sinfo --summarize` as cluster.partition"),
-    ("Requested node configuration is not available", "ask for less: `sinfo -o '%P %D %c %m %G'` shows what there is"),
-    ("Job violates accounting/QOS policy", "the account's limits are reached: `sacctmgr show qos`, or ask for less"),
-    ("presently disabled", "the job was submitted with --no-requeue, or the site forbids requeueing (JobRequeue=0)"),
-)  # fmt: skip
-
-
-def _advice(stderr: str) -> str:
-    found = next((advice for words, advice in _ADVICE if words.lower() in stderr.lower()), None)
-    return f"\nWhat to do: {found}" if found else ""
-
-
-def _shown(argv: Sequence[str]) -> str:
-    return " ".join([argv[0].rpartition("/")[2], *argv[1:]])
-
-
-def _run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> str:
-    """Return the program's stdout. It gets no stdin: a program that asks a question would wait for ever."""
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=environ,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(
-            f"`{_shown(argv)}` did not answer within {timeout_s:g} s: the controller is busy or unreachable, "
-            "SLURM_CONF cannot be read, or the job has no running step to signal; try `scontrol ping` and `squeue`"
-        ) from error
-    except OSError as error:
-        raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
-    if done.returncode != 0:
-        # Death by a signal is no answer either: Slurm's SIGTERM for a job that it requeues also reaches our children.
-        is_unheard = done.returncode < 0 or any(words in done.stderr for words in _UNHEARD)
-        failed = _ProgramUnheard if is_unheard else _ProgramFailed
-        raise failed(argv, done.returncode, done.stderr)
-    return done.stdout
-
-
 # --------------------------------------------------------------------------------------------------- environments
-
-#: Prefixes of variables by which a user's profile changes the columns, filters and questions of Slurm's programs.
-_OUTPUT_CHANGING = ("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
-
-
-def _plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` with the C locale, and with times in seconds since the epoch.
-
-    Local times are ambiguous for an hour each autumn.
-    """
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_CHANGING)}
-    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
-
-
-#: Where Slurm is and which cluster is meant. All other variables of these families describe the current job.
-_SITE_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-_JOB_VARIABLES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "OMPI_COMM_WORLD_", "PRTE_LAUNCHED")
-#: One rank's place in one launch. Inherited by another launch they name the wrong rank, see `placement`.
-_RANK_VARIABLES = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "ROLE_RANK"}
-)
-_LAUNCH_VARIABLES = _RANK_VARIABLES | {
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TOOLKIT_RUN_DIR",
-    "TOOLKIT_ATTEMPT",
-    "TOOLKIT_OWNER",
-    "TOOLKIT_REPORTS",
-    "TOOLKIT_SUPERVISED",
-    "TOOLKIT_LAUNCH_KEY",
-    "TOOLKIT_SUPERVISE_RUN",
-    "TOOLKIT_PREDECESSORS",
-    "TOOLKIT_SUBMISSION",
-}
-
-
-def submit_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to submit a new job from, also from inside a running job.
-
-    sbatch takes options from SBATCH_* and SLURM_* and hands its environment on to the job: an inherited
-    SLURM_CPU_BIND pins the new job's ranks to the old job's cores, and an inherited RANK names the wrong rank.
-    """
-    strange = (*_JOB_VARIABLES, "TORCHELASTIC_")
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in _SITE_VARIABLES or not (name in _LAUNCH_VARIABLES or name.startswith(strange))
-    }
-
-
-#: Variables by which the batch script describes itself and which srun reads as options (srun(1), INPUT ENVIRONMENT).
-#: After the allocation has shrunk they contradict it. The command line gives everything that they say.
-_STEP_OPTIONS = frozenset(
-    {
-        "SLURM_NNODES",
-        "SLURM_JOB_NUM_NODES",
-        "SLURM_NPROCS",
-        "SLURM_CPUS_PER_TASK",
-        "SLURM_TRES_PER_TASK",
-        "SLURM_DISTRIBUTION",
-        "SLURM_HOSTFILE",
-        "SLURM_KILL_BAD_EXIT",
-        "SLURM_WAIT",
-        "SLURM_OPEN_MODE",
-        "SLURM_EXPORT_ENV",
-        "SLURM_EXACT",
-        "SLURM_EXCLUSIVE",
-        "SLURM_OVERLAP",
-        "SLURM_LABELIO",
-        "SLURM_STDOUTMODE",
-        "SLURM_STDERRMODE",
-        "SLURM_STDINMODE",
-        "SLURM_MULTI_PROG",
-        "SLURM_THREADS_PER_CORE",
-        "SLURM_NO_KILL",
-        "SLURM_STEP_ID",
-        "SLURM_STEPID",
-    }
-)
-_STEP_OPTION_FAMILIES = (
-    "SLURM_NTASKS",
-    "SLURM_CPU_BIND",
-    "SLURM_MEM_BIND",
-    "SLURM_MEM_PER_",
-    "SLURM_GPUS_PER_TASK",
-    "SRUN_",
-    "PMI",
-)
-
-
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an ``srun`` inside an allocation, which gets all options on its command line."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _STEP_OPTIONS | _RANK_VARIABLES and not name.startswith(_STEP_OPTION_FAMILIES)
-    }
-
-
-@dataclass(frozen=True)
-class SrunStep:
-    """One srun step: what runs where. ``hosts`` has one entry per rank, in rank order."""
-
-    command: Sequence[str]
-    hosts: Sequence[str]
-    cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step beside others may have
-    output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
-    name: str | None = None  #: the name by which `SlurmCommands.find_step` finds the step
-    mpi: str | None = None
-    overlap: bool = False  #: beside running ranks; without it such a step waits for ever
-    extra: Sequence[str] = ()
-
-
-def srun_argv(step: SrunStep) -> list[str]:
-    """Return the command line of ``step``. Its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
-
-    srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): otherwise the first rank to stop cleanly would end
-    the others. Ranks always get ``--cpus-per-task``: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the host file
-    names the nodes, and 24.11 refuses both together.
-    """
-    return [
-        "srun",
-        f"--ntasks={len(step.hosts)}",
-        *([] if step.cpus_per_task is None else [f"--cpus-per-task={step.cpus_per_task}"]),
-        # The ranks' nodes are those of the host file, line by line.
-        "--distribution=arbitrary",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        *([] if step.output is None else [f"--output={step.output}", "--open-mode=append"]),
-        "--export=ALL",
-        *([f"--job-name={step.name}"] if step.name else []),
-        *([f"--mpi={step.mpi}"] if step.mpi else []),
-        *(["--overlap"] if step.overlap else []),
-        *step.extra,
-        *step.command,
-    ]
-
-
-def srun_here_argv(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on this node of the job.
-
-    It runs beside all else there. ``command`` may begin with srun's options.
-    """
-    here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
-    return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
-
-
-def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes.
-
-    It asks Slurm for the nodes, from a login node.
-    """
-    size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
 
 
 # --------------------------------------------------------------------------------------------------------- parsing
-
-#: Fields that take the rest of their line: users write spaces and ``=`` into them.
-_FREE_TEXT = frozenset(
-    {"JobName", "Comment", "AdminComment", "SystemComment", "Extra", "Command", "WorkDir", "StdErr", "StdIn", "StdOut"}
-)
-_NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A", "Unknown"})
-
-
-def parse_jobs(text: str) -> list[JobRow]:
-    """Return the jobs in the output of ``scontrol show job``, in its form of several lines.
-
-    Not ``--oneliner``: there a comment such as ``x JobState=FAILED`` would read as a field. Here a free text ends where
-    its line ends. Of a field that appears twice the first, Slurm's own, counts.
-    """
-    return [_row(_fields(record)) for record in re.split(r"\n(?=JobId=)", text) if record.startswith("JobId=")]
-
-
-def parse_drained(text: str) -> dict[str, str]:
-    """Return the drained or draining nodes in ``scontrol show node``'s output, each with the reason.
-
-    A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does not answer. The reason ends with who gave it
-    and when: ``new fan [root@1795417311]``.
-    """
-    found = {}
-    for record in re.split(r"\n(?=NodeName=)", text):
-        name, state = re.match(r"NodeName=(\S+)", record), re.search(r"^ +State=(\S+)", record, re.MULTILINE)
-        reason = re.search(r"^ +Reason=(.*?)(?: \[([^\s@]+)@\S+\])?$", record, re.MULTILINE)
-        if name and state and "DRAIN" in re.split(r"\W", state[1]):
-            found[name[1]] = "no reason given" if reason is None else " by ".join(filter(None, reason.groups()))
-    return found
-
-
-def _fields(record: str) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for line in record.splitlines():
-        for name, value in _fields_of_line(line.strip()):
-            fields.setdefault(name, value)
-    return {name: value for name, value in fields.items() if value not in _NOTHING}
-
-
-def _fields_of_line(line: str) -> Iterator[tuple[str, str]]:
-    while line:
-        name, _, rest = line.partition("=")
-        if name in _FREE_TEXT:
-            yield name, rest
-            return
-        value, _, line = rest.partition(" ")
-        yield name, value
-        line = line.strip()
-
-
-def _row(fields: Mapping[str, str]) -> JobRow:
-    code, signal = _exit(fields.get("ExitCode"))
-    return JobRow(
-        job_id=fields["JobId"],
-        state=states.canonical(fields.get("JobState", "")),
-        reason=fields.get("Reason"),
-        name=fields.get("JobName"),
-        array_job_id=fields.get("ArrayJobId"),
-        array_task_id=fields.get("ArrayTaskId"),
-        restarts=int(fields.get("Restarts", "0")),
-        can_requeue=fields.get("Requeue", "1") != "0",
-        is_expedited=fields.get("ExpeditedRequeue") == "Yes",
-        submit_time=parse_time(fields.get("SubmitTime")),
-        start_time=parse_time(fields.get("StartTime")),
-        end_time=parse_time(fields.get("EndTime")),
-        preempt_time=parse_time(fields.get("PreemptTime")),
-        time_limit_s=parse_duration(fields.get("TimeLimit")),
-        partition=fields.get("Partition"),
-        qos=fields.get("QOS"),
-        node_list=fields.get("NodeList", ""),
-        excluded=fields.get("ExcNodeList", ""),
-        options=tuple(_options(fields)),
-        batch_host=fields.get("BatchHost"),
-        exit_code=code,
-        exit_signal=signal,
-        command=fields.get("Command"),
-        work_dir=fields.get("WorkDir"),
-        stdout_path=fields.get("StdOut"),
-    )
-
-
-#: sbatch's options, by the fields in which scontrol shows them.
-_OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
-_OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
-_EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
-#: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.
-_GRES = re.compile(r"gres[:/]([^,]+)")
-
-
-def _options(fields: Mapping[str, str]) -> Iterator[str]:
-    """Yield sbatch's options, read back from scontrol's output, wherever the user wrote them."""
-    for field, option in _OPTIONS.items():
-        if field in fields:
-            yield f"--{option}={fields[field]}"
-    # GPUs and other generic resources stand in TRES strings: those of a node, then those of the job or a task.
-    gres = [item.replace("=", ":") for item in _GRES.findall(fields.get("TresPerNode", ""))]
-    if gres:
-        yield f"--gres={','.join(gres)}"
-    for field, option in _OPTIONS_OF_GPUS.items():
-        for item in _GRES.findall(fields.get(field, "")):
-            name, _, number = item.replace("=", ":").partition(":")
-            if name == "gpu":
-                yield f"--{option}={number}"
-    # Exclusive use is shown as a value of OverSubscribe.
-    if fields.get("OverSubscribe") in _EXCLUSIVE:
-        yield _EXCLUSIVE[fields["OverSubscribe"]]
-
-
-def parse_time(text: str | None) -> float | None:
-    """Return seconds since the epoch for ``1795190400`` or ``2026-11-20T16:00:00`` (local time), else ``None``."""
-    if text is None or text in _NOTHING:
-        return None
-    if text.isdigit():
-        return float(text)
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
-
-
-_DURATION = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]+)(?::([0-9]+))?")
-
-
-def parse_duration(text: str | None) -> float | None:
-    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; ``None`` for UNLIMITED and Partition_Limit."""
-    match = _DURATION.fullmatch(text or "")
-    if match is None:
-        return None
-    days, *clock = match.groups()
-    hours, minutes, seconds = clock if clock[2] is not None else ["0", *clock[:2]]
-    return float(((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds))
-
-
-def _exit(text: str | None) -> tuple[int | None, int | None]:
-    """Parse an exit code and a signal: ``1:0`` is exit code 1 and no signal."""
-    match = re.fullmatch(r"([0-9]+):([0-9]+)", text or "")
-    return (int(match[1]), int(match[2])) if match else (None, None)
-
-
-def _parse_statuses(text: str) -> list[JobStatus]:
-    return [_status(line) for line in text.splitlines() if line.count("|") >= 2]
-
-
-def _status(line: str) -> JobStatus:
-    # The reason is squeue's last column; sacct is not asked for it.
-    job_id, state, node_list, *reason = line.split("|", 3)
-    why = reason[0] if reason and reason[0] not in _NOTHING else None
-    return JobStatus(job_id.strip(), states.canonical(state), why, "" if node_list in _NOTHING else node_list)
-
-
-def _base_id(job_id: str) -> str:
-    """Return an id that every squeue takes. It takes ``A_T`` only for array elements that it has split off."""
-    return re.split(r"[_+]", job_id)[0]
-
-
-def _match(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobStatus | None]:
-    """Return the row of each id. A whole array or het job gets an unfinished member's row, while there is one."""
-    by_id: dict[str, list[JobStatus]] = {}
-    for row in rows:
-        # The row of an array element or het component also stands for the whole job.
-        for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
-            by_id.setdefault(name, []).append(row)
-    return {job_id: _present(by_id.get(job_id, [])) for job_id in job_ids}
-
-
-def _present(rows: Sequence[JobStatus]) -> JobStatus | None:
-    return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

@@ -20,7 +20,8 @@ from typing import Any
 
 from toolkit import hostlist
 from toolkit.errors import SlurmError
-from toolkit.slurm.commands import JobRow, JobStatus, Settings, parse_duration
+from toolkit.slurm.commands import Settings
+from toolkit.slurm.jobs import JobRow, JobStatus, parse_duration
 from toolkit.slurm.states import Phase, phase
 
 #: Seconds for which a requeued job may not start: ``cred_expire`` + 1.

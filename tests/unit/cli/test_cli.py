@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
 from toolkit.slurm import commands
-from toolkit.slurm.commands import JobStatus
+from toolkit.slurm.jobs import JobStatus
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from toolkit.launch.supervise.ending import (
     unfit_nodes,
 )
 from toolkit.metrics import goodput
-from toolkit.slurm.commands import JobRow
+from toolkit.slurm.jobs import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
 RAISED = RankFailure(1, "node1", "ValueError: boom", 10.5, traceback="Traceback ...")

@@ -31,8 +31,8 @@ from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import submit
 from toolkit.launch.supervise.ending import JobFate
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
+from toolkit.slurm.jobs import JobRow
 
 #: What a batch script finds after `sbatch -p gpu -A phys -q high -N2 -n7 -c6 --mem=2G`.
 OURS = {

@@ -26,7 +26,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, Start, moment, of_attempt, of_files, of_run, sentence
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow
+from toolkit.slurm.jobs import JobRow
 
 SUBMITTED = 1_700_000_000.0
 

@@ -18,7 +18,7 @@ from toolkit.launch import outages
 from toolkit.launch.start.children import dying_with_us
 from toolkit.launch.start.srun import Srun, parse_srun_line
 from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
-from toolkit.slurm.commands import SrunStep
+from toolkit.slurm.steps import SrunStep
 
 TIMEOUT_S = 20
 

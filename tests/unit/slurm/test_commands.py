@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import SlurmError, SlurmRefusedError
-from toolkit.slurm.commands import (
-    JobStatus,
-    Slurm,
-    SrunStep,
-    parse_drained,
-    parse_duration,
-    parse_jobs,
-    parse_time,
-    srun_argv,
-    step_environment,
-    submit_environment,
-)
+from toolkit.slurm.commands import Slurm
+from toolkit.slurm.environment import step_environment, submit_environment
+from toolkit.slurm.jobs import JobStatus, parse_drained, parse_duration, parse_jobs, parse_time
+from toolkit.slurm.steps import SrunStep, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
 RUNNING = """JobId=1 JobName=my job

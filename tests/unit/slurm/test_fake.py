@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from toolkit.errors import SlurmError
-from toolkit.slurm.commands import JobRow, Slurm, SlurmCommands
+from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
+from toolkit.slurm.jobs import JobRow
 
 
 @pytest.fixture

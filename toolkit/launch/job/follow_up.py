@@ -28,7 +28,8 @@ from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import snapshot
 from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow, Settings, SlurmCommands
+from toolkit.slurm.commands import Settings, SlurmCommands
+from toolkit.slurm.jobs import JobRow
 
 RUN_VARIABLE = "TOOLKIT_SUPERVISE_RUN"
 #: The jobs whose end a follow-up job has waited for, the run's own first, with colons between them.

@@ -18,7 +18,8 @@ from toolkit.launch.record import request
 from toolkit.launch.record.ownership import Claim
 from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow, Settings, SlurmCommands
+from toolkit.slurm.commands import Settings, SlurmCommands
+from toolkit.slurm.jobs import JobRow
 
 #: A job that is being ended has ended, or is pending again, after this time: KillWait and a margin.
 ENDING_S = 60.0

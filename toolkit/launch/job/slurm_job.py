@@ -11,7 +11,8 @@ from toolkit import logs
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise import ending
-from toolkit.slurm.commands import JobRow, Settings, SlurmCommands
+from toolkit.slurm.commands import Settings, SlurmCommands
+from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import unreachable
 
 #: Clocks that differ by less count as equal: Slurm tells whole seconds, and asking takes time, too.

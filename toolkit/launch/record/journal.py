@@ -21,7 +21,7 @@ from toolkit.launch.supervise.ending import Decision, Ending, Past
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import Start, moment
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow
+from toolkit.slurm.jobs import JobRow
 
 log = logs.get(__name__)
 

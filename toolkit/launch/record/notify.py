@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.foreign import without_snapshot
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import submit_environment
+from toolkit.slurm.environment import submit_environment
 
 #: The job holds its nodes meanwhile, and a job that is being cancelled has only KillWait, 30 s by default.
 LIMIT_S = 30.0

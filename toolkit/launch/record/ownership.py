@@ -26,7 +26,7 @@ from toolkit.errors import RequestError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobStatus
+from toolkit.slurm.jobs import JobStatus
 from toolkit.slurm.states import Phase, phase
 
 TOKEN_VARIABLE = "TOOLKIT_SUBMISSION"

@@ -14,7 +14,7 @@ from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.srun import Srun, SrunEvent
 from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import SrunStep
+from toolkit.slurm.steps import SrunStep
 
 #: Variables by which srun binds tasks to GPUs.
 GPU_BINDINGS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND")

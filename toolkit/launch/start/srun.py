@@ -32,8 +32,10 @@ from toolkit.launch.start.steps import (
 )
 from toolkit.launch.start.store import StoreHost
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import SlurmCommands, SrunStep, srun_argv, step_environment
+from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
+from toolkit.slurm.environment import step_environment
+from toolkit.slurm.steps import SrunStep, srun_argv
 
 #: After the end of a step the agents confirm within this time that they have passed on its ranks' reports.
 REPORTS_WAIT_S = 10.0

@@ -17,9 +17,10 @@ from toolkit import logs, open_files
 from toolkit.errors import EXIT_FAILED, RequestError
 from toolkit.launch.start.children import open_log, start_child
 from toolkit.launch.start.steps import Events
-from toolkit.slurm.commands import srun_here_argv, step_environment
 from toolkit.slurm.container import Container
+from toolkit.slurm.environment import step_environment
 from toolkit.slurm.network import listen
+from toolkit.slurm.steps import srun_here_argv
 
 #: A rank's connections to the store: the process group's and, with NCCL, a clone of it; the gate's watcher; requests;
 #: saves.

@@ -36,9 +36,10 @@ from toolkit.launch.submission import inside_allocation, snapshot
 from toolkit.launch.submission.prepare import absolute, new_run, within
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import Slurm, submit_environment
+from toolkit.slurm.commands import Slurm
 from toolkit.slurm.container import PYXIS
 from toolkit.slurm.container import parse as parse_image
+from toolkit.slurm.environment import submit_environment
 
 log = logs.get(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 
-from toolkit.slurm.commands import JobRow
+from toolkit.slurm.jobs import JobRow
 
 
 class Cause(StrEnum):

@@ -32,7 +32,8 @@ from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
-from toolkit.slurm.commands import JobRow, Slurm, SlurmCommands
+from toolkit.slurm.commands import Slurm, SlurmCommands
+from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import answers
 
 LOOK_EVERY_S = 2.0

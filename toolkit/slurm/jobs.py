@@ -1,0 +1,234 @@
+"""Jobs and nodes as Slurm's programs print them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.slurm import states
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job as ``scontrol show job`` prints it. Times are seconds since the epoch, ``None`` where Slurm has none."""
+
+    job_id: str
+    state: str  #: long form, see `toolkit.slurm.states`
+    reason: str | None = None
+    name: str | None = None
+    array_job_id: str | None = None
+    array_task_id: str | None = None
+    restarts: int = 0
+    can_requeue: bool = True
+    is_expedited: bool = False  #: see `SlurmCommands.forbid_requeue`
+    submit_time: float | None = None
+    start_time: float | None = None  #: while pending: Slurm's estimate
+    end_time: float | None = None  #: while running: when the time limit or the grace time of a preemption ends it
+    preempt_time: float | None = None
+    time_limit_s: float | None = None  #: None: unlimited, or the partition's limit
+    partition: str | None = None
+    qos: str | None = None
+    node_list: str = ""
+    excluded: str = ""  #: node list, as asked for
+    options: tuple[str, ...] = ()  #: sbatch options asked for, except sizes, which the job's environment holds
+    batch_host: str | None = None
+    exit_code: int | None = None  #: 0 until the job ends
+    exit_signal: int | None = None
+    command: str | None = None
+    work_dir: str | None = None
+    stdout_path: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return states.is_over(self.state)
+
+    @property
+    def requeue_id(self) -> str:
+        """Return the id to requeue: ``ARRAY_TASK`` for an array element. The bare id would requeue the whole array."""
+        is_element = self.array_job_id is not None and (self.array_task_id or "").isdigit()
+        return f"{self.array_job_id}_{self.array_task_id}" if is_element else self.job_id
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The fields of a job that both squeue and sacct report."""
+
+    job_id: str
+    state: str
+    reason: str | None = None
+    node_list: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return states.is_over(self.state)
+
+
+#: Fields that take the rest of their line: users write spaces and ``=`` into them.
+_FREE_TEXT = frozenset(
+    {"JobName", "Comment", "AdminComment", "SystemComment", "Extra", "Command", "WorkDir", "StdErr", "StdIn", "StdOut"}
+)
+_NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A", "Unknown"})
+
+
+def parse_jobs(text: str) -> list[JobRow]:
+    """Return the jobs in the output of ``scontrol show job``, in its form of several lines.
+
+    Not ``--oneliner``: there a comment such as ``x JobState=FAILED`` would read as a field. Here a free text ends where
+    its line ends. Of a field that appears twice the first, Slurm's own, counts.
+    """
+    return [_row(_fields(record)) for record in re.split(r"\n(?=JobId=)", text) if record.startswith("JobId=")]
+
+
+def parse_drained(text: str) -> dict[str, str]:
+    """Return the drained or draining nodes in ``scontrol show node``'s output, each with the reason.
+
+    A state is ``MIXED+DRAIN``, with ``*`` behind a part if the node does not answer. The reason ends with who gave it
+    and when: ``new fan [root@1795417311]``.
+    """
+    found = {}
+    for record in re.split(r"\n(?=NodeName=)", text):
+        name, state = re.match(r"NodeName=(\S+)", record), re.search(r"^ +State=(\S+)", record, re.MULTILINE)
+        reason = re.search(r"^ +Reason=(.*?)(?: \[([^\s@]+)@\S+\])?$", record, re.MULTILINE)
+        if name and state and "DRAIN" in re.split(r"\W", state[1]):
+            found[name[1]] = "no reason given" if reason is None else " by ".join(filter(None, reason.groups()))
+    return found
+
+
+def _fields(record: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in record.splitlines():
+        for name, value in _fields_of_line(line.strip()):
+            fields.setdefault(name, value)
+    return {name: value for name, value in fields.items() if value not in _NOTHING}
+
+
+def _fields_of_line(line: str) -> Iterator[tuple[str, str]]:
+    while line:
+        name, _, rest = line.partition("=")
+        if name in _FREE_TEXT:
+            yield name, rest
+            return
+        value, _, line = rest.partition(" ")
+        yield name, value
+        line = line.strip()
+
+
+def _row(fields: Mapping[str, str]) -> JobRow:
+    code, signal = _exit(fields.get("ExitCode"))
+    return JobRow(
+        job_id=fields["JobId"],
+        state=states.canonical(fields.get("JobState", "")),
+        reason=fields.get("Reason"),
+        name=fields.get("JobName"),
+        array_job_id=fields.get("ArrayJobId"),
+        array_task_id=fields.get("ArrayTaskId"),
+        restarts=int(fields.get("Restarts", "0")),
+        can_requeue=fields.get("Requeue", "1") != "0",
+        is_expedited=fields.get("ExpeditedRequeue") == "Yes",
+        submit_time=parse_time(fields.get("SubmitTime")),
+        start_time=parse_time(fields.get("StartTime")),
+        end_time=parse_time(fields.get("EndTime")),
+        preempt_time=parse_time(fields.get("PreemptTime")),
+        time_limit_s=parse_duration(fields.get("TimeLimit")),
+        partition=fields.get("Partition"),
+        qos=fields.get("QOS"),
+        node_list=fields.get("NodeList", ""),
+        excluded=fields.get("ExcNodeList", ""),
+        options=tuple(_options(fields)),
+        batch_host=fields.get("BatchHost"),
+        exit_code=code,
+        exit_signal=signal,
+        command=fields.get("Command"),
+        work_dir=fields.get("WorkDir"),
+        stdout_path=fields.get("StdOut"),
+    )
+
+
+#: sbatch's options, by the fields in which scontrol shows them.
+_OPTIONS = {"Features": "constraint", "ExcNodeList": "exclude", "ReqNodeList": "nodelist", "Licenses": "licenses"}
+_OPTIONS_OF_GPUS = {"TresPerJob": "gpus", "TresPerTask": "gpus-per-task", "MemPerTres": "mem-per-gpu"}
+_EXCLUSIVE = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
+#: ``gres:gpu:a100:4`` in Slurm 22.05, ``gres/gpu:a100:4`` since 23.02; since 24.05 with ``=`` before a task's number.
+_GRES = re.compile(r"gres[:/]([^,]+)")
+
+
+def _options(fields: Mapping[str, str]) -> Iterator[str]:
+    """Yield sbatch's options, read back from scontrol's output, wherever the user wrote them."""
+    for field, option in _OPTIONS.items():
+        if field in fields:
+            yield f"--{option}={fields[field]}"
+    # GPUs and other generic resources stand in TRES strings: those of a node, then those of the job or a task.
+    gres = [item.replace("=", ":") for item in _GRES.findall(fields.get("TresPerNode", ""))]
+    if gres:
+        yield f"--gres={','.join(gres)}"
+    for field, option in _OPTIONS_OF_GPUS.items():
+        for item in _GRES.findall(fields.get(field, "")):
+            name, _, number = item.replace("=", ":").partition(":")
+            if name == "gpu":
+                yield f"--{option}={number}"
+    # Exclusive use is shown as a value of OverSubscribe.
+    if fields.get("OverSubscribe") in _EXCLUSIVE:
+        yield _EXCLUSIVE[fields["OverSubscribe"]]
+
+
+def parse_time(text: str | None) -> float | None:
+    """Return seconds since the epoch for ``1795190400`` or ``2026-11-20T16:00:00`` (local time), else ``None``."""
+    if text is None or text in _NOTHING:
+        return None
+    if text.isdigit():
+        return float(text)
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+_DURATION = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]+)(?::([0-9]+))?")
+
+
+def parse_duration(text: str | None) -> float | None:
+    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; ``None`` for UNLIMITED and Partition_Limit."""
+    match = _DURATION.fullmatch(text or "")
+    if match is None:
+        return None
+    days, *clock = match.groups()
+    hours, minutes, seconds = clock if clock[2] is not None else ["0", *clock[:2]]
+    return float(((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds))
+
+
+def _exit(text: str | None) -> tuple[int | None, int | None]:
+    """Parse an exit code and a signal: ``1:0`` is exit code 1 and no signal."""
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text or "")
+    return (int(match[1]), int(match[2])) if match else (None, None)
+
+
+def parse_statuses(text: str) -> list[JobStatus]:
+    return [_status(line) for line in text.splitlines() if line.count("|") >= 2]
+
+
+def _status(line: str) -> JobStatus:
+    # The reason is squeue's last column; sacct is not asked for it.
+    job_id, state, node_list, *reason = line.split("|", 3)
+    why = reason[0] if reason and reason[0] not in _NOTHING else None
+    return JobStatus(job_id.strip(), states.canonical(state), why, "" if node_list in _NOTHING else node_list)
+
+
+def base_id(job_id: str) -> str:
+    """Return an id that every squeue takes. It takes ``A_T`` only for array elements that it has split off."""
+    return re.split(r"[_+]", job_id)[0]
+
+
+def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobStatus | None]:
+    """Return the row of each id. A whole array or het job gets an unfinished member's row, while there is one."""
+    by_id: dict[str, list[JobStatus]] = {}
+    for row in rows:
+        # The row of an array element or het component also stands for the whole job.
+        for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
+            by_id.setdefault(name, []).append(row)
+    return {job_id: _present(by_id.get(job_id, [])) for job_id in job_ids}
+
+
+def _present(rows: Sequence[JobStatus]) -> JobStatus | None:
+    return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

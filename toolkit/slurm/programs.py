@@ -1,0 +1,94 @@
+"""Runs one of Slurm's programs, and tells its refusals from its silence."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from toolkit.errors import SlurmError, SlurmRefusedError
+
+#: Seconds for one program: enough for a busy controller, and bearable for a user who waits. Without a readable
+#: SLURM_CONF Slurm's programs retry for 60 s before they fail.
+TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 5.0
+
+
+class _ProgramError(SlurmError):
+    """A program of Slurm ended with an exit code other than 0."""
+
+    def __init__(self, argv: Sequence[str], code: int, stderr: str) -> None:
+        self.stderr = stderr
+        words = "\n  ".join(stderr.strip().splitlines()[-5:]) or "(nothing on stderr)"
+        super().__init__(f"`{_shown(argv)}` failed with exit code {code}:\n  {words}{_advice(stderr)}")
+
+    def says(self, words: str) -> bool:
+        return words.lower() in self.stderr.lower()
+
+
+class ProgramRefusedError(_ProgramError, SlurmRefusedError):
+    """The controller answered and refused."""
+
+
+class _NoAnswerError(_ProgramError):
+    """The controller did not answer: it restarts, is overloaded, or cannot be reached over the network."""
+
+
+#: What Slurm's programs print when no daemon could be reached (slurm_errno.c, 22.05 to 24.11).
+_NO_ANSWER = (
+    "Unable to contact slurm controller",
+    "Unable to contact slurm database",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Communication connection failure",
+    "Connection refused",
+    "Connection reset",
+    "slurm_receive_msg",
+    "in standby mode",
+)
+#: Advice for the most frequent failures, by what Slurm prints.
+_ADVICE = (
+    ("Unable to contact slurm controller", "the controller is down or unreachable: `scontrol ping`, or ask the site"),
+    ("Could not establish a configuration source", "set SLURM_CONF to the cluster's slurm.conf"),
+    ("Invalid account", "name one of `sacctmgr show associations user=$USER` as cluster.account in the site defaults"),
+    ("invalid partition", "name one of `sinfo --summarize` as cluster.partition"),
+    ("Requested node configuration is not available", "ask for less: `sinfo -o '%P %D %c %m %G'` shows what there is"),
+    ("Job violates accounting/QOS policy", "the account's limits are reached: `sacctmgr show qos`, or ask for less"),
+    ("presently disabled", "the job was submitted with --no-requeue, or the site forbids requeueing (JobRequeue=0)"),
+)  # fmt: skip
+
+
+def _advice(stderr: str) -> str:
+    found = next((advice for words, advice in _ADVICE if words.lower() in stderr.lower()), None)
+    return f"\nWhat to do: {found}" if found else ""
+
+
+def _shown(argv: Sequence[str]) -> str:
+    return " ".join([argv[0].rpartition("/")[2], *argv[1:]])
+
+
+def run_program(argv: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> str:
+    """Return the program's stdout. It gets no stdin: a program that asks a question would wait for ever."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=environ,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(
+            f"`{_shown(argv)}` did not answer within {timeout_s:g} s: the controller is busy or unreachable, "
+            "SLURM_CONF cannot be read, or the job has no running step to signal; try `scontrol ping` and `squeue`"
+        ) from error
+    except OSError as error:
+        raise SlurmError(f"`{_shown(argv)}` could not be started: {error}") from error
+    if done.returncode != 0:
+        # Death by a signal is no answer either: Slurm's SIGTERM for a job that it requeues also reaches our children.
+        has_no_answer = done.returncode < 0 or any(words in done.stderr for words in _NO_ANSWER)
+        failed = _NoAnswerError if has_no_answer else ProgramRefusedError
+        raise failed(argv, done.returncode, done.stderr)
+    return done.stdout

@@ -1,0 +1,65 @@
+"""The command lines of srun."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SrunStep:
+    """One srun step: what runs where. ``hosts`` has one entry per rank, in rank order."""
+
+    command: Sequence[str]
+    hosts: Sequence[str]
+    cpus_per_task: int | None  #: None: all CPUs of the job on each node, as a step beside others may have
+    output: str | None  #: srun's file name pattern, such as ``logs/rank-%t.log``; None: srun's own stdout
+    name: str | None = None  #: the name by which `SlurmCommands.find_step` finds the step
+    mpi: str | None = None
+    overlap: bool = False  #: beside running ranks; without it such a step waits for ever
+    extra: Sequence[str] = ()
+
+
+def srun_argv(step: SrunStep) -> list[str]:
+    """Return the command line of ``step``. Its SLURM_HOSTFILE must hold ``step.hosts``, one per line.
+
+    srun itself kills nothing (``--kill-on-bad-exit=0 --wait=0``): otherwise the first rank to stop cleanly would end
+    the others. Ranks always get ``--cpus-per-task``: 22.05 to 23.11 do not inherit it. Never ``--nodes``: the host file
+    names the nodes, and 24.11 refuses both together.
+    """
+    return [
+        "srun",
+        f"--ntasks={len(step.hosts)}",
+        *([] if step.cpus_per_task is None else [f"--cpus-per-task={step.cpus_per_task}"]),
+        # The ranks' nodes are those of the host file, line by line.
+        "--distribution=arbitrary",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        *([] if step.output is None else [f"--output={step.output}", "--open-mode=append"]),
+        "--export=ALL",
+        *([f"--job-name={step.name}"] if step.name else []),
+        *([f"--mpi={step.mpi}"] if step.mpi else []),
+        *(["--overlap"] if step.overlap else []),
+        *step.extra,
+        *step.command,
+    ]
+
+
+def srun_here_argv(command: Sequence[str]) -> list[str]:
+    """Return the command line that runs ``command`` once on this node of the job.
+
+    It runs beside all else there. ``command`` may begin with srun's options.
+    """
+    here = f"--nodelist={os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+    return ["srun", "--nodes=1", "--ntasks=1", here, "--overlap", "--unbuffered", "--export=ALL", *command]
+
+
+def srun_nodes_argv(command: Sequence[str], nodes: int, options: Sequence[str]) -> list[str]:
+    """Return the command line that runs ``command`` once on each of ``nodes`` new nodes.
+
+    It asks Slurm for the nodes, from a login node.
+    """
+    size = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    return ["srun", *size, "--kill-on-bad-exit=0", "--wait=0", "--label", *options, *command]
