@@ -9,8 +9,8 @@ from toolkit.checkpoint.store import newest_step
 from toolkit.cli import slow
 from toolkit.cli.show import loss_remark, status_rows, table
 from toolkit.launch.job import nodes
-from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.error_files import read_error_files
+from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import goodput
 from toolkit.rundir import RunDir
 
@@ -72,7 +72,7 @@ def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str
         if attempt["first_failure"]:
             number = attempt["attempt"]
             said = read_error_files(run.attempt_logs(number), damage)
-            first = ending.first_failure([f for f in said if f.rank == attempt["first_failure"]["rank"]])
+            first = first_failure([f for f in said if f.rank == attempt["first_failure"]["rank"]])
             return {
                 **attempt["first_failure"],
                 "attempt": number,
@@ -103,7 +103,7 @@ def page(told: dict[str, Any]) -> str:
         lines.append(f"time: {time_told}")
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
-    lines += [f"attempt {a['attempt']}: {a['line']}" for a in told["attempts"] if a["cause"] == ending.Cause.MOVED]
+    lines += [f"attempt {a['attempt']}: {a['line']}" for a in told["attempts"] if a["cause"] == Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]
     if told["attempts"]:
         lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]

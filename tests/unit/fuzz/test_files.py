@@ -37,7 +37,7 @@ from toolkit.launch.start import foreign
 from toolkit.launch.submission import submit
 from toolkit.launch.supervise import attempt_loop
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.ending import Cause, Decision, Ending, RankFailure
+from toolkit.launch.supervise.facts import Cause, Decision, Ending, RankFailure
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
 from toolkit.rundir import RunDir

@@ -12,7 +12,7 @@ import pytest
 from tests.waiting import PATIENCE
 from toolkit import fsio, rundir
 from toolkit.launch.job import follow_up, nodes
-from toolkit.launch.supervise import ending
+from toolkit.launch.job.fate import fate_of_row
 from toolkit.launch.watch import batch_host_watch
 from toolkit.launch.watch.batch_host_watch import (
     ASK_SLURM_EVERY_S,
@@ -207,7 +207,7 @@ def test_a_job_that_slurm_will_not_requeue_is_left_to_its_follow_up_job(world: W
     row = world.slurm.show_job(world.job)
     assert row is not None
     assert row.state == "COMPLETING"
-    assert follow_up.takes_over(world.run, [ending.fate_of_row(row, 0)])
+    assert follow_up.takes_over(world.run, [fate_of_row(row, 0)])
 
 
 def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: World) -> None:
@@ -215,7 +215,7 @@ def test_a_cancelled_job_that_slurm_will_not_requeue_is_left_to_nobody(world: Wo
     world.slurm.cancel(world.job)
     batch_host_watch.requeue(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
-    assert not follow_up.takes_over(world.run, [ending.fate_of_row(row, 0)])
+    assert not follow_up.takes_over(world.run, [fate_of_row(row, 0)])
 
 
 def test_a_job_that_was_cancelled_meanwhile_stays_so(world: World) -> None:

@@ -9,21 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.launch.supervise.ending import (
-    Budgets,
-    Cause,
-    Decision,
-    Facts,
-    JobFate,
-    Past,
-    RankFailure,
-    Stop,
-    fate_of_row,
-    first_failure,
-    has_completed,
-    judge,
-    unfit_nodes,
-)
+from toolkit.launch.job.fate import JobFate, fate_of_row
+from toolkit.launch.supervise.ending import has_completed, judge, unfit_nodes
+from toolkit.launch.supervise.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
 from toolkit.metrics import goodput
 from toolkit.slurm.jobs import JobRow
 

@@ -16,6 +16,7 @@ from toolkit import rundir
 from toolkit.config import JobConfig, dump_config
 from toolkit.launch import outages
 from toolkit.launch.job import follow_up
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.follow_up import (
     _OPTIONS,
     PREDECESSORS_VARIABLE,
@@ -29,7 +30,6 @@ from toolkit.launch.job.follow_up import (
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import submit
-from toolkit.launch.supervise.ending import JobFate
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow

@@ -19,7 +19,7 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import notify, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.supervise import entry
-from toolkit.launch.supervise.ending import Ending
+from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.logs import LOGGER
 from toolkit.rundir import RunDir

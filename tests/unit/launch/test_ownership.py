@@ -25,13 +25,13 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST, ConfigError, JobFailedError, RequestError, SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import submit
-from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
@@ -167,13 +167,13 @@ def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunD
     first.prepare(row, Settings(), claim)
     assert claim.follow_ups == ("4", "5")
     assert [waits_for(slurm, job) for job in claim.follow_ups] == ["afterany:3", "afterany:3:4"]
-    assert first.requeue() is ending.JobFate.REQUEUED
+    assert first.requeue() is JobFate.REQUEUED
     again = Claim.of_job(run, allocation(job), None)  # Slurm or its guard has started it again
     JobRequeue(run, allocation(job), slurm, nodes).prepare(row, Settings(), again)
     assert again.follow_ups == ("4", "5")
     assert len(slurm.submitted) == 5
     slurm.cancel("4")
-    assert first.requeue() is ending.JobFate.REQUEUED  # by itself: nobody follows any more
+    assert first.requeue() is JobFate.REQUEUED  # by itself: nobody follows any more
     assert slurm.sent[-2:] == [Sent("4"), Sent("5")]
     assert slurm.show_job(job).state == "PENDING"
 
@@ -222,7 +222,7 @@ def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_
     job_requeue.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
     slurm.cancel("2")
     slurm.preempt("1", grace_s=30)
-    assert job_requeue.requeue() is ending.JobFate.PREEMPTED  # and not after a minute of refusals
+    assert job_requeue.requeue() is JobFate.PREEMPTED  # and not after a minute of refusals
 
 
 def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, slurm: FakeSlurm) -> None:

@@ -11,11 +11,11 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.launch import outages
 from toolkit.launch.job import requeue
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
-from toolkit.launch.supervise.ending import JobFate
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 

@@ -22,11 +22,11 @@ from toolkit import fsio, logs
 from toolkit.config import ClusterConfig, load_config
 from toolkit.errors import EXIT_STOPPED, SlurmError
 from toolkit.launch import outages
+from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import snapshot
-from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
@@ -168,7 +168,7 @@ def dismiss(jobs: Sequence[str], slurm: SlurmCommands) -> None:
 # ------------------------------------------------------------------------------------------------------ taking over
 
 
-def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[ending.JobFate]:
+def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> list[JobFate]:
     """Return what became of the job that served last, and of those to follow it.
 
     Between the two may be jobs that were preempted before they could check those before them.
@@ -177,7 +177,7 @@ def fates(run: RunDir, predecessors: Sequence[str], slurm: SlurmCommands) -> lis
     return [fate_of(job, slurm) for job in dict.fromkeys([*served, *predecessors])]
 
 
-def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.JobFate:
+def fate_of(predecessor: str, slurm: SlurmCommands) -> JobFate:
     """Return what became of the job. Ask accounting if the controller has forgotten it, as it does within minutes.
 
     Queues are longer than that. Wait for a controller that does not answer: the follow-up job is the run's only way to
@@ -191,12 +191,12 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> ending.JobFate:
 
     row = outages.ask(look, f"Slurm does not say what became of job {predecessor}")
     if row is not None and row.exit_code == EXIT_STOPPED:  # its supervisor has left the run to be continued
-        return ending.JobFate.REQUEUED
+        return JobFate.REQUEUED
     if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
-        return ending.JobFate.NODE_FAILED
+        return JobFate.NODE_FAILED
     if row is not None and _was_killed(row):
-        return ending.JobFate.NODE_FAILED
-    return ending.fate_of_row(row, restart_count=0 if row is None else row.restarts)
+        return JobFate.NODE_FAILED
+    return fate_of_row(row, restart_count=0 if row is None else row.restarts)
 
 
 def _was_killed(row: JobRow) -> bool:
@@ -208,7 +208,7 @@ def _was_killed(row: JobRow) -> bool:
     return row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)
 
 
-def takes_over(run: RunDir, fates: Sequence[ending.JobFate]) -> bool:
+def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
     """True if the follow-up job is needed, by the run's own files first. ``fates`` are from :func:`fates`.
 
     A predecessor that Slurm has forgotten is over all the same, or this job would not have started. A cancellation
@@ -223,11 +223,11 @@ def takes_over(run: RunDir, fates: Sequence[ending.JobFate]) -> bool:
 
 
 _TAKEN_AWAY = (
-    ending.JobFate.PREEMPTED,
-    ending.JobFate.REQUEUED,
-    ending.JobFate.TIMEOUT,
-    ending.JobFate.NODE_FAILED,
-    ending.JobFate.UNKNOWN,
+    JobFate.PREEMPTED,
+    JobFate.REQUEUED,
+    JobFate.TIMEOUT,
+    JobFate.NODE_FAILED,
+    JobFate.UNKNOWN,
 )
 
 

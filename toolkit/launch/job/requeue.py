@@ -13,10 +13,10 @@ from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.launch import outages
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.nodes import BadNode, Nodes
 from toolkit.launch.record import request
 from toolkit.launch.record.ownership import Claim
-from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
@@ -66,32 +66,32 @@ class JobRequeue:
             forbid_expedited_requeue(slurm, self._job_id)
             self._row = replace(row, can_requeue=False)
 
-    def requeue(self) -> ending.JobFate:
+    def requeue(self) -> JobFate:
         """Have the run come back. Return REQUEUED if it does, CANCELLED if a user has ended it meanwhile.
 
         Call it from outside the step and last of all, for a requeue ends this process too.
         """
         seen = outages.ask(self._look, "Slurm does not say how the job stands", 0.0)
-        if seen is ending.JobFate.CANCELLED:
+        if seen is JobFate.CANCELLED:
             self.dismiss()
             return seen
         # A follow-up job starts by itself when this job ends; only without one is a requeue needed.
         self._follow_ups = follow_up.still_waiting(self._follow_ups, self._slurm)
         if not self._follow_ups and self._row is not None and not self._row.can_requeue:
-            return seen or ending.JobFate.UNKNOWN  # a requeue would be refused until the time is up
-        has_time = seen is ending.JobFate.RUNNING  # else the job is ended within seconds
+            return seen or JobFate.UNKNOWN  # a requeue would be refused until the time is up
+        has_time = seen is JobFate.RUNNING  # else the job is ended within seconds
         # Choose the nodes to exclude before the requeue, if there is time for it.
         excluded = self._to_exclude() if has_time else None
         if not self._follow_ups:
             seen = take_back(self._look, self._slurm, self._job_id)
-            if seen is not ending.JobFate.REQUEUED:
+            if seen is not JobFate.REQUEUED:
                 return seen
         excluded = excluded if has_time else self._to_exclude()
         if excluded:  # refused while the job runs
             for job in self._follow_ups or [self._job_id]:
                 exclude = partial(self._slurm.exclude_nodes, job, excluded)
                 outages.ask(exclude, "the bad nodes cannot be excluded", EXCLUDE_S)
-        return ending.JobFate.REQUEUED
+        return JobFate.REQUEUED
 
     def _to_exclude(self) -> str | None:
         row = self._row
@@ -102,11 +102,11 @@ class JobRequeue:
         follow_up.dismiss(self._follow_ups, self._slurm)
 
 
-def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> ending.JobFate:
+def how_it_stands(run: RunDir, slurm: SlurmCommands, job_id: str, restart_count: int) -> JobFate:
     """Return Slurm's view of the job; CANCELLED as soon as the end of the run has been requested."""
     if request.asked(run):
-        return ending.JobFate.CANCELLED
-    return ending.fate_of_row(slurm.show_job(job_id), restart_count)
+        return JobFate.CANCELLED
+    return fate_of_row(slurm.show_job(job_id), restart_count)
 
 
 def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
@@ -120,7 +120,7 @@ def forbid_expedited_requeue(slurm: SlurmCommands, job_id: str) -> None:
     outages.ask(forbid, f"job {job_id} may be held in the queue when it has ended", wait_s=0.0)
 
 
-def take_back(look: Callable[[], ending.JobFate], slurm: SlurmCommands, job_id: str) -> ending.JobFate:
+def take_back(look: Callable[[], JobFate], slurm: SlurmCommands, job_id: str) -> JobFate:
     """Requeue the job unless it is cancelled first; return how it stands then.
 
     ``look`` tells how Slurm sees the job, and is called before each try and after it. Between two tries the job may
@@ -133,7 +133,7 @@ def take_back(look: Callable[[], ending.JobFate], slurm: SlurmCommands, job_id: 
             seen = look()
             # A requeue counts only once Slurm shows it.
             if seen not in _SETTLED:
-                slurm.requeue(job_id, if_running=seen is ending.JobFate.RUNNING)
+                slurm.requeue(job_id, if_running=seen is JobFate.RUNNING)
                 seen = look()
             if seen in _SETTLED:
                 return seen
@@ -142,11 +142,11 @@ def take_back(look: Callable[[], ending.JobFate], slurm: SlurmCommands, job_id: 
             if isinstance(error, SlurmRefusedError):
                 deadline = min(deadline, time.monotonic() + ENDING_S)
         if time.monotonic() >= deadline:
-            return ending.JobFate.UNKNOWN
+            return JobFate.UNKNOWN
         time.sleep(outages.RETRY_EVERY_S)
 
 
-_SETTLED = (ending.JobFate.REQUEUED, ending.JobFate.CANCELLED)
+_SETTLED = (JobFate.REQUEUED, JobFate.CANCELLED)
 
 
 def to_exclude(

@@ -10,7 +10,7 @@ from functools import partial
 from toolkit import logs
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.supervise import ending
+from toolkit.launch.job.fate import RUNNING_STATES, JobFate, fate_of_row
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
 from toolkit.slurm.reachable import unreachable
@@ -61,25 +61,23 @@ class SlurmJob:
             return None
         return outages.ask(lambda: slurm.show_job(job_id), "Slurm does not say how the job stands", wait_s)
 
-    def state(self, wait_s: float = 0.0) -> ending.JobFate:
+    def state(self, wait_s: float = 0.0) -> JobFate:
         """Return what Slurm is about to do with this start of the job."""
         if self.slurm is None:
-            return ending.JobFate.ABSENT
-        return ending.fate_of_row(self.show(wait_s), self._allocation.restart_count)
+            return JobFate.ABSENT
+        return fate_of_row(self.show(wait_s), self._allocation.restart_count)
 
     def is_being_ended(self) -> bool:
         """True if Slurm reports that it ends this start of the job."""
         row = self.show()
-        return row is not None and (
-            row.state not in ending.RUNNING_STATES or row.restarts > self._allocation.restart_count
-        )
+        return row is not None and (row.state not in RUNNING_STATES or row.restarts > self._allocation.restart_count)
 
     def was_preempted(self, job_id: str | None) -> bool:
         """True if that is another job than this one, and a preemption has ended it."""
         if self.slurm is None or job_id in (None, self._allocation.job_id):
             return False
         row = outages.ask(partial(self.slurm.show_job, job_id), "Slurm does not say how it ended", wait_s=0.0)
-        return ending.fate_of_row(row, 0) is ending.JobFate.PREEMPTED
+        return fate_of_row(row, 0) is JobFate.PREEMPTED
 
     def unreachable(self, hosts: Sequence[str]) -> set[str]:
         """Return those of ``hosts`` whose slurmd does not answer; may take seconds."""

@@ -17,7 +17,7 @@ from toolkit.errors import CheckpointError
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
-from toolkit.launch.supervise.ending import Decision, Ending, Past
+from toolkit.launch.supervise.facts import Decision, Ending, Past
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import Start, moment
 from toolkit.rundir import RunDir

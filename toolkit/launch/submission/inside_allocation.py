@@ -11,11 +11,11 @@ from toolkit import config as configs
 from toolkit import logs, rundir
 from toolkit.launch.job import follow_up
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.follow_up import PREDECESSORS_VARIABLE, RUN_VARIABLE
 from toolkit.launch.record import ownership
 from toolkit.launch.submission import snapshot
 from toolkit.launch.submission.prepare import new_run
-from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
@@ -62,7 +62,7 @@ def _is_wanted(run: RunDir) -> bool:
     wanted = follow_up.takes_over(run, fates)
     log.info("job %s %s", predecessors[0], "is continued here" if wanted else "needs no follow-up")
     # A predecessor that still runs writes the result itself.
-    if not wanted and ending.JobFate.RUNNING not in fates:
+    if not wanted and JobFate.RUNNING not in fates:
         token, job_id = os.environ.get(ownership.TOKEN_VARIABLE), os.environ.get("SLURM_JOB_ID")
         follow_up.close(run, predecessors[0], token, slurm, job_id)
     return wanted

@@ -11,9 +11,9 @@ from typing import Any
 
 from toolkit.hang.watchdog import Watchdog
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import BadNode
-from toolkit.launch.supervise import ending
-from toolkit.launch.supervise.ending import RankFailure, Stop
+from toolkit.launch.supervise.facts import RankFailure, Stop
 from toolkit.launch.watch.silence import SilenceWatch
 from toolkit.metrics.goodput import Start
 
@@ -48,7 +48,7 @@ class Attempt:
     kill_at: float | None = None
     killed: bool = False
     leave_at: float | None = None  #: when to check whether Slurm is ending the job
-    slurm: ending.JobFate = ending.JobFate.ABSENT
+    slurm: JobFate = JobFate.ABSENT
     exit_code: int | None = None
     ended: float = 0.0
     step_saved: int | None = None  #: the newest checkpoint at its end

@@ -34,7 +34,7 @@ from toolkit.launch.start.steps import (
 from toolkit.launch.start.store import StoreHostEnded
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import RankFailure
+from toolkit.launch.supervise.facts import RankFailure
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare

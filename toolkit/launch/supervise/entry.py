@@ -14,6 +14,7 @@ from toolkit.config import JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.requeue import forbid_expedited_requeue, how_it_stands, take_back
 from toolkit.launch.job.slurm_job import settings_of
 from toolkit.launch.record import ownership
@@ -26,7 +27,6 @@ from toolkit.launch.start.agent_starters import LocalAgent, SrunAgents
 from toolkit.launch.start.agents import Agents, Endpoint
 from toolkit.launch.start.srun import SrunLauncher
 from toolkit.launch.start.steps import Launcher
-from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.guard import guarded
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.rundir import RunDir
@@ -126,7 +126,7 @@ def _is_given_back(run: RunDir, error: OSError) -> bool:
         return False
     slurm = Slurm()
     look = partial(how_it_stands, run, slurm, allocation.job_id, allocation.restart_count)
-    return take_back(look, slurm, allocation.job_id) is ending.JobFate.REQUEUED
+    return take_back(look, slurm, allocation.job_id) is JobFate.REQUEUED
 
 
 def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:

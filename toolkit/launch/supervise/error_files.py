@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit import records
 from toolkit.errors import EXIT_REQUEST
-from toolkit.launch.supervise.ending import RankFailure
+from toolkit.launch.supervise.facts import RankFailure
 from toolkit.records import COUNT, MOMENT, TEXT, Either, Leaf, Maybe, Record
 from toolkit.slurm.network import plain_address
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.launch import outages
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.record.request import Intent
 from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import note_cut_link
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Budgets, Ending, Facts, RankFailure, judge
+from toolkit.launch.supervise.ending import judge
 from toolkit.launch.supervise.error_files import read_error_files
+from toolkit.launch.supervise.facts import Budgets, Ending, Facts, RankFailure
 
 
 def judge_attempt(context: Context, attempt: Attempt) -> Ending:
@@ -67,7 +69,7 @@ def _look_after_nodes(context: Context, attempt: Attempt) -> None:
     if job.slurm is not None and attempt.silent_nodes:
         attempt.lost_nodes |= job.unreachable(sorted(attempt.silent_nodes))
     # Slurm may have requeued the job for a node that did not answer then, and does now.
-    if attempt.slurm is ending.JobFate.REQUEUED:
+    if attempt.slurm is JobFate.REQUEUED:
         attempt.lost_nodes |= job.unreachable(attempt.plan.hosts) | nodes.given_up(attempt.started)
     for host in attempt.lost_nodes:
         nodes.condemn(host, f"lost in attempt {attempt.number}")
@@ -77,10 +79,10 @@ def _look_after_nodes(context: Context, attempt: Attempt) -> None:
         attempt.lost_nodes.add(host)
 
 
-def _ask_slurm(context: Context) -> ending.JobFate:
+def _ask_slurm(context: Context) -> JobFate:
     """Return how Slurm sees the job at this moment. A cancelled run counts as cancelled in any case."""
     if context.asked() is Intent.CANCEL:
-        return ending.JobFate.CANCELLED
+        return JobFate.CANCELLED
     return context.job.state(outages.GIVE_UP_AFTER_S)
 
 

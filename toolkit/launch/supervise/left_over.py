@@ -8,10 +8,10 @@ from toolkit import logs
 from toolkit.errors import ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
-from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.attempt import Attempt
+from toolkit.launch.supervise.budgets import requeues_in_vain
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Cause, Decision, Ending, Stop
+from toolkit.launch.supervise.facts import Cause, Decision, Ending, Stop
 from toolkit.metrics.goodput import Start
 from toolkit.rundir import RunDir
 
@@ -65,6 +65,6 @@ def close(context: Context, earlier_death: str | None) -> None:
     left.left_over, left.ended = status, status.get("updated", time.time())
     context.journal.note_gain(left)
     outages.persist(lambda: context.journal.add(left, Ending(cause, decision, why)), run.path)
-    in_vain, limit = ending.requeues_in_vain(context.journal.history()), context.config.retry.max_requeues
+    in_vain, limit = requeues_in_vain(context.journal.history()), context.config.retry.max_requeues
     if in_vain > limit:
         raise ToolkitError(f"{why}; given up after {in_vain - 1} requeues without a new checkpoint")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from queue import Empty
 
 from toolkit import logs
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.record.request import Intent
 from toolkit.launch.start.steps import Step, Store
-from toolkit.launch.supervise import ending
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Stop
+from toolkit.launch.supervise.facts import Stop
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0
@@ -57,7 +57,7 @@ def is_being_ended(context: Context) -> bool:
     for event in waiting:  # put them back: answers of late nodes may be among them
         context.events.put(event)
     has_signal = any(isinstance(event, Signalled) for event in waiting)
-    return has_signal or context.job.state() not in (ending.JobFate.RUNNING, ending.JobFate.UNKNOWN)
+    return has_signal or context.job.state() not in (JobFate.RUNNING, JobFate.UNKNOWN)
 
 
 def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:

@@ -20,6 +20,7 @@ from toolkit.config import FOREIGN_JOB, JobConfig
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
@@ -31,11 +32,11 @@ from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.steps import Events, Launcher
 from toolkit.launch.start.store import refuse_too_many_ranks
-from toolkit.launch.supervise import ending, left_over
+from toolkit.launch.supervise import budgets, left_over
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.attempt_loop import AttemptLoop
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Cause, Decision, Ending
+from toolkit.launch.supervise.facts import Cause, Decision, Ending
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
 from toolkit.launch.watch import hang
@@ -200,7 +201,7 @@ class Supervisor:
             return  # what ends the job ended the checks, too: they say nothing about the nodes
         for line in report.summary():
             log.log(logging.INFO if report.is_fine else logging.WARNING, "preflight: %s", line)
-        if ending.fruitless_requeues(self._journal.history()) >= ending.MAX_FRUITLESS_REQUEUES:
+        if budgets.fruitless_requeues(self._journal.history()) >= budgets.MAX_FRUITLESS_REQUEUES:
             return
         # A node that did not answer is bad only if its slurmd does not answer either.
         dead = self._job.unreachable(report.unknown) if report.unknown else set()
@@ -282,10 +283,10 @@ class Supervisor:
         self._journal.set_status(state, attempt, why=why, ended=time.time())
         # Ask Slurm to take the job back. If it does not, the run ends here, with the reason in its result.
         if verdict.decision is Decision.REQUEUE:
-            seen = ending.JobFate.UNKNOWN if self._job_requeue is None else self._job_requeue.requeue()
-            if seen is ending.JobFate.REQUEUED:
+            seen = JobFate.UNKNOWN if self._job_requeue is None else self._job_requeue.requeue()
+            if seen is JobFate.REQUEUED:
                 return
-            if seen is ending.JobFate.CANCELLED:
+            if seen is JobFate.CANCELLED:
                 state, why = self._state_asked_for(), f"{why}; cancelled before it was requeued"
             else:
                 state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"

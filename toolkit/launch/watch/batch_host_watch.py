@@ -27,10 +27,10 @@ from toolkit.errors import SlurmError
 from toolkit.launch import outages
 from toolkit.launch.job import nodes
 from toolkit.launch.job.allocation import Allocation
+from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.requeue import EXCLUDE_S, take_back, to_exclude
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
-from toolkit.launch.supervise import ending
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
@@ -192,19 +192,19 @@ def requeue(watched: WatchedJob, slurm: SlurmCommands) -> None:
     bad = {watched.batch_host: nodes.BadNode("gone", time.time()), **nodes.remembered(watched.run)}
     excluded = row and to_exclude(watched.run, row, slurm, bad, like_our_job)
     seen = take_back(look, slurm, watched.job_id)
-    if seen is not ending.JobFate.REQUEUED:
+    if seen is not JobFate.REQUEUED:
         log.info("job %s is %s: leaving it so", watched.job_id, seen)
     # Only now: Slurm refuses an exclusion while the job runs.
     elif excluded:
         outages.ask(lambda: slurm.exclude_nodes(watched.job_id, excluded), "they cannot be excluded", EXCLUDE_S)
 
 
-def _hand_over(look: Callable[[], ending.JobFate], watched: WatchedJob, slurm: SlurmCommands) -> None:
+def _hand_over(look: Callable[[], JobFate], watched: WatchedJob, slurm: SlurmCommands) -> None:
     """End a job that Slurm will not requeue. It would run on without a supervisor, and its follow-up job wait for it.
 
     The status tells the follow-up job that it is needed, for Slurm calls the end a cancellation.
     """
-    if outages.ask(look, "Slurm does not say how the job stands") is ending.JobFate.CANCELLED:
+    if outages.ask(look, "Slurm does not say how the job stands") is JobFate.CANCELLED:
         log.info("job %s has been cancelled: leaving it so", watched.job_id)
         return
     why = f"the batch host {watched.batch_host} is gone"
@@ -213,15 +213,15 @@ def _hand_over(look: Callable[[], ending.JobFate], watched: WatchedJob, slurm: S
     outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
 
 
-def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> ending.JobFate:
+def _how_it_stands(watched: WatchedJob, slurm: SlurmCommands) -> JobFate:
     """Return how the job stands. If its batch host came back too late its end looks like a cancellation,
     but is none."""
     if request.asked(watched.run) is Intent.CANCEL:
-        return ending.JobFate.CANCELLED
+        return JobFate.CANCELLED
     row = slurm.show_job(watched.job_id)
-    seen = ending.fate_of_row(row, watched.restart_count)
+    seen = fate_of_row(row, watched.restart_count)
     is_lost = row is not None and has_lost(row, watched.batch_host)
-    return ending.JobFate.NODE_FAILED if is_lost and seen is ending.JobFate.CANCELLED else seen
+    return JobFate.NODE_FAILED if is_lost and seen is JobFate.CANCELLED else seen
 
 
 def command(run: RunDir, job: Allocation, address: str, port: int, supervisor: int) -> list[str]:

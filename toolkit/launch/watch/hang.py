@@ -21,7 +21,7 @@ from toolkit.hang import activity, stack_digest, stacks
 from toolkit.hang.stack_digest import RankGroup, RankStack
 from toolkit.hang.stacks import Stack, main_stack
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.supervise.ending import RankFailure
+from toolkit.launch.supervise.facts import RankFailure
 from toolkit.rundir import RunDir
 
 #: What a node may take for its digest beside the time that it gives its ranks: an interpreter starts there.

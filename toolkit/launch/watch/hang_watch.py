@@ -13,7 +13,7 @@ from toolkit.hang.watchdog import STUCK_SHARE, Watchdog
 from toolkit.launch.start.steps import Step
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Stop
+from toolkit.launch.supervise.facts import Stop
 from toolkit.launch.watch import hang, silence
 from toolkit.launch.watch.silence import SilenceWatch
 

@@ -9,7 +9,7 @@ from toolkit import hostlist, logs
 from toolkit.launch import outages
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
-from toolkit.launch.supervise.ending import Stop
+from toolkit.launch.supervise.facts import Stop
 from toolkit.launch.supervise.stop_path import StopPath
 from toolkit.launch.watch.node_states import NodePoller, for_dead_nodes, for_drained_nodes
 
