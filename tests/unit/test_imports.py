@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "toolkit"
 
 #: A package may import itself and those on lower floors; the ground floor's modules may import each other.
-#: docs: the map in docs/contributing.md.
+#: docs/contributing.md has the same order.
 FLOORS = [
     [
         *("chaos", "error_file", "errors", "fsio", "hostlist", "logs", "open_files", "origin", "records", "rundir"),
@@ -35,6 +36,13 @@ FLOORS = [
     ["cli"],
 ]
 RANKS = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+
+
+def test_the_map_of_the_files_has_the_order_of_the_imports() -> None:
+    rows = re.findall(r"(?m)^\| `toolkit/(\w+)/", (ROOT / "docs/contributing.md").read_text())
+    assert [RANKS[part] for part in rows] == sorted(RANKS[part] for part in rows)
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert set(rows) == packages
 
 
 @cache

@@ -30,7 +30,7 @@ from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.start.agent_requests import NodeAnswered
 from toolkit.launch.start.steps import LaunchFailed, NodeFailed, RankEnded, RankFinished, StepEnded
 from toolkit.launch.supervise import attempt_loop, entry, left_over, supervisor
-from toolkit.launch.supervise.ending import Ending
+from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor

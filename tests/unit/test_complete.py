@@ -1,0 +1,86 @@
+"""A new strategy, data set, cluster key or command is complete only with all its parts: docs/contributing.md."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.pages import PAGES, ROOT
+from toolkit.cli import main as cli
+from toolkit.config import DATASETS, STRATEGIES, ClusterConfig, JobConfig, StrategyConfig
+from toolkit.config.catalog import CATALOG
+from toolkit.data import datasets
+from toolkit.errors import ConfigError
+from toolkit.launch.submission.submit import sbatch_script
+from toolkit.ranks.session import Session
+from toolkit.rundir import RunDir
+from toolkit.strategies import build_strategy
+
+#: Strategies that have tests of their own instead of the contract's: one process with all GPUs of a node, a choice
+#: between three of the others, and a step that the job makes.
+BESIDE_THE_CONTRACT = {"dp", "auto", "custom"}
+#: Keys of ``cluster`` that Slurm is not asked for: the supervisor reads them.
+NOT_FOR_SBATCH = {"preflight", "container", "container_mounts"}
+
+
+def test_each_strategy_of_the_config_can_be_built() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_strategy(StrategyConfig("nothing"), cast(Session, SimpleNamespace()))
+    assert set(str(caught.value).rpartition("valid: ")[2].split(", ")) == set(STRATEGIES)
+
+
+def test_each_strategy_is_held_to_the_contract_and_has_its_place_in_the_docs() -> None:
+    from tests.dist.strategy_cases import SUBJECTS
+
+    assert set(STRATEGIES) == {config.name for config, _ in SUBJECTS.values()} | BESIDE_THE_CONTRACT
+    table = [line for line in (ROOT / "docs/strategies.md").read_text().splitlines() if line.startswith("| `")]
+    named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert set(STRATEGIES) <= named
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_each_data_set_can_be_built_and_is_in_the_docs(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs/config.md").read_text()
+    if CATALOG[name].files:
+        assert name in datasets._TORCHVISION_NAMES, "what is not torchvision's needs a builder"
+    if name not in ("synthetic", "text"):  # one is normal already, the other no images
+        assert len(datasets._STATISTICS[name][0]) == CATALOG[name].shape[0]
+
+
+def other(value: Any, name: str) -> Any:
+    """A value that is not the default ``value``."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 2
+        case list():
+            return ["x"]
+        case dict():
+            return {"comment": "x"}
+    return 2.0 if name == "mem_gb" else "x"
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(ClusterConfig) if field.name not in NOT_FOR_SBATCH])
+def test_each_key_of_cluster_reaches_the_sbatch_script(key: str) -> None:
+    config, run = JobConfig(cluster=ClusterConfig(gpus_per_node=1)), RunDir(Path("/run"))
+    before = sbatch_script(config, run)
+    setattr(config.cluster, key, other(asdict(config.cluster)[key], key))
+    assert sbatch_script(config, run) != before
+
+
+def commands() -> Mapping[str, argparse.ArgumentParser]:
+    [found] = [action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return cast(Mapping[str, argparse.ArgumentParser], found.choices)
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_each_command_is_in_the_docs(command: str) -> None:
+    assert any(f"toolkit {command}" in page.read_text() for page in PAGES)
