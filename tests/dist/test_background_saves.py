@@ -68,7 +68,7 @@ def start_ranks(folder: Path, port: int) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["rank 0", "another rank"])
-def test_a_rank_whose_peer_dies_in_a_save_behind_the_back_ends_with_an_error_and_no_core(
+def test_a_rank_whose_peer_dies_in_a_background_save_ends_with_an_error_and_no_core(
     tmp_path: Path, victim: int
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

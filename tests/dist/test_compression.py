@@ -304,7 +304,7 @@ def look_at_state(session: Session) -> dict[str, Any]:
     return found
 
 
-def test_priming_leaves_nothing_for_later_steps_nor_does_a_gradient_that_is_not_finite() -> None:
+def test_priming_and_gradients_that_are_not_finite_leave_nothing_for_later_steps() -> None:
     for rank, found in enumerate(run_ranks(2, look_at_state)):
         for kind, (made, before, after, broken) in found.items():
             for sort, count in ("residual", 6), ("moving", 12):  # of each matrix, and of each parameter
@@ -460,7 +460,7 @@ def refusals(session: Session) -> list[str]:
     return found
 
 
-def test_a_pattern_without_a_parameter_and_a_type_that_would_be_rounded_are_refused_by_name() -> None:
+def test_an_unmatched_pattern_and_a_type_that_would_be_rounded_are_refused_by_name() -> None:
     for pattern, double in run_ranks(2, refusals):
         assert "strategy.compression_layers: 'blocks.*' matches no parameter; there are: 0.weight, 0.bias" in pattern
         assert "exact.weight (torch.float64)" in double

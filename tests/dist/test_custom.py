@@ -129,7 +129,7 @@ def misnamed(session: Session) -> list[str]:
     return found
 
 
-def test_a_strategy_of_the_toolkit_is_not_taken_for_a_step_of_ones_own_nor_the_other_way_round() -> None:
+def test_a_toolkit_strategy_and_a_jobs_own_step_are_not_taken_for_each_other() -> None:
     ((ours, theirs),) = run_ranks(1, misnamed)
     assert ours.startswith("strategy.name: 'fsdp' is not what this job does")
     assert "see jobs/custom.py" in theirs
@@ -165,7 +165,7 @@ def die(session: Session, run_dir: Path) -> None:
         train_gan(session, run_dir, 7)
 
 
-def test_a_killed_gan_ends_bit_for_bit_like_the_undisturbed_one_with_its_figure_and_images(tmp_path: Path) -> None:
+def test_a_killed_gan_ends_with_the_same_bits_figure_and_images(tmp_path: Path) -> None:
     undisturbed = run_ranks(3, train_gan, tmp_path / "whole")
     run_ranks(3, die, tmp_path / "parts")
     for (result, state), (other, again) in zip(undisturbed, run_ranks(3, train_gan, tmp_path / "parts"), strict=True):
@@ -176,7 +176,7 @@ def test_a_killed_gan_ends_bit_for_bit_like_the_undisturbed_one_with_its_figure_
     assert events.count(b"\x89PNG") == 3, "some real samples, and what was made after each evaluation"
 
 
-def test_the_figure_of_a_gan_is_that_of_the_normal_distributions_and_the_same_on_any_number_of_ranks(
+def test_a_gans_figure_compares_normal_distributions_alike_on_any_number_of_ranks(
     tmp_path: Path,
 ) -> None:
     rows = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).double()
@@ -202,7 +202,7 @@ def figure_of_first(session: Session, folder: Path) -> float:
     return found["frechet"]
 
 
-def test_the_job_is_short_enough_to_copy_and_its_config_takes_no_key_that_its_step_would_ignore() -> None:
+def test_the_gan_job_is_short_and_refuses_keys_that_its_step_would_ignore() -> None:
     source = Path(custom.__file__).read_text()
     assert ast.get_docstring(ast.parse(source))
     assert len(source.splitlines()) <= 125

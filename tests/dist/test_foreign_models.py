@@ -135,7 +135,7 @@ def go_on(session: Session, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_checkpoint_of_fused_projections_and_extra_state_is_that_of_the_uncut_model(tmp_path: Path) -> None:
+def test_a_checkpoint_with_fused_projections_and_extra_state_is_the_uncut_models(tmp_path: Path) -> None:
     for written, *read in run_ranks(4, go_on, tmp_path, limit_s=120):
         assert written["model/5._extra_state"] == {"calls": 2}
         assert written["then model/5._extra_state"] == {"calls": 3}

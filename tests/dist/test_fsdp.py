@@ -176,7 +176,7 @@ class HasStray(nn.Module):
 
 
 @pytest.mark.parametrize("model", [NeedsValues, HasStray])
-def test_a_model_that_cannot_be_made_without_memory_is_made_on_every_rank_and_still_starts_as_rank_0s(
+def test_a_model_that_needs_memory_is_made_on_every_rank_and_starts_as_rank_0s(
     model: type[nn.Module],
 ) -> None:
     ranks = run_ranks(2, made_where, model)
@@ -253,7 +253,7 @@ def image_model() -> nn.Module:
     ],
     ids=["other ranks", "other strategies", "other meshes"],
 )
-def test_a_run_goes_on_from_a_checkpoint_that_was_cut_otherwise_as_if_it_had_not_been(
+def test_a_run_continues_alike_from_a_checkpoint_that_was_cut_otherwise(
     attempts: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     config = replace(trainer.CONFIG, log_every=1)
@@ -298,7 +298,7 @@ def recomputed(session: Session, name: str) -> list[tuple[int, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_blocks_that_recompute_their_activations_run_twice_and_train_bit_for_bit_alike(name: str) -> None:
+def test_blocks_that_recompute_activations_run_twice_and_train_to_the_same_bits(name: str) -> None:
     ranks = run_ranks(SUBJECTS[name][1], recomputed, name)
     assert sum(once for (once, _), _ in ranks) >= 6  # a server, or a stage without blocks, runs none
     for (once, kept), (twice, again) in ranks:

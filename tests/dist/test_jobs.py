@@ -210,7 +210,7 @@ def train_cases(session: Session, run_dir: Path, strategy: str) -> list[dict[str
 
 
 @pytest.mark.parametrize("strategy", [name for name in CASES if name != "local_sgd"])
-def test_jobs_with_nested_batches_named_losses_tied_and_frozen_parts_train_as_loops_by_hand(
+def test_jobs_with_nested_batches_named_losses_tied_and_frozen_parts_train_as_loops(
     tmp_path: Path, strategy: str
 ) -> None:
     found = run_ranks(3, train_cases, tmp_path, strategy)[0]
@@ -332,7 +332,7 @@ def branching(session: Session, run_dir: Path) -> tuple[dict[str, Tensor], dict[
     return found[0], found[1]
 
 
-def test_branches_that_not_every_step_takes_train_on_request_as_with_gradients_of_zero(tmp_path: Path) -> None:
+def test_optional_branches_train_on_request_as_with_gradients_of_zero(tmp_path: Path) -> None:
     from toolkit.data.permutation import ShuffledOrder
 
     whole, parts = run_ranks(2, branching, tmp_path)[0]
@@ -387,7 +387,7 @@ def watched(session: Session, run_dir: Path) -> tuple[list[str], int, list[str],
     return first, ended["step"], second, again["step"]
 
 
-def test_a_job_hears_of_epochs_and_ends_early_also_where_that_was_decided_before_a_resume(tmp_path: Path) -> None:
+def test_a_job_hears_of_epochs_and_ends_early_also_if_decided_before_a_resume(tmp_path: Path) -> None:
     for first, ended, second, again in run_ranks(2, watched, tmp_path):
         # 22 samples, batches of 8: the first epoch ends within step 3, the second within step 6
         assert first == ["start 0", "asked 1", "end 0", "start 1", "asked 2", "end 1"], "not at the last step"

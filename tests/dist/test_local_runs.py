@@ -122,7 +122,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(env: dict[str, str]) -> No
     assert newest_step(run.checkpoints) == attempt["step_end"]
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_to_the_result_of_an_undisturbed_one(env: dict[str, str]) -> None:
+def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(env: dict[str, str]) -> None:
     with start(env, "train.epochs=150", "checkpoint.every_steps=20") as process:
         run = the_run(env)
         reached(run, 40)
@@ -256,7 +256,7 @@ def toolkit(env: dict[str, str], *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_local_run_frees_the_pipe_hears_a_cancel_at_once_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
+def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(env: dict[str, str]) -> None:
     """The supervisor has not yet said which process it is when it is cancelled; the ranks need no torch."""
     code, out = toolkit(env, "exec", "--executor", "local", "--", "sleep", "600")
     assert (code, out.count("(on this machine)")) == (0, 1)  # `$(toolkit exec ...)` returns while the run goes on

@@ -170,9 +170,7 @@ def step_by_step(session: Session, accumulate: int, size: int) -> tuple[list[flo
 
 
 @pytest.mark.parametrize(("accumulate", "size"), [(1, BATCH), (3, 5)])
-def test_with_rounds_of_one_step_sgd_with_momentum_is_that_of_one_process_whatever_the_shares(
-    accumulate: int, size: int
-) -> None:
+def test_with_rounds_of_one_step_momentum_sgd_is_that_of_one_process_for_any_shares(accumulate: int, size: int) -> None:
     losses, weights = oracle("sgd", cross_entropy, size)
     ranks = run_ranks(3, step_by_step, accumulate, size)
     assert np.allclose(np.sum([rank[0] for rank in ranks], axis=0), losses, atol=1e-6)
@@ -277,7 +275,7 @@ def moments(session: Session, run_dir: Path, steps: int) -> dict[str, Tensor]:
     return {name.replace(f"/rank{session.rank}/", "/"): value for name, value in state.items()}
 
 
-def test_another_number_of_ranks_starts_diloco_from_the_mean_of_the_inner_moments_and_the_outer_momentum(
+def test_on_other_ranks_diloco_starts_from_mean_inner_moments_and_outer_momentum(
     tmp_path: Path,
 ) -> None:
     before = run_ranks(WORLD, moments, tmp_path, 3)

@@ -226,7 +226,7 @@ def test_the_first_weights_are_rank_0s_bit_for_bit_and_shared_ones_stay_shared(c
             assert torch.equal(first[f"model/{name}"], value), name
 
 
-def test_copies_of_shards_are_written_by_one_rank_and_the_files_together_hold_the_model_once(tmp_path: Path) -> None:
+def test_copied_shards_are_written_by_one_rank_and_the_files_hold_the_model_once(tmp_path: Path) -> None:
     run_ranks(4, partial(trainer.train, name="hsdp"), tmp_path)
     folder = tmp_path / "checkpoints/step-00000010"
     files = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
@@ -260,7 +260,7 @@ def by_turns(session: Session, folder: Path, memories: list[int]) -> list[Any]:
     return [*found, trained_by(session, StrategyConfig("fsdp"), 0)]
 
 
-def test_auto_takes_what_fits_the_smallest_memory_trains_bit_for_bit_like_it_and_keeps_to_it(tmp_path: Path) -> None:
+def test_auto_takes_what_fits_the_smallest_memory_trains_to_its_bits_and_keeps_it(tmp_path: Path) -> None:
     kept = 4 * size_bytes(even_model().parameters())  # weights, gradients, two moments
     plenty, less, little = (int(size / 0.6) + 600 for size in (kept, 0.75 * kept, 0.5 * kept))
     for ranks in run_ranks(2, by_turns, tmp_path, [little, less, plenty]):
@@ -281,7 +281,7 @@ def offloaded(session: Session) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_ranks_without_a_gpu_take_offloaded_weights_through_torchs_own_path_and_train_bit_for_bit_alike() -> None:
+def test_without_a_gpu_offloaded_weights_train_to_the_same_bits() -> None:
     for without, with_it in run_ranks(2, offloaded):
         trainer.assert_same(with_it, without)
 

@@ -78,7 +78,7 @@ def saved(run_dir: Path) -> dict[int, bool]:
     return found
 
 
-def test_at_the_second_mean_that_is_not_finite_an_attempt_ends_and_names_step_samples_and_layer(told: Any) -> None:
+def test_a_second_mean_that_is_not_finite_ends_with_step_samples_and_layer(told: Any) -> None:
     folder, ranks = told
     samples = ShuffledOrder(SAMPLES, CONFIG.seed).at(torch.arange(5 * BATCH, 6 * BATCH).numpy()).tolist()
     first = ", ".join(map(str, samples[:8]))
@@ -100,7 +100,7 @@ def test_of_a_training_that_diverged_no_layer_is_blamed(told: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_strategy_ends_such_an_attempt_on_all_ranks_and_keeps_the_good_checkpoint(told: Any, name: str) -> None:
+def test_every_strategy_ends_such_an_attempt_everywhere_and_keeps_a_good_checkpoint(told: Any, name: str) -> None:
     for rank in told[1]:
         assert rank[name].startswith("train.on_nan: the loss is not finite since step 5 (samples")
         assert ("that is not finite is that of layer 0 (Flatten)." in rank[name]) == (name == "fsdp")

@@ -168,9 +168,7 @@ OPTIM = OptimConfig("muon", lr=0.02, weight_decay=0.1, decay_norms_and_biases=Fa
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", "local_sgd"])
-def test_a_run_with_muon_and_groups_that_is_killed_ends_bit_for_bit_like_the_undisturbed_one(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_killed_run_with_muon_and_groups_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
     options: Callable[..., Any] = partial(train, name=strategy, optim=OPTIM)
     undisturbed = run_ranks(2, options, tmp_path / "undisturbed")
     run_ranks(2, partial(die_after, name=strategy, optim=OPTIM), tmp_path / "killed", 7)

@@ -167,7 +167,7 @@ def bad_samples(run_dir: Path) -> tuple[list[tuple[int, int]], dict[int, float]]
     return [(line["index"], line["position"]) for line in lines], curve
 
 
-def test_bad_samples_are_replaced_and_listed_alike_whatever_ranks_and_attempts_meet_them(
+def test_bad_samples_are_replaced_and_listed_alike_for_any_ranks_and_attempts(
     undisturbed: dict[int, list[Any]], tmp_path: Path
 ) -> None:
     bad = {3, 11, 12, 20, 44}

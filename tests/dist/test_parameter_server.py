@@ -123,7 +123,7 @@ def refused(session: Session) -> list[str]:
     return [str(uncut.value), str(many.value)]
 
 
-def test_an_optimizer_that_cannot_be_cut_and_too_many_servers_are_refused_on_every_rank() -> None:
+def test_uncuttable_optimizers_and_too_many_servers_are_refused_on_every_rank() -> None:
     for uncut, many in run_ranks(3, refused):
         assert uncut.startswith("optim.name: optim/0.weight/")
         assert many.startswith("strategy.parameter_server.servers: 3 of 3 ranks leave no worker")
@@ -247,7 +247,7 @@ def train_and_die(
     ],
     ids=["before a step", "two of three, one while it sends", "after a push", "in an evaluation", "in a save"],
 )
-def test_a_run_without_its_dead_workers_has_every_bit_of_the_run_in_which_nobody_died(
+def test_a_run_without_its_dead_workers_has_the_bits_of_the_run_with_all(
     undisturbed: Any, tmp_path: Path, deaths: Deaths
 ) -> None:
     ranks = run_ranks(4, train_and_die, tmp_path, config(), deaths, mortal=deaths)
@@ -261,7 +261,7 @@ def test_a_run_without_its_dead_workers_has_every_bit_of_the_run_in_which_nobody
     assert [store.verify(path).step for path in store.list()] == [10, 8]
 
 
-def test_the_first_worker_is_not_missed_either_on_two_servers_one_of_which_has_its_gradient(tmp_path: Path) -> None:
+def test_the_first_worker_may_die_with_its_gradient_on_one_of_two_servers(tmp_path: Path) -> None:
     """Two pushes a step: with the seventh header it dies over server 0, with the eighth over server 1."""
     from tests.dist.test_trainer import plain_model as plain
 
@@ -293,7 +293,7 @@ def stop_after_a_death(session: Session, run_dir: Path) -> int:
     return int(str(stopped.value).split()[3])
 
 
-def test_ranks_stop_together_without_the_dead_and_a_restart_with_all_ends_bit_for_bit_like_the_undisturbed_run(
+def test_a_stop_without_a_dead_worker_resumes_with_all_and_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     whole = tmp_path / "whole"

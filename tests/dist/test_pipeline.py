@@ -194,7 +194,7 @@ def held(session: Session) -> tuple[set[str], list[str]]:
     return set(strategy.live()), devices
 
 
-def test_a_rank_has_the_weights_and_moments_of_its_layers_only_and_rank_0_alone_makes_the_model() -> None:
+def test_a_rank_has_state_of_its_layers_only_and_rank_0_alone_makes_the_model() -> None:
     ranks = run_ranks(4, held)
     for (names, devices), stage in zip(ranks, (0, 0, 1, 1), strict=True):
         assert {name.split("/")[1].partition(".")[0] for name in names} == ({"0", "1"} if stage == 0 else {"2", "3"})
@@ -230,7 +230,7 @@ def _zero(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-def test_a_checkpoint_holds_each_tensor_once_and_fills_every_replica_and_any_other_strategy(tmp_path: Path) -> None:
+def test_a_checkpoint_has_each_tensor_once_and_fills_replicas_and_other_strategies(tmp_path: Path) -> None:
     saved = run_ranks(4, save_it, tmp_path)[0]
     folder = tmp_path / "step-00000002"
     records = manifest.read(folder).tensors
@@ -262,7 +262,7 @@ def test_an_export_is_the_whole_model(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved[f"model/{name}"]) for name, value in model.state_dict().items())
 
 
-def test_a_run_goes_on_with_more_or_fewer_stages_and_with_other_strategies_as_if_it_had_not(tmp_path: Path) -> None:
+def test_a_run_continues_alike_with_other_numbers_of_stages_and_other_strategies(tmp_path: Path) -> None:
     config = replace(trainer.CONFIG, log_every=1)
     ((result, _),) = run_ranks(1, trainer.train, tmp_path / "whole", config, image_model)
     for number, (name, world_size) in enumerate([("ddp", 2), ("pipeline", 3), ("pipeline", 2), ("fsdp", 2)], 1):

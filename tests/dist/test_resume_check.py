@@ -167,7 +167,7 @@ def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport
     return compare(whole, killed, plan, "rank 1")
 
 
-def test_a_killed_run_is_identical_with_batch_statistics_dropout_augmentation_and_workers(
+def test_a_killed_run_is_identical_with_batch_norm_dropout_augmentation_and_workers(
     tmp_path: Path,
 ) -> None:
     report = check(tmp_path)

@@ -92,7 +92,7 @@ def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name.startswith(("model/", "optim/", "ema/"))}
 
 
-def test_after_bad_steps_in_a_row_the_weights_are_the_last_checkpoints_and_the_data_go_on(told: Any) -> None:
+def test_after_bad_steps_in_a_row_weights_are_the_last_checkpoints_and_data_go_on(told: Any) -> None:
     folder, ranks = told
     for rank in ranks:
         result, state = rank["undisturbed"]
@@ -141,7 +141,7 @@ def test_the_loss_that_is_logged_is_the_mean_over_the_steps_that_were_made(told:
     assert all(loss == loss for loss in losses.values())
 
 
-def test_a_run_that_would_roll_back_for_ever_or_has_nothing_to_go_back_to_ends_and_names_the_samples(told: Any) -> None:
+def test_a_run_that_cannot_roll_back_or_would_do_so_for_ever_ends_with_the_samples(told: Any) -> None:
     for rank in told[1]:
         assert rank["twice"].startswith(
             "train.rollback_after: 2 steps in a row, 8 to 9 of the 10 so far, were left out"
@@ -180,7 +180,7 @@ def lay_out(session: Session, folder: Path) -> list[Any]:
     return found
 
 
-def test_channels_last_changes_the_strides_alone_and_a_checkpoint_does_not_know_of_it(tmp_path: Path) -> None:
+def test_channels_last_changes_only_strides_and_does_not_show_in_a_checkpoint(tmp_path: Path) -> None:
     for plain, last, both in run_ranks(2, lay_out, tmp_path, limit_s=120.0):
         for result, state in (last, both):
             assert result.metrics == pytest.approx(plain[0].metrics, abs=1e-4)

@@ -133,9 +133,7 @@ def test_the_slow_rank_gets_fewer_samples_and_the_run_is_that_of_one_process(mov
     assert curve(run_dir, "train/loss") == pytest.approx(curve(tmp_path, "train/loss"), abs=1e-6)
 
 
-def test_a_resume_goes_on_with_the_saved_shares_bit_for_bit_and_another_number_of_ranks_with_even_ones(
-    moved: Any, tmp_path: Path
-) -> None:
+def test_a_resume_keeps_the_saved_shares_and_another_number_of_ranks_has_even_ones(moved: Any, tmp_path: Path) -> None:
     run_ranks(3, train, tmp_path, 6)
     for (counts, state, _), (_, expected, _) in zip(run_ranks(3, train, tmp_path, 12), moved[1], strict=True):
         assert counts[0] == counts[-1], "the shares of the checkpoint"

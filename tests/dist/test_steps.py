@@ -156,7 +156,7 @@ def norm_on_a_mesh(session: Session) -> tuple[float, float, float]:
     return found.item(), nothing.item(), torch.cat(wholes).norm().item()
 
 
-def test_a_norm_counts_each_element_once_however_a_mesh_of_two_dimensions_cuts_the_tensors() -> None:
+def test_a_norm_counts_each_element_once_however_a_mesh_cuts_the_tensors() -> None:
     for found, nothing, expected in run_ranks(4, norm_on_a_mesh):
         assert found == pytest.approx(expected, rel=1e-6)
         assert nothing == 0
@@ -190,7 +190,7 @@ def leave_out(session: Session, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_bad_batch_of_one_rank_leaves_weights_moments_counters_and_average_as_they_were_on_all(name: str) -> None:
+def test_a_bad_batch_of_one_rank_changes_no_weights_moments_counters_or_average(name: str) -> None:
     for optimizer, verdicts, changed, state in (case for rank in run_ranks(2, leave_out, name) for case in rank):
         assert verdicts == [BAD.get(step, MADE) for step in range(28)]
         assert changed == []
@@ -218,7 +218,7 @@ def nan_and_refusal(session: Session) -> tuple[list[str], str]:
     return nan_in_batch_norm(session), refuse_nadam(session)
 
 
-def test_running_statistics_forget_a_batch_that_is_left_out_and_other_optimizers_are_refused() -> None:
+def test_running_statistics_forget_a_skipped_batch_and_other_optimizers_are_refused() -> None:
     ((changed, message),) = run_ranks(1, nan_and_refusal)
     assert changed == []
     assert message.startswith("train.skip_bad_steps: this NAdam cannot leave out a step on the device")
@@ -245,7 +245,7 @@ def average(session: Session, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_the_average_is_torchs_and_is_what_an_evaluation_sees_without_a_trace_in_the_training(name: str) -> None:
+def test_evaluations_use_torchs_average_without_a_trace_in_the_training(name: str) -> None:
     averaged = AveragedModel(plain_model(), avg_fn=warmed_up)
     averaged.update_parameters(plain_model())  # the first one is taken as it is
     model, _ = alone("adamw", after=lambda model, _: averaged.update_parameters(model))

@@ -145,7 +145,7 @@ def continue_training(
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_training_continued_in_fresh_processes_is_bitwise_that_which_was_never_interrupted(strategy: str) -> None:
+def test_training_continued_in_fresh_processes_has_the_bits_of_an_uninterrupted_one(strategy: str) -> None:
     undisturbed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, None, 0, 6)
     starts = [states[2] for states in undisturbed]
     resumed = run_ranks(SUBJECTS[strategy][1], continue_training, strategy, starts, 3, 6)
@@ -166,7 +166,7 @@ STRATEGYS_OWN = ("residual/rank", "moving/rank", "powersgd/")
 
 
 @pytest.mark.parametrize("strategy", SAMPLE)
-def test_state_bears_the_names_of_the_unwrapped_model_and_is_complete_before_the_first_step(strategy: str) -> None:
+def test_state_has_the_unwrapped_models_names_and_is_complete_before_the_first_step(strategy: str) -> None:
     model = noisy_model()
     slots = {
         f"optim/{name}/{slot}" for name, _ in model.named_parameters() for slot in ("step", "exp_avg", "exp_avg_sq")
@@ -196,7 +196,7 @@ def prime(session: Session) -> None:
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_priming_leaves_weights_buffers_gradients_optimizer_and_random_numbers_as_they_were() -> None:
+def test_priming_changes_no_weights_buffers_gradients_optimizer_or_random_numbers() -> None:
     run_ranks(2, prime)
 
 
@@ -258,7 +258,7 @@ def refusals(session: Session, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", SAMPLE)
-def test_unused_parameters_and_ranks_without_a_sample_are_refused_before_the_first_step(strategy: str) -> None:
+def test_unused_parameters_and_ranks_without_samples_are_refused_before_a_step(strategy: str) -> None:
     for unused, without in run_ranks(SUBJECTS[strategy][1], refusals, strategy):
         assert "idle.weight, idle.bias" in unused
         assert "data.global_batch_size: 0 samples cannot be shared by" in without

@@ -75,7 +75,7 @@ def weights(state: Any) -> dict[str, Tensor]:
     return {name: entry.value.clone() for name, entry in state.items()}
 
 
-def test_a_training_on_streams_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_one(
+def test_a_training_on_streams_killed_between_checkpoints_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -232,7 +232,7 @@ def test_ranks_signalled_at_different_times_stop_at_one_step_and_nothing_is_lost
         assert_same(state, undisturbed[2])
 
 
-def test_a_model_without_batch_statistics_trains_alike_on_another_number_of_ranks_from_the_middle_on(
+def test_without_batch_statistics_other_ranks_train_alike_from_the_middle_on(
     tmp_path: Path,
 ) -> None:
     config = replace(CONFIG, log_every=3)

@@ -311,7 +311,7 @@ def tensors(run: RunDir, step: int) -> tuple[Any, dict[str, bytes]]:
     return manifest.tensors, {name: (store.path(step) / name).read_bytes() for name in manifest.files}
 
 
-def test_after_three_faults_of_random_kinds_the_weights_are_those_of_an_undisturbed_run(site: Site) -> None:
+def test_after_three_random_faults_the_weights_are_those_of_an_undisturbed_run(site: Site) -> None:
     def draw(dice: random.Random) -> list[str]:
         kinds = [dice.choice(SLOW), *dice.sample(sorted({*FAULTS} - {*SLOW}), 2)]
         return dice.sample(kinds, 3)

@@ -222,7 +222,7 @@ def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site
 
 
 @pytest.mark.soak
-def test_a_job_that_has_given_a_node_back_outlives_its_supervisor_and_gets_all_its_nodes_at_a_requeue(
+def test_a_job_that_gave_a_node_back_survives_its_supervisor_and_requeues_in_full(
     site: Site,
 ) -> None:
     run = submit(site, slow_project(site, 0.05), "train.max_steps=6000", "cluster.time_min=60", *SPARE)
@@ -295,7 +295,7 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
 
 
 @pytest.mark.soak
-def test_a_batch_host_that_comes_back_just_when_slurm_has_given_it_up_leaves_no_job_without_anybody(site: Site) -> None:
+def test_a_batch_host_that_returns_as_slurm_gives_it_up_leaves_no_orphaned_job(site: Site) -> None:
     """Its slurmd then ends what it has of the job; an srun there would end the agents' step on the other nodes."""
     run = start(site, *SPARE)
     job, since = site.job_of(run), time.time()
@@ -321,7 +321,7 @@ def is_another(run: RunDir, pid: int) -> bool:
     return run.status()["pid"] != pid
 
 
-def test_a_killed_supervisor_is_replaced_while_its_ranks_go_on_and_the_requeued_job_does(site: Site) -> None:
+def test_a_killed_supervisor_is_replaced_while_ranks_train_also_in_a_requeued_job(site: Site) -> None:
     run = start(site, *SPARE)
     ranks = [pid for pid, command in site.processes() if "toolkit run" in command]
     for _ in range(2):

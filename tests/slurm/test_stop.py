@@ -131,7 +131,7 @@ def came_back(run: RunDir) -> None:
     nothing_lost(run)
 
 
-def test_where_preemption_cancels_a_follow_up_job_takes_over_though_nobody_could_say_a_word(site: Site) -> None:
+def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message(site: Site) -> None:
     """Without grace KillWait alone lies between the first signal and the end, and a busy batch host needs longer.
 
     The supervisor and its guard are stopped again and again: what Slurm sends first, a SIGCONT, lets them go on.
@@ -572,7 +572,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
     assert [a["cause"] for a in run.attempts()] == ["completed"]
 
 
-def test_a_controller_that_was_away_when_the_nodes_checks_ended_delays_the_ranks_only(site: Site) -> None:
+def test_a_controller_that_was_away_at_the_end_of_checks_only_delays_the_ranks(site: Site) -> None:
     """The agents have started by then, and nothing more is asked of it."""
     run = submit(site, slow_project(site, 0.01), "train.max_steps=50")
     checks = "toolkit.health"

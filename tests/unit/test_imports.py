@@ -1,4 +1,4 @@
-"""Imports point down, and nothing that the login node touches loads torch."""
+"""Rules for the sources: imports point down, the login node loads no torch, test names are short."""
 
 from __future__ import annotations
 
@@ -203,3 +203,8 @@ def test_only_cluster_commands_names_slurms_programs() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
                 assert node.elts[0].value not in programs, f"{path}: {ast.unparse(node)}"
+
+
+def test_names_of_tests_are_short_enough_to_read() -> None:
+    names = re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")))
+    assert [name for name in names if len(name) > 80] == []

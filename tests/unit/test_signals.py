@@ -85,7 +85,7 @@ def test_a_second_install_keeps_the_first_handler_and_what_it_has_noted() -> Non
     assert {signal.getsignal(number) for number in STOP_SIGNALS} == {first}
 
 
-def test_in_a_thread_where_no_handler_can_be_set_nothing_is_changed_and_nothing_fails() -> None:
+def test_in_a_thread_where_no_handler_can_be_set_nothing_changes_and_nothing_fails() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with ThreadPoolExecutor(1) as thread:
         assert isinstance(thread.submit(signals.install).result(), signals.StopSignals)

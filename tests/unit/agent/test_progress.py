@@ -152,7 +152,7 @@ def test_digests_may_be_merged_in_any_order_and_in_parts() -> None:
     assert merge(part for part in parts if part is not None) == whole
 
 
-def test_what_ten_thousand_nodes_tell_is_as_short_as_what_one_tells_and_is_merged_in_no_time() -> None:
+def test_a_digest_of_ten_thousand_nodes_is_as_short_as_of_one_and_merged_quickly() -> None:
     """Before, 32,768 ranks' reports came every 10 s, and the supervisor read each of them."""
     nodes = [Digest(1, 8, 0, 1000 + number, 123_456, 123_457) for number in range(10_000)]
     begun = time.monotonic()

@@ -102,7 +102,7 @@ def test_a_longer_file_and_a_missing_one_are_detected(store: CheckpointStore) ->
         store.verify(store.path(200))
 
 
-def test_without_its_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(store: CheckpointStore) -> None:
+def test_without_a_manifest_a_checkpoint_is_not_committed_and_its_step_can_be_saved(store: CheckpointStore) -> None:
     (store.path(200) / manifests.NAME).unlink()
     assert newest_step(store.folder) == 100
     assert loaded_value(store) == 100.0

@@ -74,7 +74,7 @@ def exported(folder: Path, form: str, *, everything: bool = False) -> Path:
     return target
 
 
-def test_the_average_is_exported_where_there_is_one_unless_the_raw_weights_are_asked_for(tmp_path: Path) -> None:
+def test_the_average_is_exported_if_there_is_one_unless_raw_weights_are_requested(tmp_path: Path) -> None:
     """For the run's figures, `keep_best` and `toolkit export` are those of the average."""
     store = CheckpointStore(tmp_path / "checkpoints")
     plain, both = ({"model/w": Replicated(torch.zeros(2))}, {"ema/w": Replicated(torch.ones(2))})

@@ -60,7 +60,7 @@ def test_the_files_of_all_ranks_are_committed_with_their_sizes_and_digests(store
 
 
 @pytest.mark.parametrize("name", ["lib/rank0", "lib/deep/weights"])
-def test_a_flipped_bit_in_a_librarys_file_makes_the_resume_take_the_checkpoint_before(
+def test_a_flipped_bit_in_a_librarys_file_makes_a_resume_take_the_checkpoint_before(
     store: CheckpointStore, name: str
 ) -> None:
     save_by(store, 7)

@@ -130,7 +130,7 @@ def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
 
 
 @pytest.mark.parametrize(("wish", "state"), [(Intent.STOP, "stopped"), (Intent.CANCEL, "cancelled")])
-def test_a_run_that_was_ended_before_its_supervisor_could_say_so_is_told_with_what_to_do(
+def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     wish: Intent, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The job was started at the moment at which it was cancelled."""

@@ -77,7 +77,7 @@ def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["checkpoint.every_steps=100", "checkpoint.every_steps=auto", "checkpoint.every_min=5"])
-def test_fewer_nodes_and_local_sgd_go_together_only_with_checkpoints_at_the_ends_of_rounds(key: str) -> None:
+def test_fewer_nodes_with_local_sgd_need_checkpoints_at_the_ends_of_rounds(key: str) -> None:
     fewer = ["retry.allow_fewer_nodes=true"]
     validate(load_config(ROOT / "configs/digits_local_sgd.yaml", fewer))
     with pytest.raises(ConfigError, match=r"retry\.allow_fewer_nodes: .* checkpoint\.every_steps to a multiple of 8"):

@@ -48,7 +48,7 @@ def test_random_access_equals_sequential_access(n: int, b: int, w: int, asked: l
         assert (part.start, part.indices.tolist()) == (parts[step].start, parts[step].indices.tolist())
 
 
-def test_what_is_generated_ahead_of_a_large_set_is_the_order_across_blocks_and_the_epochs_end() -> None:
+def test_blocks_generated_ahead_give_the_order_across_blocks_and_the_epochs_end() -> None:
     n, b = 10**9, 4096
     sampler = samplers(n, b, 3)[1]
     steps = [*range(25), n // b - 1, n // b, n // b + 1, 3]

@@ -54,7 +54,7 @@ def test_a_share_reads_its_own_stream_epoch_after_epoch_and_each_epoch_whole(und
     assert targets[:size] != targets[size : 2 * size], "each epoch has its own order"
 
 
-def test_samples_stand_at_the_positions_of_a_data_set_with_an_index_and_have_the_same_seeds(
+def test_samples_of_a_stream_have_the_positions_and_seeds_of_an_indexed_data_set(
     undisturbed: list[Any],
 ) -> None:
     indexed = Loader(range(100), global_batch_size=10, seed=3, share=SHARE)

@@ -100,9 +100,7 @@ def test_a_gpu_that_slows_itself_down_for_minutes_is_told(node: Node) -> None:
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "nvidia-smi")])
-def test_a_node_without_gpus_or_with_a_driver_that_is_not_well_is_looked_at_all_the_same(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_a_node_without_gpus_or_with_a_failing_driver_is_watched_as_well(tmp_path: Path, error: Exception) -> None:
     def fail() -> list[str]:
         raise error
 

@@ -206,7 +206,7 @@ node.main(sys.argv[1:])
 """
 
 
-def test_what_makes_a_node_sick_reaches_the_supervisor_and_its_watch_ends_with_the_agent(
+def test_a_nodes_sickness_reaches_the_supervisor_and_its_watch_ends_with_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = tmp_path / "pid"
@@ -629,7 +629,7 @@ def agents_survive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_ranks_go_on_under_the_supervisor_that_takes_over_which_hears_what_was_told_before(
+def test_ranks_continue_under_a_new_supervisor_which_hears_the_earlier_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -676,7 +676,7 @@ report("in a step", 8, fields={{"step": 8}})
 
 
 @pytest.mark.usefixtures("agents_survive_threads")
-def test_ranks_of_another_attempt_are_ended_and_the_next_one_starts_with_another_agent(tmp_path: Path) -> None:
+def test_ranks_of_another_attempt_are_ended_and_the_next_one_has_another_agent(tmp_path: Path) -> None:
     site, note = Site(tmp_path), tmp_path / "pid"
     site.start(f"echo $$ > {note}.new; mv {note}.new {note}; sleep 600")
     await_true(note.exists)

@@ -248,7 +248,7 @@ def test_failures_have_a_budget_and_so_have_attempts_without_progress(
     assert judge(Facts(1, (RAISED,), step_end=step_end, history=history)).decision is decision
 
 
-def test_a_failure_in_the_first_step_after_a_checkpoint_is_at_the_step_of_the_checkpoint() -> None:
+def test_a_failure_in_the_step_after_a_checkpoint_is_at_the_checkpoints_step() -> None:
     """There is no report of a step then, only of where the attempt began."""
     again = replace(crashed(None), step_start=90)
     facts = Facts(1, (RAISED,), step_start=90, history=[crashed(90), again])
@@ -307,7 +307,7 @@ def test_the_line_of_a_crash_names_rank_host_and_budget() -> None:
     assert "given up after 5 failures" in line
 
 
-def test_the_rank_that_the_others_waited_for_is_the_first_failure_of_a_hang_whatever_the_others_said() -> None:
+def test_the_first_failure_of_a_hang_is_the_rank_that_the_others_waited_for() -> None:
     behind = RankFailure(13, "node07", "waiting for data, 212 s; 31 others in all_reduce", 9.0)
     ending = judge(Facts(137, (KILLED, RAISED), hang=behind))
     assert ending.first_failure is behind
@@ -373,7 +373,7 @@ def test_failures_that_cost_more_are_counted_since_the_run_made_up_for_them() ->
     )
 
 
-def test_a_gain_that_does_not_make_up_for_the_failures_before_is_free_and_sets_nothing_back() -> None:
+def test_a_gain_smaller_than_earlier_losses_is_free_and_resets_nothing() -> None:
     little = replace(RICH, gained_s=90 * MINUTE, lost_s=MINUTE)
     history = [at(980), at(985), little]
     assert fail(history[:2], little)[0] is Decision.RESTART
@@ -381,7 +381,7 @@ def test_a_gain_that_does_not_make_up_for_the_failures_before_is_free_and_sets_n
     assert fail([*history, little], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
 
 
-def test_what_a_preempted_attempt_saved_pays_for_failures_and_what_it_lost_is_no_fault() -> None:
+def test_a_preempted_attempts_gain_pays_for_failures_and_its_loss_is_no_fault() -> None:
     preempted = replace(RICH, cause="preempted", decision="requeue")
     assert fail([at(980), preempted], at(1280))[1] == "restart after failure 1 of 4 since step 1200"
     in_vain = replace(VAIN, cause="preempted", decision="requeue", lost_s=DAY)
@@ -435,7 +435,7 @@ def test_a_job_on_1000_nodes_is_not_given_up_for_the_failures_that_such_a_job_ha
     [(10 * MINUTE, 10 * MINUTE + 1, True), (3.0, 33.0, False), (3.0, 6.5, True), (0.0, 30.0, False)],
     ids=["one step for 10 minutes", "half a minute for 3 s", "as much lost as gained", "nothing lost"],
 )
-def test_a_job_that_crashes_again_and_again_goes_on_only_while_it_gains_more_than_it_loses(
+def test_a_job_that_keeps_crashing_continues_only_while_it_gains_more_than_it_loses(
     start_up_s: float, life_s: float, is_ended: bool
 ) -> None:
     history: list[Past] = []
@@ -454,7 +454,7 @@ FAILURES = st.tuples(st.integers(0, 20) | st.just(0), st.integers(1, LOST_AT_MOS
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(FAILURES, min_size=10, max_size=60), st.integers(1, 5))
-def test_whatever_the_pattern_failures_cost_no_more_than_was_gained_but_for_the_last_ones(
+def test_in_any_pattern_failures_before_the_last_cost_no_more_than_was_gained(
     pattern: list[tuple[int, int]], max_failures: int
 ) -> None:
     history: list[Past] = []
@@ -522,13 +522,13 @@ def test_a_second_node_in_a_row_is_not_believed_to_be_the_cause() -> None:
     assert judge(replace(facts, history=progress)).cause is Cause.NODE_FAILURE
 
 
-def test_a_node_that_is_used_again_for_want_of_others_does_not_excuse_the_run_for_ever() -> None:
+def test_a_node_reused_for_lack_of_others_does_not_excuse_the_run_for_ever() -> None:
     again = Past("crashed", "restart", None, suspect="node2")
     facts = Facts(137, (KILLED,), history=[*blamed("node2"), again])
     assert judge(facts).decision is Decision.GIVE_UP
 
 
-def test_a_device_error_comes_before_the_exceptions_of_the_others_and_casts_suspicion() -> None:
+def test_a_device_error_comes_before_the_others_exceptions_and_casts_suspicion() -> None:
     device = replace(RAISED, rank=2, host="node2", time=12.0, blames_node=True)
     ending = judge(Facts(1, (PEER, RAISED, device)))
     assert (ending.first_failure, ending.suspect) == (device, "node2")
@@ -561,7 +561,7 @@ NODES = ("node1", "node2", "node3", "node4")
     ],
     ids=["one has two", "one has three", "both ways", "the batch host", "two apart", "a ring", "none"],
 )
-def test_a_node_that_is_an_end_of_all_connections_that_fail_is_suspect_and_the_line_names_both_ends(
+def test_a_node_at_an_end_of_all_failed_connections_is_suspect_and_both_are_named(
     links: tuple[tuple[str, str], ...], suspect: str | None
 ) -> None:
     ending = judge(Facts(1, (RAISED,), cut_links=links, hosts=NODES))

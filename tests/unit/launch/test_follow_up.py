@@ -380,7 +380,7 @@ def take_away(slurm: FakeSlurm, job: str) -> None:
     slurm.advance(1), slurm.advance(1)
 
 
-def test_a_follow_up_job_that_was_preempted_before_it_could_look_is_followed_by_the_next(run: RunDir) -> None:
+def test_a_follow_up_job_preempted_before_it_could_look_is_followed_by_the_next(run: RunDir) -> None:
     slurm = FakeSlurm(preempt_mode="CANCEL")
     before = chain(run, slurm)
     take_away(slurm, "1")

@@ -115,7 +115,7 @@ def test_replay_is_the_time_of_the_steps_that_were_made_again(
         (100, None, 110, 100, 100.0),
     ],
 )
-def test_what_an_attempt_gained_is_the_time_of_the_steps_that_it_was_the_first_to_save(
+def test_an_attempts_gain_is_the_time_of_the_steps_that_it_was_first_to_save(
     first: int | None, last: int | None, saved: int, saved_before: int, gained_s: float
 ) -> None:
     report = {"step_start": first, "step": last, "spent": spent(training=60.0, data_wait=30.0, checkpoint=10.0)}

@@ -65,7 +65,7 @@ def test_ranks_that_only_repeat_themselves_are_stuck_after_half_the_timeout() ->
     assert attempt.pass_s(200) == pytest.approx(STUCK_S, abs=TOLD_S)
 
 
-def test_nobody_has_to_be_quick_before_the_first_step_has_ended_and_still_torchs_own_timeout_comes_later() -> None:
+def test_before_the_first_step_ranks_have_more_time_but_less_than_torchs_timeout() -> None:
     attempt = Attempt()
     attempt.say(0, 1, 2, doing="priming")
     bitten = attempt.pass_s(200)

@@ -84,7 +84,7 @@ def earlier_run(job: str) -> RunDir:
     return run
 
 
-def test_a_first_start_makes_a_run_of_the_sources_here_and_the_config_as_it_was_asked_for() -> None:
+def test_a_first_start_makes_a_run_from_the_sources_here_and_the_requested_config() -> None:
     run = served(enter())
     assert [run.path] == [found.path for found in rundir.all_runs()]
     assert (run.code / "mine.py").read_text() == "def main(config): ...\n"

@@ -121,7 +121,7 @@ def test_py_spy_is_taken_where_it_is_and_ends_nothing(
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_without_py_spy_each_process_of_a_shell_writes_its_stack_and_the_shell_does_not_go_on(
+def test_without_py_spy_processes_of_a_shell_write_stacks_and_the_shell_is_stopped(
     run: RunDir, tmp_path: Path, killed: list[subprocess.Popen[bytes]]
 ) -> None:
     python = shlex.quote(os.path.realpath("/proc/self/exe"))

@@ -214,9 +214,7 @@ def test_a_run_that_slurm_brings_back_is_submitted_without_a_follow_up_job(
     assert ownership.jobs_of(run) == ["3"]
 
 
-def test_a_job_that_may_not_be_requeued_and_has_lost_its_follow_up_job_does_not_ask_in_vain(
-    run: RunDir, slurm: FakeSlurm
-) -> None:
+def test_without_requeue_and_follow_up_job_a_job_does_not_ask_to_be_requeued(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.start("1")
     job_requeue = JobRequeue(run, allocation("1"), slurm, Nodes(run, allocation("1"), spare=0, allow_fewer=False))
     job_requeue.prepare(slurm.show_job("1"), Settings(), Claim.of_job(run, allocation("1"), token_of(run)))
@@ -317,7 +315,7 @@ def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
     assert submit.resume(run, executor="slurm").job_id == "3"
 
 
-def test_a_resume_that_fails_on_a_full_disk_when_the_job_is_queued_leaves_the_run_as_it_was(
+def test_a_resume_that_fails_on_a_full_disk_once_queued_leaves_the_run_as_it_was(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of what it would have to write to put the run back nothing can be written then."""

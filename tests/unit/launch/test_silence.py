@@ -79,7 +79,7 @@ def test_a_rank_that_moves_while_the_others_are_confirmed_starts_the_wait_anew()
     assert nodes.is_stuck(CONFIRMED_S)
 
 
-def test_ranks_that_have_ended_are_not_waited_for_and_a_run_without_ranks_does_not_hang() -> None:
+def test_ended_ranks_are_not_waited_for_and_a_run_without_ranks_does_not_hang() -> None:
     nodes = Nodes()
     nodes.say(0, "ended")
     nodes.say(1, "ended")

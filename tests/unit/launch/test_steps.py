@@ -114,7 +114,7 @@ def started(tmp_path: Path) -> tuple[Srun, SimpleQueue[Any]]:
     return srun, said
 
 
-def test_a_step_that_waits_for_the_end_of_an_earlier_one_to_be_known_is_started_again(
+def test_a_step_refused_until_the_end_of_an_earlier_one_is_known_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller was away while the checks of the nodes ended, and still counts their memory."""

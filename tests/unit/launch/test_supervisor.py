@@ -267,7 +267,7 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
     assert run.status()["lost_ranks"] == line["lost_ranks"]
 
 
-def test_the_last_of_the_expendable_ranks_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
+def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
     def loses_all(ranks: Ranks) -> None:
         ranks.report(step=5, step_start=0, expendable=[2, 3])
         ranks.events.put(ended(2))
@@ -620,7 +620,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_hang_is_asked_about_killed_at_once_and_started_again_with_the_rank_that_was_behind(run: RunDir) -> None:
+def test_a_hang_is_examined_killed_at_once_and_restarted_with_the_rank_behind_named(run: RunDir) -> None:
     fsio.make_dir(run.attempt_logs(1))  # as the launcher does
     ranks = Ranks(hangs, completes)
     assert supervise_quickly(run, ranks) == 0
@@ -786,7 +786,7 @@ def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
     assert [line["cause"] for line in run.attempts()] == ["hang", "completed"]
 
 
-def test_a_run_that_needs_more_open_files_than_the_hard_limit_is_refused_before_its_ranks_start(
+def test_a_run_that_needs_more_open_files_than_allowed_is_refused_before_its_ranks(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(open_files, "hard_limit", lambda: 83)

@@ -752,7 +752,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
     assert list(run.status()["bad_nodes"]) == (["node2"] if is_dead else [])
 
 
-def test_a_connection_that_nobody_answers_tells_on_both_nodes_and_the_later_one_is_replaced(
+def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for an address that is no node's of the attempt, or for the node itself, tells nothing."""
@@ -790,7 +790,7 @@ def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight:
     assert preflight.asked == []
 
 
-def test_a_follow_up_job_says_that_its_predecessor_was_preempted_and_which_job_that_was(
+def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = FakeSlurm(preempt_mode="CANCEL")

@@ -275,7 +275,7 @@ def whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
 
-def test_a_histogram_has_a_bin_for_each_whole_number_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:
+def test_a_histogram_has_a_bin_per_whole_number_and_is_in_the_line_of_its_step(tmp_path: Path) -> None:
     sink = FanOut([TensorBoardSink(tmp_path / "events"), JsonlSink(tmp_path / "metrics.jsonl", None)])
     sink.histogram(10, "staleness/tickets", torch.tensor([2, 0, 2, 4]))
     sink.scalars(10, {"train/loss": 1.0})

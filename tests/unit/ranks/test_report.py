@@ -84,7 +84,7 @@ def test_the_newest_of_every_field_arrives_and_the_training_waits_for_nobody() -
     assert set(agent.patience[:-1]) == {0.0}
 
 
-def test_a_report_says_what_the_rank_does_and_a_rank_that_stands_still_goes_on_reporting() -> None:
+def test_a_report_says_what_the_rank_does_and_one_that_stands_still_keeps_reporting() -> None:
     """By that the agent knows that somebody is there. What users see of the run is rank 0's to say."""
     agent, activity = Agent(), Activity()
     reporter = reporter_to(agent, 1, activity)
@@ -189,7 +189,7 @@ threading.Event().wait()  # stands for a collective that nobody will end
 """
 
 
-def test_a_rank_that_hangs_in_a_collective_is_ended_as_well_when_its_supervisor_is_gone() -> None:
+def test_a_rank_that_hangs_in_a_collective_is_ended_when_its_supervisor_is_gone() -> None:
     name = f"toolkit-test-{secrets.token_hex(8)}"
     inbox = Inbox(f"\0{name}")
     command = [sys.executable, "-c", RANK, name]

@@ -400,7 +400,7 @@ class Breaks(MemoryStore):
         raise RuntimeError("connection reset by peer")
 
 
-def test_a_lost_store_is_an_error_at_the_next_boundary_and_the_time_is_watched_without_it() -> None:
+def test_a_lost_store_is_an_error_at_the_next_boundary_and_time_is_still_watched() -> None:
     store, hangs = Breaks(), Hangs()
     gate = Gate(0, 2, lambda: store, force_after_s=0.05, on_hang=hangs)
     gate.request(STOP)

@@ -139,7 +139,7 @@ def test_what_was_asked_for_can_be_asked_for_again(line: str, options: tuple[str
     assert parse_jobs(f"JobId=1 JobName=wrap\n   {line}\n")[0].options == options
 
 
-def test_drained_nodes_are_told_apart_with_their_reasons_whatever_else_is_written_there() -> None:
+def test_drained_nodes_are_found_with_their_reasons_whatever_else_is_in_the_line() -> None:
     assert parse_drained(NODES) == {
         "node2": "new fan, please by root",
         "node3": "no reason given",

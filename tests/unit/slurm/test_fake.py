@@ -168,7 +168,7 @@ def test_a_controller_that_is_down_answers_nothing(slurm: FakeSlurm) -> None:
         slurm.show_job(job)
 
 
-def test_a_job_that_asks_for_an_expedited_requeue_starts_again_at_once_and_is_held_if_it_fails(
+def test_a_job_with_expedited_requeue_starts_again_at_once_and_is_held_if_it_fails(
     slurm: FakeSlurm,
 ) -> None:
     job = running(slurm, "--requeue=expedite")

@@ -90,7 +90,7 @@ def test_a_peer_elsewhere_is_reached_through_the_interface_of_its_route() -> Non
     assert (found.name, found.address) == (name, address)
 
 
-def test_a_peer_that_is_this_node_is_reached_through_the_interface_that_owns_its_address() -> None:
+def test_a_peer_on_this_node_is_reached_by_the_interface_that_has_its_address() -> None:
     address, name = outside_address()
     assert interface_for(address).name == name
 

@@ -16,7 +16,7 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7, 50])
-def test_the_parts_of_all_servers_tile_every_parameter_and_differ_by_less_than_two_rows(servers: int) -> None:
+def test_parts_of_servers_tile_every_parameter_and_differ_by_less_than_two_rows(servers: int) -> None:
     whole = model()
     parts = [dict(shadow(whole, cut(whole, servers), server).named_parameters()) for server in range(servers)]
     for name, parameter in whole.named_parameters():

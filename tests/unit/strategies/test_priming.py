@@ -49,7 +49,7 @@ class Keeps(nn.Module):
         return self.norm(inputs)
 
 
-def test_a_pass_that_is_undone_leaves_buffers_attributes_extra_state_and_random_numbers_as_they_were() -> None:
+def test_an_undone_pass_restores_buffers_attributes_extra_state_and_random_numbers() -> None:
     module = Keeps()
     lists = module.seen, module.by_name, module.queue, module.table
     before = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}

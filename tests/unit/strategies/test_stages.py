@@ -22,7 +22,7 @@ def gpt(blocks: int = 6) -> GPT:
     return GPT(blocks, 32, 2, 16)
 
 
-def test_the_cut_of_a_transformer_is_even_in_operations_with_embeddings_first_and_the_head_last() -> None:
+def test_a_transformer_is_cut_evenly_by_operations_embeddings_first_and_head_last() -> None:
     blocks = [f"blocks.{number}" for number in range(6)]
     found = plan(gpt(), BYTES, 3, [])
     assert found.stages == (
@@ -49,7 +49,7 @@ def test_a_stage_begins_with_each_layer_that_is_named_also_by_what_holds_it() ->
     [(gpt, BYTES, 3), (lambda: lenet(10, (1, 8, 8)), IMAGE, 4), (lambda: mlp(10, (1, 8, 8)), IMAGE, 1)],
     ids=["gpt", "lenet", "one stage"],
 )
-def test_what_the_stages_keep_is_the_model_under_its_own_names_and_computes_the_same_in_a_row(
+def test_stages_keep_the_models_own_names_and_compute_the_same_in_sequence(
     model: Callable[[], nn.Module], inputs: Tensor, stages: int
 ) -> None:
     whole = model().eval()

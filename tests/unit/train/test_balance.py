@@ -95,7 +95,7 @@ def test_equal_ranks_keep_even_shares_though_their_times_jitter() -> None:
     assert loader.cuts == []
 
 
-def test_a_share_moves_only_when_no_worker_holds_a_batch_of_the_old_one_and_not_by_a_mixed_window() -> None:
+def test_a_share_moves_only_after_all_batches_of_the_old_one_and_a_pure_window() -> None:
     loader = Recording(64, ahead=8)
     balance = Balance(loader, 2, 1)
     assert balance.update(5, [1.0, 9.0]) == {"world_share/rank_0": 32, "world_share/rank_1": 32}
@@ -109,7 +109,7 @@ def test_a_share_moves_only_when_no_worker_holds_a_batch_of_the_old_one_and_not_
     assert balance.update(25, [1.0, 1.0])["world_share/rank_1"] == counts[1]
 
 
-def test_a_resume_on_as_many_ranks_goes_on_with_the_shares_of_now_and_those_agreed_on() -> None:
+def test_a_resume_on_as_many_ranks_keeps_the_current_and_the_agreed_shares() -> None:
     loader = Recording(64, ahead=8)
     balance = Balance(loader, 2, 1)
     balance.update(5, [1.0, 1.0])

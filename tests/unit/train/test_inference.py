@@ -300,7 +300,7 @@ def test_the_weights_are_written_all_the_same(
     assert not (tmp_path / "alone").exists()
 
 
-def test_a_job_by_path_is_imported_from_the_runs_sources_with_its_neighbours_and_its_params(run: RunDir) -> None:
+def test_a_job_by_path_is_imported_with_its_neighbours_and_params_from_the_sources(run: RunDir) -> None:
     (run.code / "tasks").mkdir(parents=True)
     (run.code / "tasks/nets.py").write_text("WIDTH = 3\n")
     params = "from dataclasses import dataclass\nfrom nets import WIDTH\n@dataclass\nclass Params:\n  depth: int = 1\n"

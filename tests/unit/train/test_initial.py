@@ -58,7 +58,7 @@ def test_wrappers_names_do_not_matter(own: str, others: str) -> None:
     assert pair([own], [others]) == {own: others}
 
 
-def test_the_same_name_comes_before_the_same_without_wrappers_and_no_tensor_serves_twice() -> None:
+def test_an_equal_name_wins_over_one_without_wrappers_and_no_tensor_is_used_twice() -> None:
     assert pair(["a", "model.a"], ["model.a", "module.a"]) == {"a": "module.a", "model.a": "model.a"}
     assert pair(["a", "model.a"], ["a"]) == {"a": "a"}
     assert pair(["modelled.a", "b"], ["a", "c"]) == {}
