@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import builtins
+import importlib.util
+import pkgutil
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.pages import PAGES, ROOT, blocks, console_lines
 from toolkit.cli import main as cli
-from toolkit.config import load_config, validate
+from toolkit.config import all_keys, load_config, validate
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -50,6 +56,86 @@ def test_every_command_of_a_page_is_one(page: str, command: str) -> None:
     config = getattr(args, "config", None)
     if config and (ROOT / config).is_file() and config.startswith("configs/"):
         validate(load_config(ROOT / config, args.overrides, site=False))
+
+
+#: Files of the user in the pages, which are not files of the project.
+USERS_FILES = {"train.py", "train.yaml", "site.yaml", "models.py", "random.py", "mine.py"}
+#: Functions of torch that the pages call without naming the module, and a block of a model.
+OTHERS_FUNCTIONS = {"AdamW", "abort", "block", "eval", "init_process_group", "list_keys", "new_group", "requires_grad_"}
+
+
+def quoted(page: Path, pattern: str) -> list[tuple[str, ...]]:
+    """The groups of ``pattern`` in each piece of the page's prose between backticks that matches as a whole."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    matches = (re.fullmatch(pattern, piece.strip()) for piece in re.findall(r"`([^`]+)`", prose))
+    return [match.groups() for match in matches if match]
+
+
+@cache
+def files_by_name() -> Mapping[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for part in ("toolkit", "tests", "jobs", "configs", "sbatch", "docs"):
+        for path in (ROOT / part).rglob("*.*"):
+            found.setdefault(path.name, []).append(path)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    """A path is below the project or toolkit/; a name alone is that of any file."""
+    for (name,) in quoted(page, r"([\w./*-]+\.(?:py|yaml|sh|toml))"):
+        if "/" not in name:
+            assert name in files_by_name() or name in USERS_FILES or re.match(r"config\b", name), name
+        elif not name.startswith(("./", "/", "~")):
+            assert [*ROOT.glob(name), *(ROOT / "toolkit").glob(name)], name
+    for (folder,) in quoted(page, r"((?:toolkit|tests|jobs|configs|sbatch|docs)/[\w/]*)"):
+        assert (ROOT / folder).exists(), folder
+
+
+@cache
+def parsers() -> Mapping[str, argparse.ArgumentParser]:
+    [found] = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return cast(Mapping[str, argparse.ArgumentParser], found.choices)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_that_a_page_names_is_known(page: Path) -> None:
+    for command, rest in quoted(page, r"toolkit\s+([a-z][\w-]*)\b(?!\.)(.*)"):
+        assert command in parsers(), command
+        options = re.findall(r"(?<=[\s\[|])--[a-z-]+", rest.partition(" -- ")[0])
+        assert set(options) <= parsers()[command]._option_string_actions.keys(), f"toolkit {command}{rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_of_the_config_that_a_page_names_is_one(page: Path) -> None:
+    keys = set(all_keys())
+    sections = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    for (key,) in quoted(page, rf"((?:{sections})\.[a-z_.]+)(?:[:=].*)?"):
+        if key in USERS_FILES or key.endswith((".json", ".safetensors")):
+            continue
+        # A section, or an entry of a mapping such as cluster.extra.
+        parts = [".".join(key.split(".")[:length]) for length in range(2, key.count(".") + 2)]
+        assert keys & set(parts) or any(known.startswith(f"{key}.") for known in keys), key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_and_name_of_python_on_a_page_exists(page: Path) -> None:
+    for (name,) in quoted(page, r"((?:toolkit|torch|jobs|tests)\.[A-Za-z_.]+)(?:\(.*\))?"):
+        pkgutil.resolve_name(name)
+    for (module,) in quoted(page, r"python -m ((?:toolkit|tests)[\w.]*)\b.*"):
+        assert importlib.util.find_spec(module), module
+
+
+@cache
+def functions() -> set[str]:
+    sources = (path.read_text() for name, paths in files_by_name().items() if name.endswith(".py") for path in paths)
+    return {name for source in sources for name in re.findall(r"(?:def|class) (\w+)", source)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_that_a_page_names_exists(page: Path) -> None:
+    for (name,) in quoted(page, r"(?:\w+\.)?(\w+)\([^()]*\)"):
+        assert name in functions() | OTHERS_FUNCTIONS or hasattr(builtins, name), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
