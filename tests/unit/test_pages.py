@@ -94,7 +94,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 @cache
 def parsers() -> Mapping[str, argparse.ArgumentParser]:
-    [found] = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [found] = [action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return cast(Mapping[str, argparse.ArgumentParser], found.choices)
 
 
