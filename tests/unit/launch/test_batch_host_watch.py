@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_does_not_keep_the_job_from_its_requeue(
 
     monkeypatch.setattr(fsio, "write_atomic", full)
     monkeypatch.setattr(BatchHostWatch, "look", lambda _: "node1 is gone")
-    monkeypatch.setattr(batch_host_watch, "_TOLD", set())
+    monkeypatch.setattr(batch_host_watch, "_END_SIGNALS", set())
     batch_host_watch.watch_batch_host(world.watched, world.slurm)
     row = world.slurm.show_job(world.job)
     assert row is not None
