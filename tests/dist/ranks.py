@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, cast
 from torch.distributed import TCPStore
 
 from tests.waiting import wait_for
+from toolkit.ranks.session import Session
 from toolkit.ranks.stop import STOP, Gate
 
 #: A hang; on a busy machine all takes several times as long.
@@ -104,12 +106,17 @@ def _received(pipe: Connection, may_die: bool) -> tuple[bool, Any]:
         return may_die, None if may_die else "the process ended without an answer"
 
 
+def in_run(session: Session, run_dir: Path, attempt: int = 1) -> Session:
+    """Return ``session`` in the run folder ``run_dir``, which is made as a submission would."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return replace(session, run_dir=run_dir, attempt=attempt)
+
+
 def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from toolkit.ranks.report import NullReporter
-    from toolkit.ranks.session import Session
     from toolkit.ranks.stop import Gate
     from toolkit.ranks.stop.torch_store import connector
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from jobs import custom
 from tests.dist import test_trainer as trainer
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, global_batch, part, snapshot
 from toolkit.config import StrategyConfig, load_config, validate
 from toolkit.errors import ConfigError
@@ -139,7 +138,7 @@ def test_a_toolkit_strategy_and_a_jobs_own_step_are_not_taken_for_each_other() -
 
 
 def train_gan(session: Session, run_dir: Path, dies_in: int | None = None) -> tuple[Result, dict[str, Tensor]]:
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     given = ["data.global_batch_size=50", "checkpoint.every_steps=4", "optim={name: adam, lr: 0.002}"]
     given += ["train={max_steps: 10, log_every: 1, eval_every: 5, epochs: 9}"]
     config = load_config("configs/gan.yaml", given, site=False)
@@ -194,7 +193,7 @@ def shift_along_axes(rows: Tensor) -> float:
 
 def figure_of_first(session: Session, folder: Path) -> float:
     config = load_config("configs/gan.yaml", site=False)
-    with closing(run_job.trainer_of(custom.Gan, config, None, replace(session, run_dir=folder))) as training:
+    with closing(run_job.trainer_of(custom.Gan, config, None, in_run(session, folder))) as training:
         judge = run_job.evaluation(training.job)
         assert judge is not None
         found = judge(training.strategy, lambda: False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import snapshot
 from tests.dist.test_trainer import BATCH, CONFIG, SAMPLES, assert_same, images, noisy_model, train
 from toolkit.checkpoint import weights
@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 def train_from(session: Session, run_dir: Path, source: str, epochs: int) -> tuple[Weights, Weights]:
     """The model as it was before the first step, and after the last one."""
-    here, seen = replace(session, run_dir=run_dir), list[Any]()
+    here, seen = in_run(session, run_dir), list[Any]()
 
     def model() -> Any:
         torch.manual_seed(session.rank)  # what is not from the source would differ between ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toolkit
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_trainer import logged
 from tests.unit.checkpoint.ranks import tensor_of
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
@@ -142,7 +142,7 @@ def config_of(strategy: str, accumulate: int = 1, **more: Any) -> JobConfig:
 
 
 def train(session: Session, run_dir: Path, kind: type[toolkit.Job], config: JobConfig) -> dict[str, Any]:
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     state: dict[str, Tensor] = {}
     with closing(run_job.trainer_of(kind, config, None, session)) as training:
         result = training.fit()

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
@@ -53,7 +53,7 @@ def train(session: Session, run: RunDir, attempt: int, steps: int, workers: int,
     os.environ[WITNESS_VARIABLE] = json.dumps({"strikes": strikes})
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # as a process that has just started has its own
         seed(attempt)
-    session = replace(session, run_dir=run.path, attempt=attempt)
+    session = in_run(session, run.path, attempt)
     config = TrainConfig(epochs=10**6, max_steps=steps, seed=3, log_every=5, eval_every=10)
     prepare(config.seed)
     strategy = build_strategy(StrategyConfig(), session)

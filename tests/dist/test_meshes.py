@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from jobs.gpt import GPT
 from jobs.language_model import next_byte
 from tests.dist import test_trainer as trainer
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.dist.strategy_cases import CLASSES, FEATURES, STEPS, global_batch, part, rates, snapshot
 from tests.dist.test_fsdp import even_model as unseeded_even_model
 from tests.dist.test_fsdp import size_bytes
@@ -255,7 +255,7 @@ def by_turns(session: Session, folder: Path, memories: list[int]) -> list[Any]:
     found = []
     for attempt, (run, memory) in enumerate([*zip("abc", memories, strict=True), ("a", memories[-1])], 1):
         (folder / run).mkdir(exist_ok=True)
-        session = replace(session, run_dir=folder / run, attempt=attempt)
+        session = in_run(session, folder / run, attempt)
         found.append(trained_by(session, StrategyConfig("auto"), memory))
     return [*found, trained_by(session, StrategyConfig("fsdp"), 0)]
 

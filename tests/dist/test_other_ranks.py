@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import random
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks, stop_all
+from tests.dist.ranks import in_run, run_ranks, stop_all
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
@@ -89,7 +88,7 @@ def train(
 ) -> Seen:
     """One attempt; what its steps saw. With ``end`` it ends in step ``in_step``, by a stop or with nothing saved."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has a worker
-    session = replace(session, run_dir=run_dir, attempt=attempt)
+    session = in_run(session, run_dir, attempt)
     config = TrainConfig(epochs=EPOCHS, seed=3, log_every=5)
     prepare(config.seed)
     strategy = build_strategy(StrategyConfig(), session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from toolkit.checkpoint import manifest, whole
 from toolkit.checkpoint.store import committed, newest_step
 from toolkit.config import JobConfig
@@ -57,7 +57,7 @@ def begun(session: Session, folder: Path, max_steps: int | None = None, every: i
     prepare(config.train.seed)
     (folder / "logs").mkdir(exist_ok=True, parents=True)
     attempt = 1 + (newest_step(folder / "checkpoints") or 0)
-    return TrainingRun(config, replace(session, run_dir=folder, attempt=attempt))
+    return TrainingRun(config, in_run(session, folder, attempt))
 
 
 def tensors_of(run: TrainingRun) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks, stop_all
+from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import OPTIMIZERS, STEPS, oracle, part, plain_model, rates, token_loss
 from tests.dist.test_trainer import BATCH, EVERY_4, SAMPLES, images, judge, noisy_model
 from tests.unit.checkpoint.ranks import tensor_of
@@ -137,7 +137,7 @@ CONFIG = TrainConfig(epochs=4, seed=3, log_every=1, eval_every="epoch")  # 10 st
 def train(
     session: Session, run_dir: Path, section: StrategyConfig, model: Any = noisy_model, train: TrainConfig = CONFIG
 ) -> tuple[Result, dict[str, Tensor]]:
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     prepare(train.seed)
     strategy = build_strategy(section, session, train)
     loader = Loader(images(SAMPLES, 1), global_batch_size=BATCH, seed=train.seed, share=strategy.share)
@@ -390,7 +390,7 @@ def learn(session: Session, run_dir: Path, section: StrategyConfig, steps: int, 
     if session.rank in deaths:
         how, when = deaths[session.rank]
         how(when)
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     prepare(0)
     data = build_datasets(DataConfig())
     section_of_train = TrainConfig(max_steps=steps, log_every=10, eval_every=75)

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.waiting import PATIENCE
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
@@ -112,7 +112,7 @@ def train(session: Session, run_dir: Path, attempt: int, off: str | None, dies: 
     torch.manual_seed(attempt)  # as a process that has just started has its own
     random.seed(attempt)
     np.random.seed(attempt)
-    session = replace(session, run_dir=run_dir, attempt=attempt)
+    session = in_run(session, run_dir, attempt)
     config = TrainConfig(epochs=100, max_steps=STEPS, seed=3, log_every=5, eval_every=5)
     prepare(config.seed)
     strategy = build_strategy(StrategyConfig(), session)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from toolkit.config import CheckpointConfig, DataConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import build_loader
 from toolkit.ranks.batch import Batch
@@ -77,7 +76,7 @@ def train(
     session: Session, run_dir: Path, steps: int, data: DataConfig = AUTO, seconds: Any = SECONDS, dataset: Any = Images
 ) -> tuple[list[int], dict[str, Tensor], list[list[int]]]:
     """How many samples this rank had in each step, the weights at the end, and which samples they were."""
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     config = TrainConfig(epochs=100, max_steps=steps, seed=3, log_every=2, accumulate=2)
     prepare(config.seed)
     strategy: Any = build_strategy(StrategyConfig(), session, config)

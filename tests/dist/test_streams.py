@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import in_run, run_ranks
 from tests.unit.data.streams import YieldedLines
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
@@ -39,7 +38,7 @@ def model() -> nn.Module:
 def train(session: Session, run_dir: Path, dies_in: int | None = None) -> tuple[Result | None, Any, list[list[int]]]:
     """The result, the weights, and the samples of each step of this attempt."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # has a worker
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     prepare(CONFIG.seed)
     strategy = build_strategy(StrategyConfig(), session)
     loader = StreamLoader(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.dist.ranks import run_ranks, stop_all
+from tests.dist.ranks import in_run, run_ranks, stop_all
 from tests.dist.strategy_cases import SUBJECTS
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step
@@ -76,7 +76,7 @@ def train(
     name: str | StrategyConfig = "ddp",
     optim: OptimConfig = ADAMW,
 ) -> tuple[Result, dict[str, Tensor]]:
-    session = replace(session, run_dir=run_dir)
+    session = in_run(session, run_dir)
     prepare(config.seed)
     section = SUBJECTS[name][0] if isinstance(name, str) else name
     strategy = build_strategy(section, session, config)

@@ -347,7 +347,7 @@ def test_a_node_that_is_given_up_as_it_sends_something_does_not_break_the_links(
     happened: SimpleQueue[Any] = SimpleQueue()
     is_busy, gate = Event(), Event()
     listener: Any = SimpleNamespace(admits=lambda *_: True, agent_came=happened.put, time_passed=lambda: None)
-    listener.agent_said = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
+    listener.take_message = lambda *_: (is_busy.set(), gate.wait(TIMEOUT_S))
     listener.agent_left, listener.broke = lambda host, _: happened.put(host), happened.put
     links = agent_links.AgentLinks(listening, secret, listener, 2)
     links.start()
