@@ -106,10 +106,10 @@ def _received(pipe: Connection, may_die: bool) -> tuple[bool, Any]:
         return may_die, None if may_die else "the process ended without an answer"
 
 
-def in_run(session: Session, run_dir: Path, attempt: int = 1) -> Session:
+def in_run(session: Session, run_dir: Path, attempt: int | None = None) -> Session:
     """Return ``session`` in the run folder ``run_dir``, which is made as a submission would."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    return replace(session, run_dir=run_dir, attempt=attempt)
+    return replace(session, run_dir=run_dir, attempt=session.attempt if attempt is None else attempt)
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str, call: bytes, pipe: Connection) -> None:

@@ -22,7 +22,7 @@ from toolkit.launch.start import foreign
 from toolkit.launch.start.agent_launcher import MODULE, AgentLauncher
 from toolkit.launch.start.agent_starters import LocalAgent
 from toolkit.launch.start.agents import Agents
-from toolkit.launch.start.steps import RankEnded, StepEnded
+from toolkit.launch.start.steps import RankEnded, RankFinished, StepEnded
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 60 * PATIENCE
@@ -46,7 +46,7 @@ class Site:
         self.is_prepared = False
 
     def run_module(self, command: list[str], **changed: str) -> list[Any]:
-        """What happens to two ranks that become ``command``."""
+        """What happens to two ranks that become ``command``, but for ends with exit code 0."""
         self.attempt += 1
         path = f"{self.folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         environ = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", **changed}
@@ -59,7 +59,7 @@ class Site:
         while not happened or not isinstance(happened[-1], StepEnded):
             happened.append(self.events.get(timeout=TIMEOUT_S))
         store.close()
-        return happened
+        return [event for event in happened if not isinstance(event, RankFinished)]
 
     def run_command(self, words: list[str], *, fresh: bool = False, **changed: str) -> list[Any]:
         """What happens to two ranks of `toolkit exec -- WORDS`; ``fresh`` has them start as fresh interpreters."""
