@@ -23,7 +23,7 @@ from toolkit.launch.start import store
 from toolkit.launch.start.store import StoreHost
 
 pytestmark = pytest.mark.dist
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=30 * PATIENCE)
 
 
 @contextmanager
