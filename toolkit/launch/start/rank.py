@@ -20,7 +20,7 @@ from typing import Any
 from toolkit import chaos, error_file, logs, rundir, signals
 from toolkit import config as configs
 from toolkit.config import JobConfig
-from toolkit.errors import EXIT_DONE, EXIT_STOPPED, StoppedError, ToolkitError
+from toolkit.errors import EXIT_DONE, EXIT_STOPPED, RequestError, StoppedError, ToolkitError
 from toolkit.hang import stacks
 from toolkit.launch.start.user_job import job_class, load, params_of
 from toolkit.launch.submission.prepare import new_run
@@ -102,7 +102,10 @@ def _project() -> Path:
     """Return the folder of the job's sources: the run's copy under a supervisor, else the current folder."""
     run = os.environ.get(rundir.RUN_DIR_VARIABLE)
     code = None if run is None else rundir.RunDir(Path(run)).code
-    return code if code is not None and code.is_dir() else Path.cwd()
+    try:
+        return code if code is not None and code.is_dir() else Path.cwd()
+    except OSError as error:  # such as a name that is too long for a file
+        raise RequestError(f"{rundir.RUN_DIR_VARIABLE}={run} is no run: {error.strerror}; unset it") from None
 
 
 def _run_loop(config: JobConfig, words: Sequence[str]) -> None:
