@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from toolkit.data.stream import Streams
     from toolkit.data.text import TextWindows, pack_text
     from toolkit.errors import ConfigError
-    from toolkit.launch.submission.submit import Run, submit
+    from toolkit.launch.submission.handle import Run
+    from toolkit.launch.submission.submit import submit
     from toolkit.ranks.batch import Batch, Share
     from toolkit.strategies import Custom
     from toolkit.strategies.objective import Forward, Loss, Rows
@@ -55,7 +56,7 @@ _HOMES = {
     "JobConfig": "toolkit.config",
     "Loss": "toolkit.strategies.objective",
     "Rows": "toolkit.strategies.objective",
-    "Run": "toolkit.launch.submission.submit",
+    "Run": "toolkit.launch.submission.handle",
     "Share": "toolkit.ranks.batch",
     "Streams": "toolkit.data.stream",
     "TextWindows": "toolkit.data.text",

@@ -18,7 +18,7 @@ from toolkit.config import DATASETS, STRATEGIES, ClusterConfig, JobConfig, Strat
 from toolkit.config.catalog import CATALOG
 from toolkit.data import datasets
 from toolkit.errors import ConfigError
-from toolkit.launch.submission.submit import sbatch_script
+from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.ranks.session import Session
 from toolkit.rundir import RunDir
 from toolkit.strategies import build_strategy

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
-from toolkit.launch.submission.submit import Run
+from toolkit.launch.submission.handle import Run
 from toolkit.metrics import goodput
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.

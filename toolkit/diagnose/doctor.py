@@ -18,7 +18,7 @@ from toolkit.health.verdict import NodesReport, judge, prevented
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start.line_channel import LineChannel, open_channel
 from toolkit.launch.start.preflight import SharedFolder, command
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import executors, sbatch
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
 from toolkit.slurm.steps import srun_nodes_argv
@@ -49,7 +49,7 @@ def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
     if "SLURM_JOB_ID" in environ:
         return _examine_allocation(Allocation.slurm(environ), nodes, environ)
     config.cluster.nodes = nodes or config.cluster.nodes
-    if submit.choose_executor("auto") == "slurm":
+    if executors.choose_executor("auto") == "slurm":
         return _examine_new_nodes(config, environ)
     return _examine_allocation(Allocation.local(config.cluster), None, environ)
 
@@ -86,7 +86,7 @@ def _examine_new_nodes(config: JobConfig, environ: Mapping[str, str]) -> NodesRe
     # answer.
     shared = SharedFolder(_folder())
     request = CheckRequest(str(shared.path), shared.token, [cpus], cluster.gpus_per_node, FIRST_NODE)
-    options = [f"--cpus-per-task={cpus}", *submit.srun_options(config)]
+    options = [f"--cpus-per-task={cpus}", *sbatch.srun_options(config)]
     log.info("waiting for %d nodes; Ctrl-C ends it", cluster.nodes)
 
     def start(request: CheckRequest, hosts: Sequence[str]) -> LineChannel:

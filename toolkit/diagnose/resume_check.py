@@ -20,7 +20,9 @@ from toolkit import config as configs
 from toolkit import fsio, logs, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import JobFailedError, RequestError, listing
-from toolkit.launch.submission import submit
+from toolkit.launch.submission.handle import Run
+from toolkit.launch.submission.resume import resume
+from toolkit.launch.submission.submit import submit
 from toolkit.rundir import RunDir
 
 #: What a witness records, in the order in which one follows from the other, and what the page calls it.
@@ -151,7 +153,7 @@ def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:
 
 def _run(config: str, overrides: Sequence[str], brief: Mapping[str, Any], executor: str) -> RunDir:
     with _brief(brief):
-        run = submit.submit(config, overrides, executor=executor)
+        run = submit(config, overrides, executor=executor)
     return _completed(run)
 
 
@@ -164,12 +166,12 @@ def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[
         # Without retries a killed run ends, so that it can be resumed with other ranks.
         overrides = [*overrides, "retry.max_failures=0"]
     with _brief(brief):
-        run = submit.submit(config, overrides, executor=executor)
+        run = submit(config, overrides, executor=executor)
         ended = run.wait()
         if ended["state"] in ("stopped", "failed") and len(run.dir.attempts()) == 1:
             if plan.then_ranks is not None:
                 _set_ranks(run.dir, plan.then_ranks)
-            run = submit.resume(run.dir)
+            run = resume(run.dir)
     return _completed(run)
 
 
@@ -196,7 +198,7 @@ def _brief(brief: Mapping[str, Any]) -> Iterator[None]:
             os.environ[rundir.WITNESS_VARIABLE] = before
 
 
-def _completed(run: submit.Run) -> RunDir:
+def _completed(run: Run) -> RunDir:
     run.wait()
     run.result()
     return run.dir

@@ -12,7 +12,7 @@ from rich.console import Console
 from toolkit import rundir
 from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
-from toolkit.launch.submission.submit import Run
+from toolkit.launch.submission.handle import Run
 from toolkit.metrics.goodput import PARTS
 
 TRAINING: dict[str, Any] = {

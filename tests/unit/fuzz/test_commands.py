@@ -23,7 +23,8 @@ from toolkit.diagnose import doctor, resume_check
 from toolkit.errors import RequestError
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.start import rank
-from toolkit.launch.submission import inside_allocation, submit
+from toolkit.launch.submission import executors, inside_allocation
+from toolkit.launch.submission.handle import Run
 from toolkit.slurm import placement
 
 WORDS = [
@@ -50,9 +51,9 @@ WORDS = [
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     """A folder of runs with one in it, and nobody who starts, sends or fetches anything."""
     seclude(monkeypatch, tmp_path)
-    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
-    monkeypatch.setattr(submit.Run, "watch", lambda self: iter(()))
-    monkeypatch.setattr(submit.Run, "wait", lambda self, timeout_s=None: {})
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
+    monkeypatch.setattr(Run, "watch", lambda self: iter(()))
+    monkeypatch.setattr(Run, "wait", lambda self, timeout_s=None: {})
     monkeypatch.setattr(inside_allocation, "enter", lambda make_run: Allocation.slurm(os.environ))
     monkeypatch.setattr(rank, "load", lambda job, folder: SimpleNamespace(main=lambda config: None))
     monkeypatch.setattr(rank, "signals", _Nothing())

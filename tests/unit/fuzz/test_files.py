@@ -34,7 +34,8 @@ from toolkit.launch.record import request
 from toolkit.launch.record.journal import Journal
 from toolkit.launch.record.ownership import Owner
 from toolkit.launch.start import foreign
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import executors
+from toolkit.launch.submission.handle import Run
 from toolkit.launch.supervise import attempt_loop
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Cause, Decision, Ending, RankFailure
@@ -65,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run that crashed once, with every file that a run may have, each by its own writer."""
     seclude(monkeypatch, tmp_path)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # thousands of files
-    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
     for number in range(2):  # the other one shows whether commands go on
         made = _made(rundir.create("real", tmp_path / "runs"), is_open=number == 1)
     return made
@@ -274,7 +275,7 @@ def test_every_command_survives_a_damaged_file_of_a_real_run(tmp_path: Path, mon
         )
         assert done.returncode == 0, done.stdout + done.stderr
     seclude(monkeypatch, tmp_path)
-    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: submit.Run(run, executor, "7"))
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "7"))
     run, other = rundir.all_runs()
     assert len(run.attempts()) == 2
     shutil.rmtree(run.code)  # sources, which only the ranks read

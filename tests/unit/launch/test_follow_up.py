@@ -29,7 +29,7 @@ from toolkit.launch.job.follow_up import (
 )
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.request import Intent
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import sbatch
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
@@ -465,7 +465,7 @@ def test_the_script_from_the_login_node_asks_for_what_the_config_does(
     config.cluster.setup = ["export FROM_SETUP=1"]
     config.cluster.extra = {"hold": True, "begin": "now+1hour", "dependency": "afterok:7", "mail-type": "FAIL"}
     script = tmp_path / "script.sh"
-    script.write_text(submit._follow_up_script(run, config, "token", "1"))
+    script.write_text(sbatch.follow_up_script(run, config, "token", "1"))
     asked = {line.partition(" ")[2] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
     assert {"--nodes=2", "--partition=gpu", "--time=90", "--mail-type=FAIL"} <= asked
     assert [option for option in asked if option.startswith(("--hold", "--begin", "--dependency"))] == []

@@ -31,7 +31,9 @@ from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.ownership import Claim, Overtaken
 from toolkit.launch.record.request import Intent
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import executors, handle, submit
+from toolkit.launch.submission.handle import Run, attach
+from toolkit.launch.submission.resume import resume
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
@@ -44,12 +46,15 @@ JOB = "def main(config): ...\n"
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """The Slurm that every command asks, which gives submitit its job ids as well."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
-    monkeypatch.setattr(submit, "Slurm", lambda: slurm)
+    for module in (executors, handle):
+        monkeypatch.setattr(module, "Slurm", lambda: slurm)
     monkeypatch.setattr(commands, "Slurm", lambda: slurm)
-    monkeypatch.setattr(submit, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["--no-requeue", "job.sh"]))
-    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
-    monkeypatch.setattr(submit, "ASK_SLURM_EVERY_S", 0.0)
-    monkeypatch.setattr(submit, "FILES_LAG_S", 0.0)
+    monkeypatch.setattr(
+        executors, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["--no-requeue", "job.sh"])
+    )
+    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
+    monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
+    monkeypatch.setattr(handle, "FILES_LAG_S", 0.0)
     return slurm
 
 
@@ -107,7 +112,7 @@ def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run:
     preempted(run, slurm)
     row = row_of(run)
     assert (row["state"], row["job_id"]) == ("requeued (PENDING, Priority)", "2")
-    watching = submit.attach(run).watch()
+    watching = attach(run).watch()
     assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
 
 
@@ -115,10 +120,10 @@ def test_a_run_whose_follow_up_job_waits_or_runs_is_not_submitted_a_second_time(
     preempted(run, slurm)
     ended = "it can be resumed when it has ended: `toolkit cancel"
     with pytest.raises(RequestError, match=ended):
-        submit.resume(run)
+        resume(run)
     start(run, slurm, "2")
     with pytest.raises(RequestError, match=ended):
-        submit.resume(run)
+        resume(run)
     assert sorted(slurm.submitted) == ["1", "2", "3", "4"]  # 3 follows 2, and 4 both
 
 
@@ -135,10 +140,10 @@ def test_what_waits_is_ended_with_its_follow_up_job_and_has_a_result(
 def test_a_follow_up_job_that_runs_is_the_one_that_is_told(run: RunDir, slurm: FakeSlurm) -> None:
     preempted(run, slurm)
     start(run, slurm, "2")
-    assert submit.attach(run).job_now == "2"
-    submit.attach(run).stop()
+    assert attach(run).job_now == "2"
+    attach(run).stop()
     assert slurm.sent == [Sent("4"), Sent("3"), Sent("2", "USR1", batch=True)]
-    submit.attach(run).cancel()
+    attach(run).cancel()
     assert slurm.sent[3:] == [Sent("4"), Sent("3"), Sent("2")]
     assert run.result() is None  # its supervisor writes it
 
@@ -151,8 +156,8 @@ def test_a_cancelled_follow_up_job_leaves_a_run_that_says_how_it_goes_on(run: Ru
     assert f"next: nothing brings it back by itself; `toolkit resume {run.id}` goes on" in told
     assert "job 3 is over (CANCELLED)" in told
     with pytest.raises(JobFailedError, match=f"the job 1, with its follow-up jobs 2, 3, is over.*resume {run.id}"):
-        submit.attach(run).wait(5)
-    assert submit.resume(run).job_id == "4"
+        attach(run).wait(5)
+    assert resume(run).job_id == "4"
 
 
 def test_where_a_preemption_cancels_follow_up_jobs_wait_from_the_start(run: RunDir, slurm: FakeSlurm) -> None:
@@ -207,10 +212,10 @@ def test_where_no_more_jobs_may_be_queued_the_run_goes_on_with_those_that_wait(
 def test_a_run_that_slurm_brings_back_is_submitted_without_a_follow_up_job(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit.attach(run).cancel()
+    attach(run).cancel()
     slurm.preempt_mode = "REQUEUE"
-    monkeypatch.setattr(submit, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["job.sh"]))
-    submit.resume(run)
+    monkeypatch.setattr(executors, "_send_to_slurm", lambda run, config, token: slurm.sbatch(["job.sh"]))
+    resume(run)
     assert ownership.jobs_of(run) == ["3"]
 
 
@@ -238,8 +243,8 @@ def test_an_expedited_job_that_has_follow_up_jobs_is_not_requeued(run: RunDir, s
 
 def test_a_job_of_an_earlier_submission_finds_the_run_taken_and_leaves_it(run: RunDir, slurm: FakeSlurm) -> None:
     old = token_of(run)
-    submit.attach(run).cancel()
-    assert submit.resume(run).job_id == "3"
+    attach(run).cancel()
+    assert resume(run).job_id == "3"
     with pytest.raises(Overtaken, match=r"belongs to job 3: nothing is left to do here"):
         Claim.of_job(run, allocation("1"), old)
     new = Claim.of_job(run, allocation("3"), token_of(run))
@@ -285,9 +290,9 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
 
 
 def test_of_four_resumes_at_once_one_submits_a_job(run: RunDir, slurm: FakeSlurm) -> None:
-    submit.attach(run).cancel()
-    answers = at_once(*[lambda: submit.resume(run, executor="slurm")] * 4)
-    assert sum(isinstance(answer, submit.Run) for answer in answers) == 1, answers
+    attach(run).cancel()
+    answers = at_once(*[lambda: resume(run, executor="slurm")] * 4)
+    assert sum(isinstance(answer, Run) for answer in answers) == 1, answers
     assert sorted(slurm.submitted) == ["1", "2", "3", "4"]
     assert all(
         "being resumed" in str(a) or "being submitted" in str(a) or "queued" in str(a)
@@ -307,31 +312,31 @@ def test_of_two_attempts_at_once_one_holds_the_run(run: RunDir) -> None:
 def test_a_resume_that_a_full_disk_refuses_can_be_said_again_at_once(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit.attach(run).cancel()
+    attach(run).cancel()
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", no_space)
         with pytest.raises(OSError, match=r"No space.*owner\.json"):
-            submit.resume(run, executor="slurm")
-    assert submit.resume(run, executor="slurm").job_id == "3"
+            resume(run, executor="slurm")
+    assert resume(run, executor="slurm").job_id == "3"
 
 
 def test_a_resume_that_fails_on_a_full_disk_once_queued_leaves_the_run_as_it_was(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of what it would have to write to put the run back nothing can be written then."""
-    submit.attach(run).cancel()
+    attach(run).cancel()
     names = ("owner.json", "status.json", "intent.json", "result.json")
     before = {name: (run.path / name).read_text() for name in names}
-    send = submit._send_to_slurm
+    send = executors._send_to_slurm
 
     def fills_up(*args: Any) -> str:
         send(*args)
         monkeypatch.setattr(os, "fsync", no_space)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(submit, "_send_to_slurm", fills_up)
+    monkeypatch.setattr(executors, "_send_to_slurm", fills_up)
     with pytest.raises(OSError, match="No space"):
-        submit.resume(run, executor="slurm")
+        resume(run, executor="slurm")
     monkeypatch.undo()
     assert {name: (run.path / name).read_text() for name in names} == before
     assert not [path for path in run.path.iterdir() if "kept" in path.name]
@@ -345,7 +350,7 @@ def test_a_submission_for_which_the_disk_has_no_room_leaves_no_run_and_no_job(
 ) -> None:
     """Wherever it fills up: before the first file, between two, or after the job was queued."""
 
-    def again() -> submit.Run:
+    def again() -> Run:
         if kind == "submit":
             return submit.submit("own.yaml", ["name=again"], executor="slurm")
         return submit.submit_command(["true"], name="again", executor="slurm")
@@ -371,16 +376,16 @@ def no_space(fd: int) -> None:
 
 
 def test_who_died_while_it_resumed_a_run_holds_nobody_up_for_ever(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit.attach(run).cancel()
+    attach(run).cancel()
     run.take_number(ownership.number_of(run) + 1)  # and nothing more
     with pytest.raises(RequestError, match="being resumed by somebody else"):
-        submit.resume(run, executor="slurm")
+        resume(run, executor="slurm")
     monkeypatch.setattr(ownership, "SUBMITTING_S", 0.0)
-    assert submit.resume(run, executor="slurm").job_id == "3"
+    assert resume(run, executor="slurm").job_id == "3"
 
 
 def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    submit.attach(run).cancel()
+    attach(run).cancel()
     run.clear_result()
     ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run)))
     for command in ("stop", "cancel", "resume"):
@@ -390,15 +395,15 @@ def test_a_run_that_is_being_submitted_says_so(run: RunDir, capsys: pytest.Captu
 
 def test_a_submission_that_was_interrupted_can_be_ended_or_made_again(run: RunDir, slurm: FakeSlurm) -> None:
     """Nobody knows whether there is a job; if there is, it finds that it is not wanted, or not the run's."""
-    submit.attach(run).cancel()
+    attach(run).cancel()
     run.clear_result()
     request.clear(run)
     dead = replace(ownership.submit_as(run, "slurm", ownership.take(run, ownership.number_of(run))), pid=2**22 + 1)
     run.write_owner(asdict(dead))
-    submit.attach(run).stop()
+    attach(run).stop()
     assert ((run.result() or {})["state"], request.asked(run)) == ("stopped", Intent.STOP)
     run.clear_result()
-    assert submit.resume(run).job_id == "3"
+    assert resume(run).job_id == "3"
     with pytest.raises(Overtaken):
         Claim.of_job(run, allocation("7"), dead.token)
 
@@ -424,10 +429,10 @@ def test_stop_cancel_and_resume_may_be_said_twice(
     assert sorted(slurm.submitted) == ["1", "2", "3"]
     slurm.advance(1)
     assert row_of(run)["state"] == "cancelled"
-    assert submit.attach(run).wait(5)["state"] == "cancelled"
-    assert submit.resume(run).job_id == "4"
+    assert attach(run).wait(5)["state"] == "cancelled"
+    assert resume(run).job_id == "4"
     with pytest.raises(RequestError, match="is queued"):
-        submit.resume(run)
+        resume(run)
 
 
 # ------------------------------------------------------------------------------------------------------ other settings
@@ -441,7 +446,7 @@ def test_a_completed_run_goes_on_to_more_epochs_when_the_job_is_submitted(run: R
     completed(run)
     old = run.config.read_text()
     with pytest.raises(RequestError, match=r"train.epochs=N` goes on to more than its 3 epochs"):
-        submit.resume(run)
+        resume(run)
     assert main(["resume", run.id, "train.epochs=5", "optim.lr=0.25"]) == EXIT_DONE
     config = configs.load_config(run.config, site=False)
     assert (config.train.epochs, config.optim.lr) == (5, 0.25)
@@ -463,8 +468,8 @@ def test_the_job_that_starts_before_the_submission_knows_its_id_has_the_new_sett
         seen.append(configs.load_config(run.config, site=False).train.epochs)
         return "9"
 
-    monkeypatch.setattr(submit, "_send_to_slurm", start_at_once)
-    submit.resume(run, ["train.epochs=5"])
+    monkeypatch.setattr(executors, "_send_to_slurm", start_at_once)
+    resume(run, ["train.epochs=5"])
     assert seen == [3, 5]
     assert len(list(run.path.glob("config.before-*.yaml"))) == 1
 
@@ -484,7 +489,7 @@ def test_a_change_that_a_run_cannot_go_on_with_touches_nothing(run: RunDir, over
     completed(run)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     with pytest.raises((ConfigError, RequestError), match=words):
-        submit.resume(run, [override, *([] if override.startswith("train.epochs") else ["train.epochs=9"])])
+        resume(run, [override, *([] if override.startswith("train.epochs") else ["train.epochs=9"])])
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
@@ -492,23 +497,23 @@ def test_a_submission_that_fails_leaves_settings_result_and_owner(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(run, slurm, "1")
-    submit.attach(run).stop()
+    attach(run).stop()
     completed(run)
     old = run.config.read_text()
 
     def refuses(*args: object) -> str:
         raise SlurmError("invalid partition specified")
 
-    monkeypatch.setattr(submit, "_send_to_slurm", refuses)
+    monkeypatch.setattr(executors, "_send_to_slurm", refuses)
     with pytest.raises(SlurmError):
-        submit.resume(run, ["train.epochs=5"])
+        resume(run, ["train.epochs=5"])
     assert run.config.read_text() == old
     assert (run.result() or {})["state"] == "completed"
     assert request.asked(run) is Intent.STOP
     assert ownership.jobs_of(run) == ["1", "2", "3"]
     assert list(run.submitit.glob("config-*")) == []
-    monkeypatch.setattr(submit, "_send_to_slurm", lambda *_: "9")
-    assert submit.resume(run, ["train.epochs=5"]).job_id == "9"
+    monkeypatch.setattr(executors, "_send_to_slurm", lambda *_: "9")
+    assert resume(run, ["train.epochs=5"]).job_id == "9"
 
 
 # ---------------------------------------------------------------------------------------------------- files and pipes
@@ -547,7 +552,7 @@ def test_a_local_submission_keeps_nobodys_pipe_open(tmp_path: Path) -> None:
     saved = os.dup(1)
     os.dup2(write_end, 1)
     try:
-        with submit._output_to(log):
+        with executors._output_to(log):
             child = subprocess.Popen(["sh", "-c", "echo mine; exec sleep 600"])
         os.write(1, b"run 1")
     finally:

@@ -10,8 +10,9 @@ import pytest
 
 from toolkit.config import JobConfig
 from toolkit.errors import RequestError
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import sbatch, submit
 from toolkit.launch.submission.prepare import new_run
+from toolkit.launch.submission.resume import resume
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
 
@@ -30,7 +31,7 @@ def test_a_folder_for_runs_that_slurm_or_python_would_misread_is_refused(
         with pytest.raises(RequestError, match=r"the folder for runs: .* set TOOLKIT_RUNS"):
             enter()
     with pytest.raises(RequestError, match="the folder for runs"):
-        submit.resume(RunDir(tmp_path / name / "run" / "20260102-030405-abcd"))
+        resume(RunDir(tmp_path / name / "run" / "20260102-030405-abcd"))
     assert not list(tmp_path.iterdir())
 
 
@@ -58,7 +59,7 @@ def test_no_character_of_another_path_means_anything_to_the_script(
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$TOOLKIT_RUNS" "$4"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    script = submit.sbatch_script(JobConfig(), run)
+    script = sbatch.sbatch_script(JobConfig(), run)
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/mine"}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{run.code}:/mine\n{tmp_path / ODD}\n{run.submitit}\n", "")

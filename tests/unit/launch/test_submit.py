@@ -17,8 +17,10 @@ from submitit.core.utils import JobPaths
 from toolkit import rundir
 from toolkit.config import JobConfig
 from toolkit.errors import JobFailedError, RequestError, SlurmError
-from toolkit.launch.submission import submit
-from toolkit.launch.submission.submit import Run, sbatch_script
+from toolkit.launch.submission import executors, handle, sbatch, submit
+from toolkit.launch.submission.handle import Run, attach
+from toolkit.launch.submission.resume import resume
+from toolkit.launch.submission.sbatch import sbatch_script
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -97,7 +99,7 @@ def test_bash_sees_the_snapshot_first(tmp_path: Path) -> None:
 
 def test_an_unknown_executor_is_refused() -> None:
     with pytest.raises(RequestError, match="auto, slurm, local, debug"):
-        submit.choose_executor("slrum")
+        executors.choose_executor("slrum")
 
 
 def test_a_refused_config_leaves_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +114,7 @@ def test_a_refused_config_leaves_no_run_folder(tmp_path: Path, monkeypatch: pyte
 def test_environment_comes_back_after_submitting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     before = dict(os.environ)
-    with submit._only_these({"A": "1"}):
+    with executors._only_these({"A": "1"}):
         assert dict(os.environ) == {"A": "1"}
     assert dict(os.environ) == before
 
@@ -141,13 +143,13 @@ def test_a_completed_run_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.dir.write_result({"state": "completed"})
     with pytest.raises(RequestError, match="completed"):
-        submit.resume(run.dir)
+        resume(run.dir)
 
 
 def test_a_running_run_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path, state="running")
     with pytest.raises(RequestError, match="running"):
-        submit.resume(run.dir)
+        resume(run.dir)
 
 
 # ------------------------------------------------------------------------------------- what happens to jobs and users
@@ -191,7 +193,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_run(
 def test_a_script_run_has_the_name_it_was_given(
     project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(submit, "_send", lambda run, config, executor, owner: Run(run, executor, "1"))
+    monkeypatch.setattr(executors, "send", lambda run, config, executor, owner: Run(run, executor, "1"))
     run = submit.submit_command(["python", "train.py"], overrides, name=name, executor="local")
     assert run.dir.name == expected
 
@@ -204,7 +206,7 @@ def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
     run.config.write_text("job: ownjobs.job\n")
     run.write_result({"state": "failed", "why": "boom"})
     with pytest.raises(SlurmError):
-        submit.resume(run, executor="slurm")
+        resume(run, executor="slurm")
     assert run.result() == {"state": "failed", "why": "boom"}
     assert run.status() == {"state": "failed"}
 
@@ -283,8 +285,8 @@ def test_a_job_that_submitit_cannot_note_is_taken_back(
 
 def over(monkeypatch: pytest.MonkeyPatch, *, is_over: bool = True) -> None:
     monkeypatch.setattr(Run, "_is_over", lambda *_, **__: is_over)
-    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
-    monkeypatch.setattr(submit, "ASK_SLURM_EVERY_S", 0.0)
+    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
+    monkeypatch.setattr(handle, "ASK_SLURM_EVERY_S", 0.0)
 
 
 def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
@@ -305,7 +307,7 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, m
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Run, "_is_over", lambda *_: asked.append(now))
     monkeypatch.setattr(RunDir, "status", lambda _: dict(status))
-    monkeypatch.setattr(submit, "READ_FILES_EVERY_S", 0.0)
+    monkeypatch.setattr(handle, "READ_FILES_EVERY_S", 0.0)
     watching = Run(make_run(tmp_path, state="queued").dir, "slurm", "7").watch()
 
     def look(for_s: int, *, speaking: bool) -> int:
@@ -324,7 +326,7 @@ def test_slurm_is_asked_only_while_the_status_says_nothing_new(tmp_path: Path, m
 
 def test_a_job_that_is_over_without_a_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over(monkeypatch)
-    monkeypatch.setattr(submit, "FILES_LAG_S", 0.0)
+    monkeypatch.setattr(handle, "FILES_LAG_S", 0.0)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     with pytest.raises(JobFailedError, match=f"wrote no result.*toolkit resume {run.id}"):
         run.wait(5)
@@ -359,7 +361,7 @@ def test_a_lost_run_can_be_resumed(project: Path, tmp_path: Path, monkeypatch: p
     put_on_path(tmp_path / "bin", monkeypatch, sbatch="echo Submitted batch job 8", srun="")
     run = make_run(tmp_path, state="running", job_id="7").dir
     run.config.write_text("job: ownjobs.job\n")
-    assert submit.resume(run, executor="slurm").job_id == "8"
+    assert resume(run, executor="slurm").job_id == "8"
 
 
 @pytest.mark.parametrize("state", ["queued", "requeued"])
@@ -367,7 +369,7 @@ def test_a_job_cancelled_in_the_queue_gets_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     slurm = FakeSlurm()
-    monkeypatch.setattr(submit, "Slurm", lambda: slurm)
+    monkeypatch.setattr(handle, "Slurm", lambda: slurm)
     run = Run(make_run(tmp_path, state=state).dir, "slurm", slurm.sbatch(["job.sh"]))
     run.cancel()
     assert run.wait(5)["state"] == "cancelled"
@@ -393,13 +395,13 @@ def test_a_process_that_got_the_pid_of_a_dead_supervisor_is_left_alone(tmp_path:
 
 def test_a_run_without_a_job_is_not_cancelled_by_guess(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="without a supervisor"):
-        submit.attach(make_run(tmp_path, state="running", job_id=None).dir)
+        attach(make_run(tmp_path, state="running", job_id=None).dir)
 
 
 def test_doctor_asks_for_the_nodes_that_the_job_would_get() -> None:
     config = full_config()
     config.cluster.extra = {"reservation": "maintenance", "mail-type": "FAIL"}
-    assert sorted(submit.srun_options(config)) == [
+    assert sorted(sbatch.srun_options(config)) == [
         "--account=acc",
         "--constraint=a100&ib",
         "--exclude=node[3,7]",

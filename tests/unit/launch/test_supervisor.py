@@ -28,7 +28,9 @@ from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import journal, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.start.steps import Events, FirstReports, MainReport, Progress, RankEnded, RankFinished, StepEnded
-from toolkit.launch.submission import submit
+from toolkit.launch.submission import executors
+from toolkit.launch.submission.handle import Run
+from toolkit.launch.submission.resume import resume
 from toolkit.launch.supervise import attempt_loop, stop_path, supervisor
 from toolkit.launch.supervise.error_files import read_error_file
 from toolkit.launch.supervise.stop_path import Signalled
@@ -480,10 +482,10 @@ def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
     run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
     fsio.make_dir(run.attempt_logs(1))
     fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "a", "time": 1.5, "type": "OSError", "message": "old"})
-    monkeypatch.setattr(submit.Run, "is_over", lambda *_, **__: True)
-    monkeypatch.setattr(submit, "_send_to_local", lambda *_: "1")
+    monkeypatch.setattr(Run, "is_over", lambda *_, **__: True)
+    monkeypatch.setattr(executors, "_send_to_local", lambda *_: "1")
     fsio.write_json(run.submitit / "submission.json", {"executor": "local", "job_id": "1"})
-    submit.resume(run, executor="local")
+    resume(run, executor="local")
     assert run.status()["state"] == "queued"
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()

@@ -14,8 +14,7 @@ from toolkit import rundir
 from toolkit.config import JobConfig, is_job, is_loop, job_source, load_config, validate
 from toolkit.errors import ConfigError
 from toolkit.launch.start.user_job import load
-from toolkit.launch.submission import submit
-from toolkit.launch.submission.prepare import new_run
+from toolkit.launch.submission.prepare import check_submittable, new_run
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +86,7 @@ def test_a_job_of_a_src_layout_or_an_installed_package_is_found_without_importin
     assert load("pack.work", project).here
     assert job_source("installed.work", project) == site / "installed/work.py"
     assert job_source("installed.sub.deep", project) == site / "installed/sub/deep.py"
-    submit._validate(JobConfig(job="installed.work"), "local", project)
+    check_submittable(JobConfig(job="installed.work"), "local", project)
     with pytest.raises(ConfigError, match=r"job: .*installed/__init__\.py, line 1: ModuleNotFoundError: No module"):
         load("installed.work", project)
 
@@ -196,4 +195,4 @@ def test_a_run_takes_the_copy_of_a_file_however_it_was_named(
 def test_a_file_outside_of_the_project_is_refused(tmp_path: Path) -> None:
     write(tmp_path, outside=MAIN, project__inside=MAIN)
     with pytest.raises(Exception, match="the sources that a run copies are those of"):
-        submit._validate(JobConfig(job="../outside.py"), "local", tmp_path / "project")
+        check_submittable(JobConfig(job="../outside.py"), "local", tmp_path / "project")

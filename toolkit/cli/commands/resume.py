@@ -14,6 +14,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from toolkit.cli import follow
-    from toolkit.launch.submission import submit
+    from toolkit.launch.submission.resume import resume
 
-    return follow.see_through(submit.resume(arguments.trusted_run(args), args.overrides), args)
+    return follow.see_through(resume(arguments.trusted_run(args), args.overrides), args)

@@ -15,7 +15,7 @@ def ask_to_end(name: str, how: str, text: str) -> None:
     """Ask a run to ``stop`` or ``cancel``, and print ``text``, or that it has ended or was asked before."""
     from toolkit import rundir
     from toolkit.launch.record import request
-    from toolkit.launch.submission.submit import attach
+    from toolkit.launch.submission.handle import attach
 
     run = rundir.find(name)
     result = run.result()

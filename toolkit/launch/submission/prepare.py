@@ -1,4 +1,4 @@
-"""Makes a run: its folder, the copy of the sources, and a config that means the same everywhere."""
+"""Makes a run: folder, copy of the sources, and a config that means the same everywhere; checks it first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from toolkit import config as configs
 from toolkit import fsio, origin, rundir
 from toolkit.config import JobConfig
+from toolkit.errors import ConfigError, RequestError
+from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.submission import snapshot
 from toolkit.launch.submission.script_paths import refuse_unfit
 from toolkit.rundir import RunDir
+from toolkit.slurm.container import PYXIS
+from toolkit.slurm.container import parse as parse_image
 
 
 def absolute(config: JobConfig) -> JobConfig:
@@ -49,3 +53,20 @@ def new_run(config: JobConfig, project: Path | None) -> RunDir:
         fsio.remove_tree(run.path)
         raise
     return run
+
+
+def check_submittable(config: JobConfig, executor: str, project: Path, *, goes_on: bool = False) -> None:
+    """Raise ConfigError or RequestError unless this executor can run the config from ``project``'s sources."""
+    configs.validate(config, project=project, goes_on=goes_on)
+    if executor == "local":
+        Allocation.local(config.cluster)  # refuses several nodes
+        if config.cluster.container is not None and parse_image(config.cluster.container).runtime == PYXIS:
+            raise ConfigError("cluster.container: Pyxis is a part of Slurm, and this is to run without it")
+    if config.job == configs.FOREIGN_JOB:  # a foreign script is not copied: it runs where it lies
+        return
+    source = configs.job_source(config.job, project)  # may be a link, which is copied with the package that it leads to
+    if within(project, source) is None and not {"site-packages", "dist-packages"} & {*source.parts}:
+        raise RequestError(
+            f"job: {config.job} is {source}, and the sources that a run copies are those of {project}: "
+            "call this in the folder of the job's project"
+        )

@@ -1,0 +1,230 @@
+"""The handle of a run: watches it, waits for its end, stops or cancels it, from the login node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import JobFailedError, RequestError, SlurmError
+from toolkit.launch.record import ownership, request
+from toolkit.launch.record.journal import write_ended
+from toolkit.launch.record.request import Intent
+from toolkit.rundir import RunDir
+from toolkit.slurm.commands import Slurm
+
+#: A waiting caller asks Slurm this often whether the job still exists, and reads the run's own files twice a second.
+ASK_SLURM_EVERY_S = 30.0
+READ_FILES_EVERY_S = 0.5
+#: A job's last file may reach the login node this long after the job's end: NFS remembers for up to 60 s that a file
+#: was absent. Only after that time is it certain that the job has written no result.
+FILES_LAG_S = 75.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A submitted run, as seen from the login node::
+
+    >>> run = toolkit.submit("configs/digits_ddp.yaml", ["train.epochs=1"], executor="local")
+    >>> run.wait()["state"], run.status()["attempt"]
+    ('completed', 1)
+    """
+
+    dir: RunDir
+    executor: str
+    job_id: str  #: at submission, see `job_now`; empty where the submission was interrupted
+
+    @property
+    def id(self) -> str:
+        """Return the run id."""
+        return self.dir.id
+
+    def status(self) -> dict[str, Any]:
+        """Return what the run's own files say."""
+        return self.dir.status()
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end and return ``result.json``.
+
+        Raises TimeoutError, or JobFailedError for a job that ended before it could write a result, or whose run folder
+        is gone.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for _ in self.watch():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.id} has not ended after {timeout_s:.0f} s")
+        result = self.dir.result()
+        assert result is not None
+        return result
+
+    def watch(self) -> Iterator[dict[str, Any]]:
+        """Yield the status twice a second until the run has ended.
+
+        Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
+        all the time, and a thousand waiting callers would keep the controller busy.
+        """
+        ask_at = time.monotonic() + ASK_SLURM_EVERY_S
+        over_since: float | None = None
+        status: dict[str, Any] = {}
+        while self.dir.result() is None:
+            now, before, status = time.monotonic(), status, self.dir.status()
+            # A new status proves that the supervisor lives, so the next question to Slurm can wait.
+            if self.executor == "slurm" and status != before:
+                ask_at, over_since = now + ASK_SLURM_EVERY_S, None
+            # A local process is checked in each round: that costs nothing.
+            if now >= ask_at or self.executor != "slurm":
+                ask_at = now + ASK_SLURM_EVERY_S
+                over_since = (over_since or now) if self.is_over() else None
+            if over_since is not None:
+                self._raise_without_result(now - over_since)
+            yield status
+            time.sleep(READ_FILES_EVERY_S)
+
+    def result(self) -> dict[str, Any]:
+        """Return ``result.json`` of a completed run. Raises JobFailedError, with the cause, for any other."""
+        result = self.dir.result()
+        if result is None:
+            raise JobFailedError(f"run {self.id} has not ended; wait() for it")
+        if result["state"] != "completed":
+            raise JobFailedError(f"run {self.id} {result['state']}: {result.get('why', '')}; logs: {self.dir.logs}")
+        return result
+
+    def cancel(self) -> None:
+        """End the run for good; its checkpoints stay. Raises RequestError for a local run of another machine."""
+        self._end(Intent.CANCEL)
+
+    def stop(self) -> None:
+        """Have the ranks commit a checkpoint and end; the run is not requeued, :func:`resume` goes on with it.
+
+        Raises RequestError for a local run of another machine.
+        """
+        self._end(Intent.STOP)
+
+    def _end(self, what: Intent) -> None:
+        if self.executor != "slurm" and not self._is_here():
+            raise RequestError(f"run {self.id} runs on {self._host()}; call `toolkit {what} {self.id}` there")
+        request.ask(self.dir, what)  # first: a job that starts at this moment finds the request
+        if self.executor == "slurm":
+            is_over = self._end_jobs(what)
+        else:
+            owner = ownership.read(self.dir)
+            if owner is not None and _is_process_of(self.dir, owner.pid):  # else it finds the request at its start
+                os.kill(owner.pid, signal.SIGTERM)
+            is_over = self._is_over()
+        # Without a supervisor that could write the result, write it here.
+        if is_over and not ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            self._write_ended(what)
+
+    def _end_jobs(self, what: Intent) -> bool:
+        """Cancel or signal the run's jobs; True if no job is left that could write a result.
+
+        The last follow-up job comes first, because each would start when those before it have ended.
+        """
+        slurm, jobs = Slurm(), self._jobs()
+        answers = slurm.show_jobs(jobs) if jobs else {}
+        for job in reversed(jobs):
+            status = answers[job]
+            # A job that still waits has nothing to save, so also a stop cancels it.
+            if what is Intent.CANCEL or ownership.waits(status):
+                slurm.cancel(job)
+            elif status is not None and not status.is_over and status.state != "COMPLETING":
+                slurm.cancel(job, signal="USR1", batch=True)
+        return all(status is None or status.is_over or ownership.waits(status) for status in answers.values())
+
+    @property
+    def job_now(self) -> str:
+        """The job that serves the run at present. It may be a follow-up job of the submitted one."""
+        return self._jobs()[0]
+
+    def _jobs(self) -> list[str]:
+        return ownership.jobs_of(self.dir) or list(filter(None, [self.job_id]))
+
+    def _write_ended(self, what: Intent) -> None:
+        """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
+        if self.dir.result() is None:
+            state = "cancelled" if what is Intent.CANCEL else "stopped"
+            write_ended(self.dir, state, f"{state} while no supervisor ran")
+
+    def _raise_without_result(self, over_for_s: float) -> None:
+        """Raise JobFailedError if the run's job is over and its result should have reached this machine."""
+        if not self.dir.path.is_dir():
+            raise JobFailedError(f"run {self.id}: its folder {self.dir.path} is gone")
+        list(self.dir.path.iterdir())  # reading the folder makes NFS forget that a file was absent
+        wait_s = FILES_LAG_S if self.executor == "slurm" else 0.0
+        if over_for_s < wait_s or self.dir.result() is not None:
+            return
+        asked = request.asked(self.dir)
+        if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
+            self._write_ended(asked)
+            return
+        raise JobFailedError(
+            f"run {self.id}: {self._last_owner()} is over and wrote no result; see {self.dir.submitit} "
+            f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
+        )
+
+    def _last_owner(self) -> str:
+        jobs = self._jobs()
+        others = f", with its follow-up jobs {', '.join(jobs[1:])}," if len(jobs) > 1 else ""
+        return f"the job {jobs[0]}{others}" if jobs else "its submission"
+
+    def is_over(self) -> bool:
+        """True if no process can write this run's result any more; False where Slurm does not answer."""
+        if ownership.is_being_submitted(self.dir, ownership.read(self.dir)):
+            return False
+        try:
+            return self._is_over()
+        except SlurmError:  # the controller is away, which says nothing about the job
+            return False
+
+    def _is_over(self) -> bool:
+        if self.executor == "debug":
+            return True
+        if self.executor == "local":
+            owner = ownership.read(self.dir)
+            # A local run is its owner's processes; a run on Slurm is the present job of its chain of follow-up jobs.
+            pids: list[int | str] = [*self._jobs(), *([owner.pid] if owner else [])]
+            return self._is_here() and not any(_is_process_of(self.dir, pid) for pid in pids)
+        jobs = self._jobs()
+        status = ownership.present(jobs, Slurm().show_jobs(jobs))[1] if jobs else None
+        return status is None or status.is_over
+
+    def _host(self) -> str | None:
+        """Return the host on which a local run was started."""
+        host: str | None = self.dir.submission().get("host")
+        return host
+
+    def _is_here(self) -> bool:
+        return self._host() in (None, socket.gethostname())
+
+
+def attach(run: RunDir) -> Run:
+    """Return the handle of an earlier run, of any process. Raises RequestError for one that was never submitted."""
+    owner, jobs = ownership.read(run), ownership.jobs_of(run)
+    if ownership.is_being_submitted(run, owner):
+        raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
+    if jobs or owner is not None:  # after an interrupted submission the job id is unknown
+        executor = owner.executor if owner is not None else run.submission().get("executor", "slurm")
+        return Run(run, executor, jobs[0] if jobs else "")
+    # Neither owner nor job: the reason is a damaged file, or a run that was started without a supervisor.
+    damage: list[str] = []
+    run.owner(damage), run.submission(damage), run.status(damage)
+    why = f"which job it is cannot be said: {'; '.join(damage)}" if damage else "it was started without a supervisor"
+    raise RequestError(f"run {run.id}: {why}; end its processes where they run")
+
+
+def _is_process_of(run: RunDir, pid: int | str) -> bool:
+    """True if the process runs and is one that submitit started for this run: pids are reused.
+
+    A process that has just been started may have no command line for some milliseconds. A zombie, which only waits for
+    its parent to reap it, has no command line either, and no program.
+    """
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return os.fsencode(run.submitit) in command if command else bool(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return False

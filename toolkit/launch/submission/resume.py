@@ -1,0 +1,88 @@
+"""Submits an ended run again, with a changed config if the user wants that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit import config as configs
+from toolkit import fsio, rundir
+from toolkit.config import JobConfig
+from toolkit.errors import RequestError
+from toolkit.launch.job import nodes
+from toolkit.launch.record import ownership, request
+from toolkit.launch.submission import executors
+from toolkit.launch.submission.handle import Run, attach
+from toolkit.launch.submission.prepare import absolute, check_submittable
+from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.rundir import RunDir
+
+
+def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto") -> Run:
+    """Submit an ended run again: it goes on from its last checkpoint with the sources it was submitted with.
+
+    ``overrides`` change its config from now on; a completed run goes on if they give it more epochs or steps. Raises
+    RequestError, or ConfigError for a change that a run cannot go on with, before any file is changed.
+    """
+    # Refuse all that can be refused before a file is changed.
+    refuse_unfit(run.path)
+    before, result, status = ownership.number_of(run), run.result(), run.status()
+    if result is None:
+        _refuse_unless_over(run, status)
+    rundir.refuse_code_of_others(run)
+    project = run.code.resolve() if overrides and run.code.is_dir() else None
+    config = absolute(configs.load_config(run.config, overrides, site=False, project=project))
+    chosen = executors.choose_executor(executor if executor != "auto" else run.submission().get("executor", "auto"))
+    _check_change(run, configs.load_config(run.config, site=False), config, result, chosen)
+    # From here on files change; on an error they are put back.
+    kept = [run.path / name for name in ("owner.json", "status.json", "intent.json", "nodes.json", "result.json")]
+    number = ownership.take(run, before)
+    try:
+        with fsio.unchanged_on_error(*kept):  # so a job submitted despite the error has a stale token
+            taken = ownership.submit_as(run, chosen, number)
+            if overrides:
+                fsio.write_atomic(ownership.new_config(run, taken.token), configs.dump_config(config))
+            request.clear(run)
+            nodes.forget(run)
+            run.clear_result()
+            sent = executors.send(run, config, chosen, taken)
+    except BaseException:
+        for config_of_token in run.submitit.glob("config-*.yaml"):
+            config_of_token.unlink()
+        run.give_back_number(number)
+        raise
+    # The job is submitted: only now does the new config replace the old one.
+    ownership.adopt_config(run, taken.token)
+    return sent
+
+
+def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
+    """Raise RequestError for a run that has a job, or may have one."""
+    is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
+    if not is_known and status.get("state") in (None, "failed"):
+        return
+    if not is_known or not attach(run).is_over():
+        raise RequestError(
+            f"run {run.id} is {status.get('state', 'queued')}; it can be resumed when it has ended: "
+            f"`toolkit cancel {run.id}` ends it"
+        )
+
+
+def _check_change(
+    run: RunDir, then: JobConfig, now: JobConfig, result: Mapping[str, Any] | None, executor: str
+) -> None:
+    """Raise RequestError, or ConfigError, where the run cannot go on with the changed config."""
+    longer = now.train.epochs > then.train.epochs or (
+        then.train.max_steps is not None and (now.train.max_steps or sys.maxsize) > then.train.max_steps
+    )
+    # A completed run can go on only to more epochs or steps.
+    if result is not None and result["state"] == "completed" and not longer:
+        raise RequestError(
+            f"run {run.id} is completed; `toolkit resume {run.id} train.epochs=N` goes on to more than its "
+            f"{then.train.epochs} epochs"
+            + (f" (and train.max_steps=N to more than {then.train.max_steps} steps)" if then.train.max_steps else "")
+        )
+    if now != then:
+        configs.check_change(then, now)
+        check_submittable(now, executor, run.code.resolve(), goes_on=True)

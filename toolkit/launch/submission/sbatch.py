@@ -1,0 +1,110 @@
+"""The sbatch script of a run: every key of ``cluster`` in Slurm's terms, and the text that submitit makes of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from typing import Any
+
+from toolkit.config import ClusterConfig, JobConfig
+from toolkit.launch.job import follow_up
+from toolkit.launch.record import ownership
+from toolkit.launch.submission import snapshot
+from toolkit.rundir import RunDir
+
+
+def sbatch_script(config: JobConfig, run: RunDir) -> str:
+    """Return the text that submitit hands to sbatch, made by submitit itself."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    command = f"{exec_python()} -u -m submitit.core._submit {shlex.quote(str(run.submitit))}"
+    return str(_make_sbatch_string(command=command, folder=run.submitit, **slurm_parameters(config, run, "TOKEN")))
+
+
+def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) -> str:
+    """Return the script of a follow-up job. It lacks requests about one job's place in the queue."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    extra = {key: value for key, value in config.cluster.extra.items() if not follow_up.is_for_one_job(key)}
+    values = slurm_parameters(replace(config, cluster=replace(config.cluster, extra=extra)), run, token)
+    variables = follow_up.environment(run, [job_id])
+    values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return str(_make_sbatch_string(command=follow_up.command(run), folder=run.submitit, **values))
+
+
+def exec_python() -> str:
+    """Return the Python command with ``exec``. A bash between Slurm and the supervisor dies at the first SIGTERM and
+    takes the supervisor along."""
+    return f"exec {shlex.quote(sys.executable)}"
+
+
+def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, Any]:
+    """Return submitit's parameters for this job: every key of ``cluster`` in Slurm's terms.
+
+    GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
+    """
+    cluster = config.cluster
+    values: dict[str, Any] = {
+        "job_name": config.name,
+        "nodes": cluster.nodes + cluster.spare_nodes,
+        "ntasks_per_node": cluster.tasks_per_node,
+        "cpus_per_task": cluster.cpus_per_task,
+        "gpus_per_node": _gpus(cluster),
+        "time": cluster.time_min,
+        "exclusive": cluster.exclusive or None,
+        "wckey": None,  # submitit's own default, "submitit", is refused where wckeys are enforced
+        "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
+        "stderr_to_stdout": True,
+        "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
+        "additional_parameters": {
+            "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
+            # With spares the job outlives a dead node.
+            **({"no-kill": True} if _outlives_nodes(config) else {}),
+            **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
+            **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
+        },
+    }
+    for name in ("partition", "account", "qos", "constraint", "exclude"):
+        values[name] = _text(getattr(cluster, name))
+    return {name: value for name, value in values.items() if value is not None or name == "wckey"}
+
+
+def _outlives_nodes(config: JobConfig) -> bool:
+    """True if Slurm is to leave the job alone when a node dies. Never for a single node: no process would be left to
+    requeue it, see `toolkit.launch.watch.batch_host_watch`."""
+    cluster = config.cluster
+    return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
+
+
+#: Flags of sbatch without a config key of their own that decide whether and where srun gets nodes.
+_PLACING = ("nodelist", "reservation", "wckey", "licenses")
+
+
+def srun_options(config: JobConfig) -> list[str]:
+    """Return the node choice of ``cluster`` as options of srun, which holds nodes for seconds from the login node."""
+    cluster = config.cluster
+    values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
+    values |= {name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude")}
+    values |= {name: cluster.extra.get(name) for name in _PLACING}
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*options, "--exclusive"] if cluster.exclusive else options
+
+
+def _text(value: Any) -> Any:
+    """Escape backslashes: submitit quotes for a shell, but sbatch reads one as an escape also in single quotes."""
+    return value.replace("\\", "\\\\") if isinstance(value, str) else value
+
+
+def _gpus(cluster: ClusterConfig) -> str | int | None:
+    if cluster.gpus_per_node == 0:
+        return None
+    return f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
+
+
+def _environment_lines(run: RunDir, token: str) -> list[str]:
+    wanted = {**snapshot.environment(run.code, {}), "TOOLKIT_RUNS": str(run.path.parent.parent)}
+    wanted[ownership.TOKEN_VARIABLE] = token
+    quoted = {name: shlex.quote(value) for name, value in wanted.items()}
+    quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    return [f"export {name}={value}" for name, value in quoted.items()]
