@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from toolkit import hostlist
 from toolkit.config import ClusterConfig
 from toolkit.errors import RequestError
-from toolkit.slurm.placement import whole_number
+from toolkit.slurm.variables import whole_number
 
 
 @dataclass(frozen=True)

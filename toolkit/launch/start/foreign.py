@@ -24,6 +24,7 @@ from toolkit.records import TEXT, ListOf
 from toolkit.rundir import RunDir
 from toolkit.slurm import placement
 from toolkit.slurm.rank_environment import environment
+from toolkit.slurm.variables import whole_number
 
 
 def write_command(run: RunDir, command: Sequence[str]) -> None:
@@ -50,9 +51,9 @@ def read_command(run: RunDir) -> list[str]:
 def main(run: RunDir) -> None:
     """Become the command, as one rank of ``run``. End the process, with one line, if the command cannot be started."""
     place = placement.derive(os.environ, socket.gethostname())
-    cpus = placement.whole_number(os.environ, "OMP_NUM_THREADS", 1)
+    cpus = whole_number(os.environ, "OMP_NUM_THREADS", 1)
     environ = {**os.environ, **environment(place, os.environ, cpus)}
-    attempt = placement.whole_number(environ, "TOOLKIT_ATTEMPT", 1)
+    attempt = whole_number(environ, "TOOLKIT_ATTEMPT", 1)
     # Set what torchrun would set beside the rank's numbers.
     environ["TORCHELASTIC_ERROR_FILE"] = str(run.error_file(attempt, place.rank))
     environ["TORCHELASTIC_RUN_ID"] = run.id

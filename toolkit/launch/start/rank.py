@@ -27,6 +27,7 @@ from toolkit.launch.submission.prepare import new_run
 from toolkit.slurm import placement
 from toolkit.slurm.placement import Placement
 from toolkit.slurm.rank_environment import environment
+from toolkit.slurm.variables import whole_number
 
 #: The config of a script with a loop of its own, as a JSON list: a file, or null, and overrides.
 CONFIG_VARIABLE = "TOOLKIT_CONFIG"
@@ -76,7 +77,7 @@ def _be(place: Placement, config_path: str, overrides: Sequence[str]) -> None:
         configs.validate(config, ranks=place.world_size, login_node=False)
         _prepare_unsupervised(config, place)
     os.environ.update(environment(place, os.environ, config.cluster.cpus_per_task))
-    with chaos.of_environment(place.rank, placement.whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
+    with chaos.of_environment(place.rank, whole_number(os.environ, "TOOLKIT_ATTEMPT", 1)):
         if configs.is_loop(config.job, _project()):
             _run_loop(config, [config_path, *overrides])
         else:

@@ -1,0 +1,57 @@
+"""Reads whole numbers from environment variables, each with the name of its variable, which errors show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.errors import PlacementError, RequestError
+
+Environ = Mapping[str, str]
+
+#: No launcher sets a longer number, and Python refuses to convert very long ones.
+_WHOLE_NUMBER = re.compile("[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number and where it came from, so that errors and ``toolkit env`` can say so."""
+
+    value: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}={self.value}"
+
+
+def number(environ: Environ, *names: str) -> Number | None:
+    """Return the first of the variables ``names`` that is set, None if none is. Raises PlacementError for a text."""
+    name = next((name for name in names if environ.get(name, "") != ""), None)
+    if name is None:
+        return None
+    text = environ[name]
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise refusal(f"{name}={text[:80]!r} is not a number", "unset it, or start again with one launcher")
+    return Number(int(text), name)
+
+
+def required(environ: Environ, *names: str, because: Number, advice: str) -> Number:
+    """Return the first of ``names`` that is set. Raises PlacementError if none is, although ``because`` is."""
+    value = number(environ, *names)
+    if value is None:
+        raise refusal(f"{because} is set but {' / '.join(names)} is not", advice)
+    return value
+
+
+def whole_number(environ: Environ, name: str, default: int) -> int:
+    """Return the number in a variable, ``default`` where it is unset or empty. Raises RequestError that names it."""
+    text = environ.get(name) or str(default)
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise RequestError(f"{name}={text[:80]!r} is not a whole number; was it changed by hand? Unset it")
+    return int(text)
+
+
+def refusal(problem: str, advice: str) -> PlacementError:
+    """Return the error to raise, with the problem and what to do."""
+    return PlacementError(f"cannot tell which rank this is: {problem}. What to do: {advice}.")
