@@ -6,10 +6,20 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from toolkit.config.words import one_of
+
 #: The types that ``Any`` stands for: anything but a list or a mapping.
 SCALARS = (str, int, float, bool)
 #: Any scalar.
 PLAIN: Any = str | int | float | bool | None
+#: What errors call the types.
+NAME_OF_KIND: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
 @cache
@@ -41,6 +51,18 @@ def words_of(hint: Any) -> tuple[Any, ...]:
     scalars = [member for member in members(hint) if get_origin(member) in (None, Literal) and member is not NoneType]
     literals = [word for member in scalars if get_origin(member) is Literal for word in get_args(member)]
     return tuple(literals) if all(get_origin(member) is Literal for member in scalars) else ()
+
+
+def kind_names(kinds: tuple[type, ...]) -> str:
+    """Return the types as errors name them: ``a whole number or null``."""
+    return " or ".join(name for kind, name in NAME_OF_KIND.items() if kind in kinds)
+
+
+def check_word(key: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError, naming the key, for a value that is none of the words that ``hint`` allows."""
+    words = words_of(hint)
+    if words and value is not None and value not in words:
+        one_of(key, str(value), map(str, words))
 
 
 def container_of(hint: Any, *kinds: type) -> Any:

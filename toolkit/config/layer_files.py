@@ -1,0 +1,110 @@
+"""Reads the sources of a configuration: the site's file, a file and what it extends, ``key=value`` arguments."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from yaml import MappingNode, Node, ScalarNode
+
+from toolkit import fsio
+from toolkit.config import yaml_core
+from toolkit.config.schema import all_keys
+from toolkit.config.yaml_core import Pairs
+from toolkit.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of keys and values."""
+
+    name: str  #: name of a file or an argument
+    root: MappingNode
+    has_lines: bool = True
+
+    def error(self, node: Node, text: str) -> ConfigError:
+        """Return an error that begins with the place of ``node``."""
+        place = f"{self.name}, line {node.start_mark.line + 1}" if self.has_lines else self.name
+        return ConfigError(f"{place}: {text}")
+
+    def pairs(self, node: MappingNode) -> Pairs:
+        """Return the keys and values of a mapping. Raises ConfigError for what is not valid YAML."""
+        try:
+            return yaml_core.pairs_of(node)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: is not valid YAML: {error}") from None
+
+
+def site_layers(enabled: bool) -> list[Layer]:
+    """Return the layers of the site's file: none where it is absent, but an error where TOOLKIT_SITE names it."""
+    named = os.environ.get("TOOLKIT_SITE")
+    path = Path(named) if named else fsio.expand("~/.config/toolkit/site.yaml")
+    # Path's own is_file raises for a HOME that is too long.
+    if not enabled or not (named or os.path.isfile(path)):  # noqa: PTH113
+        return []
+    return file_layers(path, ())
+
+
+def file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
+    """Return the layers of a file, beginning with those that it extends."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in above)}; break the circle")
+    layer = _read_yaml(path)
+    # `extends` is a key of the file, not of the config: take it out.
+    for key, value in layer.root.value:
+        if isinstance(key, ScalarNode) and key.value == "extends":
+            if not isinstance(value, ScalarNode) or not value.value:
+                raise layer.error(value, "extends: takes the name of one file")
+            layer.root.value.remove((key, value))
+            return [*file_layers(path.parent / value.value, (*above, path.resolve())), layer]
+    return [layer]
+
+
+def _read_yaml(path: Path) -> Layer:
+    try:
+        root = yaml_core.compose(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file{_nearby_files(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if root is None:
+        root = MappingNode("", [])
+    if not isinstance(root, MappingNode):
+        raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
+    return Layer(str(path), root)
+
+
+def _nearby_files(path: Path) -> str:
+    found = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    return f"; {nearest(str(path), found)}there are: {', '.join(found)}" if found else ""
+
+
+def override_layer(text: str) -> Layer:
+    """Return ``key=value`` as a layer of one value."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r}: an override is key=value, such as optim.lr=0.1")
+    try:
+        node = yaml_core.compose(value)
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
+    # YAML reads what follows a # as a comment: refuse it instead of losing it.
+    rest = value[node.end_mark.index if node else 0 :].strip()
+    if rest:
+        raise ConfigError(f"{text!r}: {rest!r} is a comment to YAML; put quotes around the value, within the shell's")
+    node = node or ScalarNode("tag:yaml.org,2002:null", "")
+    for part in reversed(_parts_of(key)):
+        node = MappingNode("", [(ScalarNode("", part), node)])
+    assert isinstance(node, MappingNode)
+    return Layer(f"argument {text!r}", node, has_lines=False)
+
+
+def _parts_of(key: str) -> list[str]:
+    """Return the parts of a dotted key. What follows a mapping's key is one part: names of layers contain dots."""
+    for known in all_keys():
+        if key.startswith(f"{known}.") and known != "params":
+            return [*known.split("."), key.removeprefix(f"{known}.")]
+    return key.split(".")

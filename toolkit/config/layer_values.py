@@ -1,0 +1,160 @@
+"""Reads the nodes of one layer as the keys and types of a schema; a misfit says the key, the line and what to write."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
+
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
+
+from toolkit.config import yaml_core
+from toolkit.config.hints import (
+    NAME_OF_KIND,
+    PLAIN,
+    as_kind,
+    check_word,
+    container_of,
+    fits,
+    hints_of,
+    item_hints,
+    kind_names,
+    kinds_of,
+)
+from toolkit.config.layer_files import Layer
+from toolkit.config.references import MISSING, refers
+from toolkit.config.schema import JobConfig, all_keys
+from toolkit.config.yaml_core import Scalar, scalar_of
+from toolkit.errors import ConfigError, nearest
+
+#: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
+_NO_ENVIRONMENT = (
+    "is refused: the variable's value would be written into the run's files. Give what is no secret as an argument "
+    "that the shell fills in, key=$VARIABLE; a program of notify finds the variable in its own environment"
+)
+#: Limit on nesting: an alias in YAML may refer to what contains it.
+_MOST_LEVELS = 20
+#: Numbers below this key keep their text, for sbatch to read: 0755 and 1.10 keep their zeros.
+_AS_WRITTEN = "cluster.extra"
+
+
+def read_section(layer: Layer, node: Node, schema: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the keys and values of a section as plain data.
+
+    Raises ConfigError, with the full name and the line, for a key that ``schema`` lacks and for a value of another
+    type.
+    """
+    valid = {f.name: f for f in fields(schema)}
+    if not isinstance(node, MappingNode):
+        name = prefix.removesuffix(".")
+        raise layer.error(node, f"{name} is a section: give it keys, such as {prefix}{next(iter(valid))}")
+    values: dict[str, Any] = {}
+    for key, (key_node, value) in layer.pairs(node).items():
+        full = f"{prefix}{key}"
+        if key not in valid:
+            likeliest = _nearest_key(full, [f"{prefix}{name}" for name in valid])
+            raise layer.error(key_node, f"unknown key {full!r}; {likeliest}valid here: {', '.join(sorted(valid))}")
+        if full == "params" and schema is JobConfig:  # the job says what is in there
+            continue
+        # A section is read key by key, any other value by its type.
+        hint = hints_of(schema)[key]
+        if is_dataclass(hint):
+            values[key] = read_section(layer, value, hint, f"{full}.")
+        else:
+            values[key] = _value(layer, value, hint, full)
+    return values
+
+
+def _nearest_key(full: str, here: list[str]) -> str:
+    """Return a hint at the likeliest key: misspelled in this section, of this name in another, or the job's own."""
+    leaf = full.rpartition(".")[2]
+    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+    there = f"did you mean {elsewhere[0]!r}? " if elsewhere else nearest(full, all_keys())
+    own = "" if "." in full else f"a key of the job's own is params.{full}; "
+    return nearest(full, here) or there or own
+
+
+def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
+    """Return the plain value of a node, of the type ``hint``."""
+    listed, mapping = container_of(hint, list, tuple), container_of(hint, dict)
+    if listed is not None and isinstance(node, SequenceNode):
+        try:
+            hints = item_hints(listed, len(node.value))
+        except ValueError as error:
+            raise layer.error(node, f"{full}: {error}") from None
+        items = enumerate(zip(node.value, hints, strict=True))
+        return [_value(layer, item, each, f"{full}[{index}]") for index, (item, each) in items]
+    if mapping is not None and isinstance(node, MappingNode):
+        each = get_args(mapping)[1]
+        return {key: _value(layer, value, each, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
+    if not kinds_of(hint):
+        how = "a list: [first, second]" if listed is not None else "a mapping: {key: value}"
+        raise layer.error(node, f"{full} is {how}")
+    return _scalar(layer, node, hint, full)
+
+
+def read_mapping(layer: Layer, node: Node, full: str) -> dict[str, Any]:
+    """Return the plain values of a mapping, of any type."""
+    if not isinstance(node, MappingNode):
+        raise layer.error(node, f"{full} is a section: give it keys")
+    return {key: _plain(layer, value, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
+
+
+def _plain(layer: Layer, node: Node, full: str) -> Any:
+    if full.count(".") + full.count("[") > _MOST_LEVELS:
+        raise layer.error(node, f"{full}: nests too deep")
+    if isinstance(node, SequenceNode):
+        return [_plain(layer, item, f"{full}[{index}]") for index, item in enumerate(node.value)]
+    return read_mapping(layer, node, full) if isinstance(node, MappingNode) else _scalar(layer, node, PLAIN, full)
+
+
+def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
+    kinds = kinds_of(hint)
+    if not isinstance(node, ScalarNode):
+        raise layer.error(node, f"{full} takes {kind_names(kinds)}, not a list or a mapping")
+    try:
+        value = scalar_of(node)
+    except ValueError as error:
+        raise layer.error(node, f"{full}: {error}") from None
+    # A reference has the type of what it refers to, which is known when all layers are merged.
+    if isinstance(value, str) and refers(value):
+        if "oc.env" in value:
+            raise layer.error(node, f"{full}: {value} {_NO_ENVIRONMENT}")
+        return value
+    # Keep a number as it is written where YAML would write it differently.
+    if full.startswith(f"{_AS_WRITTEN}.") and not isinstance(value, (str, bool, type(None))):
+        return value if yaml_core.dump(value).split("\n")[0] == node.value else str(node.value)
+    if value == MISSING:
+        return value
+    if not fits(value, kinds):
+        raise layer.error(node, _misfit(layer, node.value, value, kinds, full))
+    try:
+        check_word(full, value, hint)
+    except ConfigError as error:
+        raise layer.error(node, str(error)) from None
+    return as_kind(value, kinds)  # type: ignore[no-any-return]
+
+
+def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
+    """Return what to write instead of a value of another type."""
+    # Each branch is a mistake of its own: an empty value, missing quotes, a time as Slurm writes it.
+    if value is None:
+        return f"{full}: is empty (null), and this key takes {kind_names(kinds)}"
+    if not isinstance(value, str) and str in kinds:
+        quoted = f"{full.rpartition('.')[2]}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
+        return f"{full}: takes text, and {written} is {NAME_OF_KIND[type(value)]} to YAML; quote it: {quoted}"
+    minutes = _minutes(value) if full == "cluster.time_min" else None
+    instead = f"; in minutes that is {minutes}" if minutes else ""
+    return f"{full}: {written!r} is {NAME_OF_KIND[type(value)]}, and this key takes {kind_names(kinds)}{instead}"
+
+
+def _minutes(text: Any) -> int | None:
+    """Return the minutes that a time in Slurm's notation (``[D-][HH:]MM[:SS]``) stands for, rounded up."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text))
+    if match is None:
+        return None
+    days, (first, second, third) = int(match[1] or 0), (int(match[group] or 0) for group in (2, 3, 4))
+    # With days, or with three parts, the first part is hours, else minutes.
+    by_hours = match[1] is not None or match[4] is not None
+    seconds = 3600 * first + 60 * second + third if by_hours else 60 * first + second
+    return -(-(86400 * days + seconds) // 60)
