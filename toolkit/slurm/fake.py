@@ -145,12 +145,11 @@ class FakeSlurm:
 
     def sbatch(self, arguments: Sequence[str]) -> str:
         self._contact()
-        options = dict(_option(argument) for argument in arguments)
-        job_id = str(len(self._jobs) + len(self._accounted) + 1)
-        self.submitted[job_id] = list(arguments)
-        for offset, index in enumerate(_array_indices(options.get("--array", ""))):
-            self._add(str(int(job_id) + offset), job_id, index, options)
-        return job_id
+        first = len(self._jobs) + len(self._accounted) + 1
+        self.submitted[str(first)] = list(arguments)
+        for row in _submitted_rows(first, arguments, self.now):
+            self._jobs[row.job_id] = row
+        return str(first)
 
     # ----------------------------------------------------------------------------------- what the test decides
 
@@ -217,21 +216,6 @@ class FakeSlurm:
         if not self.is_up:
             raise SlurmError("Unable to contact slurm controller (connect failure)")
 
-    def _add(self, job_id: str, array_job_id: str, index: str | None, options: dict[str, str]) -> None:
-        self._jobs[job_id] = JobRow(
-            job_id=job_id,
-            state="PENDING",
-            reason="Priority",
-            name=options.get("--job-name"),
-            array_job_id=array_job_id if index is not None else None,
-            array_task_id=index,
-            can_requeue="--no-requeue" not in options,
-            is_expedited=options.get("--requeue") == "expedite",
-            submit_time=self.now,
-            time_limit_s=_time_limit(options.get("--time", "")),
-            options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
-        )
-
     def _find(self, job_id: str) -> list[JobRow]:
         rows = self._jobs.values()
         named = [row for row in rows if row.requeue_id == job_id]
@@ -294,14 +278,28 @@ class FakeSlurm:
 _SHOWN = ("--constraint", "--exclude", "--nodelist", "--licenses", "--gres")
 
 
-def _option(argument: str) -> tuple[str, str]:
-    name, _, value = argument.partition("=")
-    return name, value
-
-
-def _array_indices(text: str) -> list[str | None]:
-    """Return the indices of ``0-3,7%2`` in Slurm's order. A job without an array is one element without an index."""
-    return [*hostlist.expand(f"[{text.partition('%')[0]}]")] if text else [None]
+def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[JobRow]:
+    """Return the job of an sbatch call, or the elements of its array, whose ids begin with ``first``."""
+    options = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+    array = options.get("--array", "").partition("%")[0]
+    # A job without an array is one element without an index; ``0-3,7%2`` has five, in Slurm's order.
+    indices: list[str | None] = [*hostlist.expand(f"[{array}]")] if array else [None]
+    return [
+        JobRow(
+            job_id=str(first + offset),
+            state="PENDING",
+            reason="Priority",
+            name=options.get("--job-name"),
+            array_job_id=str(first) if index is not None else None,
+            array_task_id=index,
+            can_requeue="--no-requeue" not in options,
+            is_expedited=options.get("--requeue") == "expedite",
+            submit_time=now,
+            time_limit_s=_time_limit(options.get("--time", "")),
+            options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
+        )
+        for offset, index in enumerate(indices)
+    ]
 
 
 def _time_limit(text: str) -> float | None:
