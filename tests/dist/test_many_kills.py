@@ -25,7 +25,8 @@ from tests.dist.test_resume_check import Images, judge, model, note_attempt
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyConfig, TrainConfig
 from toolkit.data.loader import Loader
-from toolkit.diagnose.resume_check import CheckPlan, compare
+from toolkit.diagnose.resume_compare import compare
+from toolkit.diagnose.resume_report import CheckPlan
 from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import build_strategy, of_pairs

@@ -26,7 +26,8 @@ from toolkit.config import CheckpointConfig, JobConfig, OptimConfig, StrategyCon
 from toolkit.data import workers
 from toolkit.data.loader import Loader, eval_batches
 from toolkit.data.memory import InMemory
-from toolkit.diagnose.resume_check import CheckPlan, CheckReport, compare
+from toolkit.diagnose.resume_compare import compare
+from toolkit.diagnose.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs

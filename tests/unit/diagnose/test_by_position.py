@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.diagnose.resume_check import _by_position
+from toolkit.diagnose.resume_compare import _by_position
 from toolkit.ranks.batch import Batch
 from toolkit.train.trace import Witness
 

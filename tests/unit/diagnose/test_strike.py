@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toolkit.config import JobConfig, ParameterServerConfig, StrategyConfig
-from toolkit.diagnose.resume_check import CheckPlan, _needed, _strike
+from toolkit.diagnose.resume_check import _needed, _strike
+from toolkit.diagnose.resume_report import CheckPlan
 from toolkit.errors import RequestError
 
 

@@ -21,10 +21,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from toolkit import logs
     from toolkit.cli import show
-    from toolkit.diagnose import resume_check
+    from toolkit.diagnose import resume_check, resume_report
 
     logs.setup()
-    plan = resume_check.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
+    plan = resume_report.CheckPlan(args.steps, args.how, args.at, args.seed, args.then_ranks, args.tolerance)
     report = resume_check.check(args.config, args.overrides, plan, args.executor)
-    print(show.as_json(resume_check.as_dict(report)) if args.json else resume_check.page(report))
+    print(show.as_json(resume_report.as_dict(report)) if args.json else resume_report.page(report))
     return EXIT_DONE if report.is_identical else EXIT_FAILED

@@ -1,0 +1,190 @@
+"""Compares what two runs recorded: which step is the first that differs, and in what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.diagnose.resume_report import RECORDED, CheckPlan, CheckReport
+from toolkit.errors import JobFailedError, listing
+from toolkit.rundir import RunDir
+
+#: At another world size these are compared sample by sample; nothing else is promised to be equal in every bit.
+OF_SAMPLES = ("samples", "inputs", "targets")
+#: Logged figures that must be equal, beside those of evaluations.
+CURVES = ("train/loss", "train/lr")
+
+
+@dataclass(frozen=True)
+class WitnessRecord:
+    """What the witnesses of one run wrote: by step, a line of each rank that took part, from the latest attempt."""
+
+    steps: Mapping[int, Mapping[int, Mapping[str, Any]]]
+    conditions: Sequence[Mapping[str, Any]]
+
+
+def read(run: RunDir) -> WitnessRecord:
+    """Return the record of a run."""
+    lines: dict[int, dict[int, Mapping[str, Any]]] = {}
+    conditions: list[Mapping[str, Any]] = []
+    latest: dict[int, int] = {}
+    for path in sorted(run.witness.glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            if "conditions" in line:
+                conditions.append(line["conditions"])
+                continue
+            step, attempt = line["step"], line["attempt"]
+            if attempt > latest.get(step, 0):  # a step that is made again, perhaps by another number of ranks
+                latest[step], lines[step] = attempt, {}
+            if attempt == latest[step]:
+                lines[step][rank] = line
+    return WitnessRecord(lines, conditions)
+
+
+def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str) -> CheckReport:
+    """Compare the two records, step by step, then the bytes of the last checkpoints and the curves."""
+    attempts = disturbed.attempts()
+    if len(attempts) < 2:
+        raise JobFailedError(
+            f"{disturbed.path} ended before the signal of step {plan.step} reached it: choose an earlier step with "
+            "--at, or more steps"
+        )
+    ours, theirs = read(undisturbed), read(disturbed)
+    ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))
+    first, different, worst = None, dict[str, str](), None
+    # Every bit must be equal only if the same ranks had the same samples.
+    exact = len(ranks) == 1 and not plan.moving_shares
+    if not exact:
+        worst = _worst_loss(ours, theirs)
+    for step in sorted(ours.steps.keys() | theirs.steps.keys()):
+        differs = _at(step, ours, theirs, plan, exact=exact)
+        if differs:
+            # Only the first step that differs is reported.
+            first, different = step, differs
+            break
+    if first is None and exact:
+        different = _last_checkpoints(undisturbed, disturbed) | _curves(undisturbed, disturbed)
+    return CheckReport(
+        steps=len(ours.steps),
+        ranks=ranks,
+        struck=struck,
+        resumed_from=attempts[1]["step_start"] or 0,
+        first=first,
+        different=different,
+        conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),
+        worst_loss=worst,
+        moving_shares=plan.moving_shares,
+        runs=(undisturbed.path, disturbed.path),
+    )
+
+
+def _at(step: int, ours: WitnessRecord, theirs: WitnessRecord, plan: CheckPlan, *, exact: bool) -> dict[str, str]:
+    """Return what differs in one step, by kind."""
+    mine, other = ours.steps.get(step, {}), theirs.steps.get(step, {})
+    if not mine or not other:
+        return {"step": f"only the {'undisturbed' if mine else 'disturbed'} run did it"}
+    if not exact:
+        found = _samples_that_differ(mine, other)
+        deviation = _deviation(mine, other)
+        if deviation > plan.tolerance:
+            found["loss"] = f"{deviation:.1e} of its value, more than the {plan.tolerance:g} allowed"
+        return found
+    if mine.keys() != other.keys():
+        return {"ranks": f"{len(mine)} and {len(other)} took part"}
+    return {kind: text for kind in RECORDED if (text := _ranks_that_differ(kind, mine, other))}
+
+
+def _ranks_that_differ(kind: str, mine: Mapping[int, Any], other: Mapping[int, Any]) -> str:
+    """Name the ranks that differ, and the samples or tensors. Buffers are rank 0's: a save gives them to all."""
+    ranks = [0] if kind == "buffers" else sorted(mine)
+    texts = []
+    for rank in ranks:
+        one, two = mine[rank].get(kind), other[rank].get(kind)
+        if one != two:
+            texts.append(f"rank {rank}{_where(kind, one, two, mine[rank])}")
+    return listing(texts, 3)
+
+
+def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
+    if isinstance(one, dict) and isinstance(two, dict):
+        names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+        return f" ({listing(sorted(names), 2)})"
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        samples = [line["samples"][i] for i in range(len(one)) if one[i] != two[i]]
+        return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
+    if kind == "loss":
+        return f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
+    return f" ({one} and {two})" if kind == "lr" else ""
+
+
+def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> dict[str, str]:
+    one, two = _by_position(mine), _by_position(other)
+    if one.keys() != two.keys():
+        odd = sorted(one.keys() ^ two.keys())
+        return {"positions": f"{listing([str(p) for p in odd], 3)} is in one of them only"}
+    found = {}
+    for index, kind in enumerate(OF_SAMPLES):
+        positions = [p for p in one if one[p][index] != two[p][index]]
+        if positions:
+            found[kind] = f"{len(positions)} of {len(one)} samples, the first of them {one[min(positions)][0]}"
+    return found
+
+
+def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
+    """Return what stands at each position of one global batch, on any rank. Other loaders record no positions."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for line in lines.values():
+        positions = line.get("positions", ())
+        columns = [line.get(kind, ()) for kind in OF_SAMPLES]
+        # A batch that is no pair has no targets, and one that a collate function has packed has no row for each sample.
+        known = [column if len(column) == len(positions) else [None] * len(positions) for column in columns]
+        found |= dict(zip(positions, zip(*known, strict=True), strict=True))
+    return found
+
+
+def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
+    one, two = (sum(float.fromhex(line["loss"]) for line in lines.values()) for lines in (mine, other))
+    return abs(one - two) / max(abs(one), abs(two), 1e-30)
+
+
+def _worst_loss(ours: WitnessRecord, theirs: WitnessRecord) -> float:
+    both = ours.steps.keys() & theirs.steps.keys()
+    return max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
+
+
+def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
+    """Compare every byte of the last checkpoints, verified."""
+    stores = [CheckpointStore(run.checkpoints) for run in (one, two)]
+    mine, other = (store.verify(store.list()[0]) for store in stores)
+    if mine.step != other.step:
+        return {"last checkpoint": f"of step {mine.step} and of step {other.step}"}
+    names = [n for n in mine.tensors.keys() | other.tensors.keys() if mine.tensors.get(n) != other.tensors.get(n)]
+    return {"last checkpoint": listing(sorted(names), 3)} if names else {}
+
+
+def _curves(one: RunDir, two: RunDir) -> dict[str, str]:
+    """Compare TensorBoard's figures that do not depend on the clock.
+
+    Among them are means over steps before and after a resume, and evaluations, for which all ranks' buffers count.
+    """
+    mine, other = _logged(one), _logged(two)
+    odd = sorted(point for point in mine.keys() | other.keys() if mine.get(point) != other.get(point))
+    texts = [f"{tag} in step {step} ({mine.get((step, tag))} and {other.get((step, tag))})" for step, tag in odd]
+    return {"curves": listing(texts, 3)} if odd else {}
+
+
+def _logged(run: RunDir) -> dict[tuple[int, str], float]:
+    lines = [json.loads(text) for text in (run.tensorboard / "metrics.jsonl").read_text().splitlines()]
+    tags = ((line["step"], tag, value) for line in lines for tag, value in line.items())
+    return {(step, tag): value for step, tag, value in tags if tag in CURVES or tag.startswith("eval/")}
+
+
+def _changed(conditions: Sequence[Mapping[str, Any]], but: str | None) -> dict[str, tuple[Any, ...]]:
+    """Return the conditions for a resume in every bit that changed during the runs."""
+    values = {key: tuple(dict.fromkeys(each.get(key) for each in conditions)) for key in conditions[0]}
+    return {key: seen for key, seen in values.items() if len(seen) > 1 and key != but}

@@ -1,0 +1,108 @@
+"""What `toolkit resume-check` is asked and what it finds, and the page about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import listing
+
+#: What a witness records, in the order in which one follows from the other, and what the page calls it.
+RECORDED = {
+    "lr": "learning rate",
+    "positions": "positions in the order of the data",
+    "samples": "sample ids",
+    "inputs": "inputs (augmentation)",
+    "targets": "targets",
+    "random": "random state (dropout)",
+    "loss": "loss",
+    "weights": "weights",
+    "buffers": "buffers",
+    "optimizer": "optimizer state",
+}
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """One interruption: ``how`` is ``kill`` or ``stop``, at ``step`` (None: at random) of a run of ``steps`` steps."""
+
+    steps: int = 60
+    how: str = "kill"
+    step: int | None = None
+    seed: int | None = None
+    then_ranks: int | None = None  #: resume with another number of ranks
+    tolerance: float = 1e-3  #: for the loss, relative, if not every bit must be equal
+    moving_shares: bool = False  #: data.share: auto follows the clock, so bits may differ on equally many ranks, too
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was done and found: the first step that differs, and what differs in it."""
+
+    steps: int
+    ranks: tuple[int, ...]
+    struck: str
+    resumed_from: int
+    first: int | None
+    different: Mapping[str, str]
+    conditions: Mapping[str, tuple[Any, ...]]
+    worst_loss: float | None  #: the largest relative difference, if not every bit must be equal
+    moving_shares: bool
+    runs: tuple[Path, Path]
+
+    @property
+    def is_identical(self) -> bool:
+        return self.first is None and not self.different
+
+
+def as_dict(report: CheckReport) -> dict[str, Any]:
+    """Return the report for ``--json``."""
+    return {"identical": report.is_identical, **asdict(report), "runs": [str(path) for path in report.runs]}
+
+
+def page(report: CheckReport) -> str:
+    """Return the report for a terminal."""
+    ranks = " then ".join(map(str, report.ranks))
+    lines = [f"disturbed run: {report.struck}; resumed from step {report.resumed_from}", ""]
+    if report.first is not None:
+        lines.append(f"DIFFERENT from step {report.first} on ({ranks} ranks):")
+    elif report.different:
+        lines.append(f"DIFFERENT after {report.steps} steps ({ranks} ranks):")
+    else:
+        lines.append(f"IDENTICAL: {report.steps} steps on {ranks} ranks: {_what_is_identical(report)}")
+    lines += [f"  {RECORDED.get(kind, kind)}: {text}" for kind, text in report.different.items()]
+    lines += [
+        f"not the same all the time: {key} ({listing([str(v) for v in seen], 4)})"
+        for key, seen in report.conditions.items()
+    ]
+    # A difference before the resume is not the resume's fault: say what else it may be.
+    if report.first is not None and report.first < report.resumed_from:
+        lines.append(
+            "that is before the resume: the training draws from something that follows no seed, or an operation"
+        )
+        lines.append("  does not give the same bits each time (train.deterministic: true refuses those)")
+    if report.worst_loss is not None:
+        lines += _what_of_the_loss(report, report.worst_loss)
+    lines += ["", *(f"{name}: {path}" for name, path in zip(("undisturbed", "disturbed"), report.runs, strict=True))]
+    return "\n".join(lines)
+
+
+def _what_of_the_loss(report: CheckReport, worst: float) -> list[str]:
+    equal = f"loss: equal to {worst:.1e} of its value;"
+    if report.moving_shares:
+        return [
+            f"{equal} more is not promised, for the shares follow the ranks' speed (data.share: auto),",
+            "  which is another one each time; batch statistics and dropout follow the shares (--tolerance)",
+        ]
+    return [
+        f"{equal} models with batch statistics or dropout draw",
+        "  them for each rank, so that another number of ranks is another training (--tolerance)",
+    ]
+
+
+def _what_is_identical(report: CheckReport) -> str:
+    if report.worst_loss is not None:
+        return "positions, sample ids, inputs (augmentation) and targets of every sample"
+    return ", ".join(RECORDED.values()) + ", the bytes of the last checkpoint, and the curves"
