@@ -7,6 +7,7 @@ group's timeout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,23 @@ def exchange_rows(rows: Tensor) -> Tensor:
         dist.all_to_all_single(received, part.contiguous())
         place.copy_(received)
     return result
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return on every rank the ``value`` that rank 0 gives; pickled, between the ranks of this run."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return on every rank what each rank of ``group`` gives, in their order; pickled, between the ranks of this run.
+
+    Every rank of the group calls it.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 #: gloo sends a message of some MB as a whole before it reads what comes. Only with small messages both directions of a

@@ -20,7 +20,6 @@ from toolkit.config import (
     LocalSgdConfig,
     OptimConfig,
     ParameterServerConfig,
-    PipelineConfig,
     StrategyConfig,
     TrainConfig,
 )
@@ -43,12 +42,13 @@ from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
-from toolkit.strategies import of_pairs, parameter_server, pipeline
+from toolkit.strategies import of_pairs, parameter_server
 from toolkit.strategies.compression import build_scheme
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.plan import _torch_style
 from toolkit.strategies.local_sgd import LocalSgd
-from toolkit.strategies.pipeline import Pipeline
+from toolkit.strategies.pipeline import schedules
+from toolkit.strategies.pipeline.grid import Grid
 from toolkit.strategies.spmd import Spmd
 from toolkit.train.not_finite import NotFinite
 from toolkit.train.objectives import cross_entropy
@@ -77,15 +77,10 @@ def a_server(mode: str) -> object:
 
 
 def a_pipeline_schedule(schedule: str) -> object:
-    made: Any = Pipeline.__new__(Pipeline)
-    made._config = StrategyConfig(pipeline=PipelineConfig(schedule))
-    made._ranks, made._micro_batches = 1, 2
-    made._stages, made._parts = [0], [nn.Linear(1, 1)]
-    made._count, made._device, made._line = 1, CPU, NOBODY
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PipelineStage", "Schedule1F1B", "ScheduleGPipe"):  # torch's, which need other ranks
-            patch.setattr(pipeline, name, lambda *_, **__: object())
-        return made._make_schedule()
+            patch.setattr(schedules, name, lambda *_, **__: object())
+        return schedules.build_schedule(schedule, Grid(1, 1, 0, 1), NOBODY, [NOBODY], CPU, 2, NOBODY)
 
 
 def a_meeting(outer: str) -> object:

@@ -1,0 +1,75 @@
+"""The layers of a rank's stages on its device, with the first weights that rank 0 has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.errors import ConfigError
+from toolkit.ranks.collectives import from_rank_0
+from toolkit.strategies.blocks import checkpoint_activations
+from toolkit.strategies.extra_state import refuse_extra_state
+from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.modes import in_training
+from toolkit.strategies.pipeline import stages
+from toolkit.strategies.pipeline.grid import Grid
+from toolkit.strategies.pipeline.stages import StagePlan
+from toolkit.strategies.protocol import ModelFactory
+
+
+def place(
+    make: ModelFactory, inputs: Tensor, grid: Grid, device: torch.device, *, split: list[str], recompute: bool
+) -> tuple[nn.Module, StagePlan]:
+    """Return the model with this rank's layers only, on ``device`` with rank 0's weights, and the plan of the stages.
+
+    Only rank 0 makes the model with values. Every rank calls it. ``inputs`` and ``split``: see :func:`.stages.plan`.
+    Raises ConfigError, on all ranks, for a model that cannot be cut.
+    """
+    model = made(make)
+    refuse_extra_state(model, "a pipeline")
+    if recompute:
+        checkpoint_activations(model)
+    here = next(model.parameters()).device  # the inputs may be on the GPU already
+    plan = _rank_0s_plan(lambda: stages.plan(model, inputs.to(here), grid.count, split))
+    # Rank 0 keeps all tensors to send them; every rank, rank 0 as well, then deletes the layers of other ranks.
+    whole = stages.tensors(model, plan.kept(range(grid.count))) if dist.get_rank() == 0 else {}
+    stages.keep(model, plan.kept(grid.stages))
+    is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    model = in_training(model.to_empty(device=device) if is_meta else model.to(device))
+    _hand_out(whole, model, plan, grid, device)
+    return model, plan
+
+
+def _rank_0s_plan(make: Callable[[], StagePlan]) -> StagePlan:
+    """Return what rank 0 makes, on every rank: only its model has values. Raises its ConfigError on every rank."""
+    plan: StagePlan | None = None
+    refusal: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            plan = make()
+        except ConfigError as error:
+            refusal = str(error)
+    plan, refusal = from_rank_0((plan, refusal))
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return cast(StagePlan, plan)
+
+
+def _hand_out(whole: Mapping[str, Tensor], model: nn.Module, plan: StagePlan, grid: Grid, device: torch.device) -> None:
+    """Send each other rank the tensors of its layers from rank 0, one at a time."""
+    if dist.get_rank():
+        # Rank 0 sends in the same order, the model's.
+        for tensor in stages.tensors(model, plan.kept(grid.stages)).values():
+            arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            dist.recv(arrived, 0)
+            tensor.copy_(arrived)
+        return
+    for rank in range(1, dist.get_world_size()):
+        layers = plan.kept(grid.stages_of(rank))
+        for name, tensor in whole.items():
+            if stages.owner(name, layers) is not None:
+                dist.send(tensor.to(device).contiguous(), rank)

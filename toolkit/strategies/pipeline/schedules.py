@@ -1,0 +1,42 @@
+"""The order in which a rank makes the passes of a step: torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from toolkit.config import choose
+from toolkit.strategies.pipeline.grid import Grid
+from toolkit.strategies.pipeline.stage_module import StageModule
+
+
+def build_schedule(
+    name: str,
+    grid: Grid,
+    line: dist.ProcessGroup,
+    modules: Sequence[StageModule],
+    device: torch.device,
+    micro_batches: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """Return the schedule ``name`` for this rank's stages, ``modules``; ``line`` is the group of the pipeline's ranks.
+
+    ``loss(outputs, target)`` is called on the rank of the last stage. It divides by the samples of the global batch:
+    torch scales no gradients.
+    """
+    stages = [
+        PipelineStage(module, stage, grid.count, device, group=line)
+        for module, stage in zip(modules, grid.stages, strict=True)
+    ]
+    if len(stages) > 1:
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+    # A single rank makes the same steps with interleaved as with 1f1b.
+    kinds: dict[str, Callable[..., Any]]
+    kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedule1F1B}
+    kind = choose("strategy.pipeline.schedule", name, kinds)
+    return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)

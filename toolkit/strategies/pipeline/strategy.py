@@ -1,0 +1,351 @@
+"""pipeline: each rank has some of the model's layers, and micro-batches pass through the ranks one after the other.
+
+The schedules are torch's: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377) and
+interleaved 1F1B (https://arxiv.org/abs/2104.04473), in which each rank has several stages. With p ranks and m
+micro-batches a rank idles (p - 1) / (m + p - 1) of a step, interleaved (p - 1) / (v * m + p - 1) with v stages on each.
+
+The ranks form a grid ``stages`` x ``replicas``. The ranks of one stage are consecutive, so those of a node sum
+gradients among themselves and a pipeline goes from node to node. All ranks of a pipeline hold the same share. Gradients
+are summed over the replicas after the last backward pass.
+
+Shapes must be the same in every micro-batch of a step. If a share does not divide evenly, shorter ones are filled up
+with a copy of their last sample, whose outputs the criterion never sees: gradients and loss are exact. (A batch norm
+sees it.)
+
+Random numbers. The loop seeds every stage alike, so all would drop out the same places. Each pass of a micro-batch
+through a stage therefore has a seed of its own, which follows from the step's seed, the stage and the micro-batch. It
+is the same in every schedule, and in a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import logs
+from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_batches
+from toolkit.errors import ConfigError
+from toolkit.hang.activity import PRIMING
+from toolkit.metrics.stopwatch import stopwatch
+from toolkit.ranks.batch import Batch
+from toolkit.ranks.collectives import (
+    broadcast_tensors,
+    gather_objects,
+    sum_across_ranks,
+    sum_in_order,
+    sum_tensors,
+)
+from toolkit.ranks.session import Session
+from toolkit.ranks.state import Entry, Json, Replicated
+from toolkit.strategies.layouts import autocast
+from toolkit.strategies.layouts.mesh import open_mesh
+from toolkit.strategies.learnt import refuse_learnt
+from toolkit.strategies.modes import evaluating
+from toolkit.strategies.objective import (
+    Forward,
+    Loss,
+    Measure,
+    Objective,
+    Sums,
+    given_to_model,
+    means_of,
+    measured,
+    refuse_other_weights,
+    weights_of,
+)
+from toolkit.strategies.pipeline.forward_only import ForwardOnly
+from toolkit.strategies.pipeline.grid import Grid
+from toolkit.strategies.pipeline.placing import place
+from toolkit.strategies.pipeline.scattered import on_every_rank
+from toolkit.strategies.pipeline.schedules import build_schedule
+from toolkit.strategies.pipeline.stage_module import RowShape, StageModule
+from toolkit.strategies.priming import (
+    CheckedObjective,
+    random_state,
+    refuse_together,
+    same_randomness,
+    undone,
+    unused_message,
+    without_gradient,
+)
+from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
+from toolkit.strategies.spmd import compile_errors
+from toolkit.strategies.update import Update
+
+log = logs.get(__name__)
+
+
+class Pipeline(AllNeeded):
+    """See :class:`~toolkit.strategies.protocol.Strategy`."""
+
+    evaluates_together = True
+
+    _model: nn.Module  #: the layers of the whole model that this rank has
+    _parts: list[StageModule]  #: this rank's stages, in the order of the pipeline
+    _forward_only: ForwardOnly
+    _schedule: Any
+    _update: Update
+    _objective: Objective
+    _outputs: RowShape  #: of the whole model, for one sample
+    _weighs: bool  #: whether the losses have weights of their own
+    _names: tuple[str, ...]  #: of the losses
+    _batches: list[Batch]  #: the micro-batches of the step
+    _losses: dict[int, dict[str, Loss]]  #: of each micro-batch, on the rank of the last stage
+
+    def __init__(self, session: Session, config: StrategyConfig, train: TrainConfig) -> None:
+        """Take this rank's place in the mesh. Raises ConfigError if the mesh does not match the number of ranks."""
+        self._config, self._train, self._session = config, train, session
+        self._grid = Grid.of(config, session.rank, session.world_size)
+        self.share = self._grid.share
+        self._device = session.device
+        self._activity = session.activity
+        self._buffers_equal = False
+        self.own_time = stopwatch(session.device)
+
+    def build(
+        self, model: ModelFactory, optimizer: OptimizerFactory, objective: Objective, sample: Batch | None
+    ) -> None:
+        """Cut the model, take this rank's stages and prime.
+
+        Raises ConfigError if the model cannot be cut, a parameter gets no gradient, or compiling fails.
+        """
+        refuse_learnt(objective, "pipeline")
+        samples = 0 if sample is None else sample.global_count
+        check_pipeline(self._config, self._session.world_size, samples, self._train.accumulate)
+        assert sample is not None, "check_pipeline() refuses a global batch of no samples"
+        mesh = open_mesh(self._session, {"stage": self._grid.ranks, "replica": self._grid.replicas})
+        self._line, self._replica_group = mesh.get_group("stage"), mesh.get_group("replica")
+        self._objective = objective
+        # The smallest share limits the number of micro-batches: each must have a sample.
+        smallest = samples // self._grid.replicas
+        accumulate = self._train.accumulate
+        self._micro_batches = micro_batches(self._config.pipeline, self._grid.ranks, smallest, least=accumulate)
+        self._size = -(-len(sample) // self._micro_batches)
+        self._take_stages(model, sample)
+        total = partial(sum_in_order, group=self._line)
+        self._update = Update(self._model, optimizer(self._model), self._train, total)
+        with compile_errors(self._train.compile), _errors_of_layers():
+            self._prime(sample)
+
+    def _take_stages(self, model: ModelFactory, sample: Batch) -> None:
+        """Put this rank's layers on its device, and make stages and schedule of them."""
+        # The plan needs two samples: the first one is given twice.
+        inputs = torch.cat([_model_input(self._objective, sample.part(0, 1))] * 2)
+        split, recompute = self._config.pipeline.split, self._config.activation_checkpointing
+        self._model, plan = place(model, inputs, self._grid, self._device, split=split, recompute=recompute)
+        self._parts = []
+        for stage in self._grid.stages:
+            chain = [self._model.get_submodule(name) for name in plan.stages[stage]]
+            part = StageModule(stage * self._micro_batches, chain, self._precision, self._device)
+            if self._train.compile:
+                part.chain.compile()
+            self._parts.append(part)
+        self._forward_only = ForwardOnly(self._grid, self._line, self._parts, self._device)
+        schedule = self._config.pipeline.schedule
+        self._schedule = build_schedule(
+            schedule, self._grid, self._line, self._parts, self._device, self._micro_batches, self._loss
+        )
+        if self._session.is_main:
+            cut = "; ".join(f"stage {number}: {', '.join(names)}" for number, names in enumerate(plan.stages))
+            shape = self._grid.replicas, self._grid.ranks, self._micro_batches, self._size
+            log.info("pipelines: %d, of %d ranks each, with %d micro-batches of %d samples; %s", *shape, cut)
+
+    def split_data(self) -> None:
+        if self._grid.replicas > 1:
+            self._update.average_statistics(self._replica_group)
+
+    def step(self, batch: Batch | None, lr: float) -> StepOutput:
+        assert batch is not None, "build() made sure that every share holds a sample"
+        self._buffers_equal = False
+        self._update.begin()
+        means = self._forward_backward(batch)
+        return StepOutput.of(means, self._update.apply(lr))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
+        self._equalise_buffers()
+        self._update.evaluating()
+        if batch is None or not len(batch):
+            return Sums({}, 0)
+        batch = batch.to(self._device)
+        with evaluating(self._model):
+            parts = batch.split(min(self._micro_batches, len(batch)))
+            outputs = self._forward_only.run([_model_input(measure, part) for part in parts])
+        # Outputs exist on the last stage's rank only; the others measure zeros, to have the same names.
+        with self._precision():
+            if self._grid.is_last:
+                whole = torch.cat(outputs)
+                return measured(measure, lambda *_: whole, batch)
+            nothing = self._outputs.empty(len(batch), self._device).zero_()
+            return measured(measure, lambda *_: nothing, batch).uncounted()
+
+    def state(self) -> dict[str, Entry]:
+        """Return ``model/<name>`` and ``optim/<parameter>/<slot>`` of all stages; a collective.
+
+        See :mod:`.scattered`.
+        """
+        self._update.begin()
+        self._equalise_buffers()
+        weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
+        return on_every_rank({**weights, **self._update.state()})
+
+    def live(self) -> dict[str, Tensor]:
+        weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
+        buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
+        return weights | buffers | self._update.live()
+
+    def figures(self) -> dict[str, float]:
+        return self._update.figures()
+
+    def loaded(self, values: Mapping[str, Json]) -> None:
+        """Send what was loaded to all replicas of a stage. A collective: only the first replica has been filled."""
+        if self._grid.replicas > 1 and self._grid.ranks > 1:
+            broadcast_tensors(self.live().values(), self._grid.first_replica, self._replica_group)
+        self._update.loaded(values)
+        self._buffers_equal = True
+
+    def close(self) -> None:
+        for name in ("_model", "_parts", "_forward_only", "_schedule", "_update", "_objective", "_batches", "_losses"):
+            self.__dict__.pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        """Leave the gradient of the global mean loss in ``.grad``.
+
+        Returns this rank's part of each loss, by name.
+        """
+        self._batches = batch.to(self._device).split(self._micro_batches)
+        self._losses = {}
+        seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
+        for part in self._parts:
+            part.begin(seed)
+        self.own_time.stop()  # from here on ranks wait for each other
+        # The first stage gets the inputs, the last stage the numbers of the micro-batches, by which _loss() finds them.
+        inputs: tuple[Tensor, ...] = ()
+        if self._grid.is_first:
+            given = [_model_input(self._objective, part) for part in self._batches]
+            inputs = (torch.cat([_filled_up(each, self._size) for each in given]),)
+        numbers = torch.arange(self._micro_batches) if self._grid.is_last else None
+        self._schedule.step(*inputs, target=numbers, return_outputs=False)
+        return self._complete(batch.global_count)
+
+    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Return the loss of micro-batch ``number``, as if each sample of the global batch weighed one.
+
+        torch's pipelining also calls it to probe.
+        """
+        batch = self._batches[int(number)]
+        with self._precision():
+            losses = self._objective(lambda *_: outputs[: len(batch)], batch)
+        refuse_other_weights(losses, "strategy.name: pipeline")
+        parts = {name: loss.total / batch.global_count for name, loss in losses.items()}
+        self._losses[int(number)] = {name: Loss(part.detach(), losses[name].weight) for name, part in parts.items()}
+        first, *others = parts.values()
+        return sum(others, first)
+
+    def _complete(self, samples: int) -> dict[str, Tensor]:
+        """Turn the gradients of this pipeline into those of the global batch; return the mean losses."""
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        if self._grid.replicas > 1:
+            sum_tensors(gradients, self._replica_group)
+        passes = [*self._losses.values()]
+        nothing = {name: torch.zeros((), device=self._device) for name in self._names}
+        means = means_of(passes) if passes else nothing
+        if not self._weighs:
+            return means
+        # Losses with weights of their own: only the last stage's ranks know them, so all ranks sum.
+        weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
+        weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self._device)
+        factor = (samples / sum_across_ranks(weight).clamp(min=1e-30)).float()  # a weight of 0 leaves gradients of 0
+        torch._foreach_mul_(gradients, factor)
+        return {name: mean * factor for name, mean in means.items()}
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return autocast(self._device, self._train.precision)
+
+    def _equalise_buffers(self) -> None:
+        """Equalize the buffers of the replicas, which have other samples; see ``Update.equalise``."""
+        if not self._buffers_equal and self._grid.replicas > 1:
+            self._update.equalise(self._grid.first_replica, self._replica_group)
+        self._buffers_equal = True
+
+    # ------------------------------------------------------------------------------------------------- priming
+
+    def _prime(self, batch: Batch) -> None:
+        """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
+        self._activity.phase = PRIMING
+        _refuse_random_inputs(self._objective, batch)
+        self._weighs, self._names = False, ("",)
+        # For this pass the objective checks its losses. Its first call is torch's probe.
+        objective = self._objective
+        self._objective = checked = CheckedObjective(objective, self._train, probes=1)
+        with undone(self._model):
+            self.own_time.start()
+            self._forward_backward(batch)
+        self._objective, self._names = objective, checked.names
+        self.own_time.take()  # it may have compiled the model
+        # Only after the pass, in which the other ranks would wait for one that raised.
+        refuse_together(checked.refusal)
+        self._learn()
+        self._update.drop()
+
+    def _learn(self) -> None:
+        """Tell every rank what priming showed on every stage. Raises ConfigError, on all ranks alike."""
+        unused = without_gradient(self._model)
+        weighs = any(weight is not None for weight in weights_of([*self._losses.values()]))
+        every = gather_objects((unused, self._parts[-1].gives, weighs, self._names))
+        if names := dict.fromkeys(name for of_rank in every for name in of_rank[0]):
+            raise ConfigError(unused_message([*names]))
+        # The last rank has the last stage.
+        _, self._outputs, self._weighs, self._names = every[-1]
+
+
+def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:
+    """Return what a loss or a measure gives the model for ``batch``.
+
+    Raises ConfigError unless that is one tensor.
+    """
+    args, kwargs = given_to_model(call, batch) or ((), {})
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        given = [type(value).__name__ for value in args] + [f"{name}=..." for name in kwargs]
+        raise ConfigError(
+            "strategy.name: pipeline hands one tensor from layer to layer, and the job calls the model with "
+            f"({', '.join(given)}): give it one tensor, or use ddp or fsdp"
+        )
+    return args[0]
+
+
+def _refuse_random_inputs(objective: Objective, batch: Batch) -> None:
+    """Refuse a loss that draws random numbers for the model's inputs. The last stage would draw other ones."""
+    with same_randomness():
+        before = random_state()
+        _model_input(objective, batch.part(0, 1))
+        draws = random_state() != before
+    if draws:
+        raise ConfigError(
+            "strategy.name: pipeline makes the model's inputs on one rank and the loss on another, and the loss "
+            f"({objective.where}) draws random numbers before it calls the model; draw them in the data set, or "
+            "use ddp or fsdp"
+        )
+
+
+def _filled_up(inputs: Tensor, size: int) -> Tensor:
+    """Return ``inputs`` with copies of its last sample at the end, ``size`` samples in all."""
+    return torch.cat([inputs, inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])])
+
+
+@contextmanager
+def _errors_of_layers() -> Iterator[None]:
+    """Raise the error of a layer itself, which torch's pipelining hides behind one of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed to run forward" in str(error) and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
