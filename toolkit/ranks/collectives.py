@@ -75,10 +75,10 @@ def exchange_rows(rows: Tensor) -> Tensor:
     return result
 
 
-def from_rank_0(value: Any) -> Any:
-    """Return on every rank the ``value`` that rank 0 gives; pickled, between the ranks of this run."""
+def from_rank(source: int, value: Any) -> Any:
+    """Return on every rank the ``value`` that rank ``source`` gives; pickled, between the ranks of this run."""
     values = [value]
-    dist.broadcast_object_list(values, 0)
+    dist.broadcast_object_list(values, source)
     return values[0]
 
 

@@ -64,7 +64,7 @@ class Auto(Spmd):
     def _pick(self, model: ModelFactory, optimizer: OptimizerFactory, memory_bytes: int) -> tuple[str, str]:
         size = measure(model, optimizer)
         bf16 = self._train.precision == "bf16"
-        return pick(size, self._session.world_size, memory_bytes, bf16=bf16, accumulates=self._accumulate > 1)
+        return pick(size, self._session.world_size, memory_bytes, bf16=bf16, accumulates=self._train.accumulate > 1)
 
 
 # -------------------------------------------------------------------------------------------------- the decision

@@ -74,7 +74,6 @@ class Custom(AllNeeded):
         self._train_step = train_step
         self.lr = 0.0  #: the schedule's rate in this step
         self._is_timed = False
-        self._buffers_equal = False
 
     # ------------------------------------------------------------------------------------------- what a job may call
 
@@ -112,8 +111,10 @@ class Custom(AllNeeded):
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "every rank has a share"
-        self._is_timed = self._buffers_equal = False
+        self._is_timed = False
         self.lr = lr
+        for update in self._updates.values():
+            update.begin()
         return StepOutput(self._train_step(self, batch.to(self.device)))
 
     @torch.no_grad()
@@ -134,8 +135,7 @@ class Custom(AllNeeded):
         return found
 
     def live(self) -> dict[str, Tensor]:
-        found = {f"weights/{name}": value.detach() for name, value in self.networks.named_parameters()}
-        found |= {f"buffers/{name}": value for name, value in self.networks.named_buffers()}
+        found: dict[str, Tensor] = {}
         for network, update in self._updates.items():
             found |= _of(network, update.live())
         return found
@@ -145,7 +145,6 @@ class Custom(AllNeeded):
             # Each network's update gets its own entries, under the names that it has without the network.
             own = {name: value for name, value in values.items() if name.partition("/")[2].startswith(f"{network}.")}
             update.loaded({name.replace(f"/{network}.", "/", 1): value for name, value in own.items()})
-        self._buffers_equal = True
 
     def close(self) -> None:
         for name in ("networks", "_updates"):
@@ -156,10 +155,8 @@ class Custom(AllNeeded):
 
     def _equalise_buffers(self) -> None:
         """Equalize the buffers, as under ddp."""
-        if not self._buffers_equal:
-            for update in self._updates.values():
-                update.equalise()
-            self._buffers_equal = True
+        for update in self._updates.values():
+            update.equalise()
 
     def _stop_watch(self) -> None:
         """Stop the stopwatch before the first wait of a step."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import ConfigError, listing
+from toolkit.ranks.collectives import from_rank
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.priming import has_extra_state
 
@@ -43,13 +44,12 @@ class ExtraState:
         """Return what a checkpoint stores, equal on all ranks from now on. A collective if there is any extra state."""
         if not self._modules:
             return {}
-        told: list[Any] = [{name: module.get_extra_state() for name, module in self._modules.items()}]
-        dist.broadcast_object_list(told, 0)
+        values = from_rank(0, {name: module.get_extra_state() for name, module in self._modules.items()})
         # Other ranks take rank 0's values, so that all declare equal ones.
         if dist.get_rank():
-            for name, value in told[0].items():
+            for name, value in values.items():
                 self._modules[name].set_extra_state(value)
-        return self._declared(told[0])
+        return self._declared(values)
 
     def places(self) -> dict[str, Entry]:
         """Return what a checkpoint is read into; not a collective."""

@@ -38,7 +38,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry, PerRank, Replicated
 from toolkit.strategies.layouts import Layout
 from toolkit.strategies.learnt import refuse_learnt
-from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, weights_of
+from toolkit.strategies.objective import Loss, Measure, Objective, Sums, means_of, total_weight
 from toolkit.strategies.protocol import (
     REPLICA,
     ModelFactory,
@@ -265,14 +265,14 @@ class LocalSgd(Spmd):
                 self._forward(part, passes, "strategy.name: local_sgd").backward()  # type: ignore[no-untyped-call]
         self.own_time.stop()
         # How much this share weighs: the sum of the criterion's weights, or else the number of samples.
-        given = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
-        own = torch.stack(given).sum() if given else torch.full_like(self._round_weight, len(batch))
+        given = total_weight(passes)
+        own = torch.full_like(self._round_weight, len(batch)) if given is None else given
         self._round_weight += own
         # The passes assumed that each rank has an equal part of the global batch's weight.
-        if given or len(batch) * self.share.count != batch.global_count:
+        if given is not None or len(batch) * self.share.count != batch.global_count:
             self._reweigh(own, batch.global_count / self.share.count)
         factor: Tensor | float = 1 / self.share.count
-        if not given:
+        if given is None:
             return means_of(passes, factor)
         weight = sum_across_ranks(own.clone())  # only for the reported loss; a step's only message
         self._sent += weight.element_size()

@@ -194,6 +194,12 @@ def weights_of(passes: Sequence[Mapping[str, Loss]]) -> list[Tensor | None]:
     return [next(iter(losses.values())).weight for losses in passes]
 
 
+def total_weight(passes: Sequence[Mapping[str, Loss]]) -> Tensor | None:
+    """Return the sum of the passes' weights, float64; None if the losses have none of their own."""
+    weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
+    return torch.stack(weights).sum() if weights else None
+
+
 def means_of(passes: Sequence[Mapping[str, Loss]], *factors: Tensor | float) -> dict[str, Tensor]:
     """Return the sum of each loss over ``passes``, by name, times ``factors``."""
     means = {}

@@ -3,7 +3,7 @@
 A strategy that cuts a model, or cuts the batch that a criterion sees, assumes something about the model or the
 criterion. Where that does not hold, it would silently train something else. So every start compares, on two samples:
 
-* the model whose layers ranks compute together with the whole one (:class:`WholePass`),
+* the model whose layers ranks compute together with the whole one (:mod:`.layouts.whole_pass`),
 * a pass in training mode with one in evaluation mode, of a pipeline's layers (:mod:`.pipeline.stages`),
 * a loss's sum over samples with its sum over the same samples given twice (:class:`CheckedObjective`).
 
@@ -13,36 +13,26 @@ What differs is refused by name, on every rank.
 from __future__ import annotations
 
 import copy
+import inspect
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.errors import ConfigError, JobFailedError, listing
+from toolkit.hang.activity import PRIMING, Activity
 from toolkit.ranks import nested
 from toolkit.ranks.batch import Batch
-from toolkit.strategies.layouts import local
-from toolkit.strategies.objective import HOW, Forward, Loss, Objective, TrialPass
-
-#: The number of values of a layer's input that are compared, the same ones of the whole tensor on every rank.
-SAMPLED = 256
-#: How much two passes may differ by rounding, relative to their values. In bf16 each layer adds half a percent.
-TOLERANCE, TOLERANCE_BF16 = 0.01, 0.1
-OUTPUT = "the model's output"
-
-log = logs.get(__name__)
-
+from toolkit.ranks.collectives import gather_objects
+from toolkit.strategies.objective import HOW, Forward, Loss, Objective
 
 # ------------------------------------------------------------------------------------------------- leaving no trace
 
@@ -140,33 +130,74 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
+# ---------------------------------------------------------------------------------------------- the first pass
+
+
+@contextmanager
+def priming(
+    objective: Objective, train: TrainConfig, model: nn.Module, activity: Activity, *, probes: int = 0
+) -> Iterator[CheckedObjective]:
+    """Let the one pass inside it change nothing but gradients. The pass is to use the objective that is yielded.
+
+    What that finds is for :func:`refuse_together`, after the pass: a rank that raised in it would leave the others
+    waiting. Raises ConfigError if compiling fails. ``probes``: see :class:`CheckedObjective`.
+    """
+    activity.phase = PRIMING
+    with compile_errors(train.compile), undone(model, objective.module):
+        yield CheckedObjective(objective, train, probes=probes)
+
+
+@contextmanager
+def compile_errors(compiling: bool) -> Iterator[None]:
+    """Name the key to change when torch.compile fails, instead of pages of the compiler's own text."""
+    if not compiling:
+        yield
+        return
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        cause = inspect.cleandoc(str(error)).split("\n")[0]
+        raise ConfigError(
+            f"train.compile: torch.compile failed on this model ({type(error).__name__}: {cause}); "
+            "set train.compile: false, or see that a C++ compiler is on the ranks' PATH"
+        ) from error
+
+
 # --------------------------------------------------------------------------------------------------------- refusing
 
 
-def refuse_together(refusal: str | None) -> None:
-    """Raise ConfigError on every rank if any rank has a ``refusal``.
+def shareable(sample: Batch | None, shares: int, ranks: str = "ranks") -> Batch:
+    """Return ``sample``. Raises ConfigError if its global batch has fewer samples than there are ``shares``."""
+    if sample is None or sample.global_count < shares:
+        size = f"fewer samples than {ranks}" if sample is None else f"{sample.global_count} samples"
+        raise ConfigError(
+            f"data.global_batch_size: {size} cannot be shared by {shares} {ranks}: some would have none; use {shares} "
+            "or more"
+        )
+    return sample
 
-    All call it; the others would wait for that rank.
+
+def refuse_together(refusal: str | None, unused: Collection[str] = (), group: dist.ProcessGroup | None = None) -> None:
+    """Raise ConfigError on every rank if any rank has a ``refusal``, or else ``unused`` parameters.
+
+    All ranks of ``group`` call it; the others would wait for that rank.
     """
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, refusal)
-    for text in found:
+    every = gather_objects((refusal, list(unused)), group)
+    for text, _ in every:
         if text is not None:
             raise ConfigError(text)
+    if names := dict.fromkeys(name for _, of_rank in every for name in of_rank):
+        raise ConfigError(unused_message([*names]))
 
 
-def refuse_unused(model: nn.Module, criterion: nn.Module | None = None) -> None:
-    """Raise ConfigError for parameters, also a criterion's, that a pass has left without a gradient."""
-    unused = without_gradient(model)
+def without_gradient(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
+    """Return the names of parameters, also a criterion's, that are trained and have no gradient."""
+    named = [*model.named_parameters()]
     if criterion is not None:
-        unused += [f"criterion.{name}" for name in without_gradient(criterion)]
-    if unused:
-        raise ConfigError(unused_message(unused))
-
-
-def without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of parameters that are trained and have no gradient."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+        named += [(f"criterion.{name}", parameter) for name, parameter in criterion.named_parameters()]
+    return [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
 
 
 def unused_message(names: Sequence[str]) -> str:
@@ -269,117 +300,3 @@ def _no_sum(objective: Objective, outputs: Sequence[Any], batch: Batch) -> str |
                     "(strategy.name: custom)"
                 )
     return None
-
-
-# ------------------------------------------------------------------------------------- a cut model and the whole one
-
-
-class WholePass:
-    """The layers' inputs in a pass of the whole model, for comparison with the cut model's.
-
-    ``cut`` has the dimension of each layer's input of which a rank of the group has a part; None: it has the whole.
-    Only rank 0 has the whole model. Every rank makes this object before the model is cut, and calls :meth:`compare`
-    after.
-    """
-
-    def __init__(self, model: nn.Module, cut: Mapping[str, int | None], trial: TrialPass) -> None:
-        self._cut, self._trial = cut, trial
-        self._seen: dict[str, tuple[tuple[int, ...], Tensor]] = {}
-        if dist.get_rank() == 0:
-            try:
-                _pass(model, cut, trial, self._keep)
-            except Exception as error:  # a kernel that only a GPU has, say
-                self._seen.clear()
-                log.warning("the whole model cannot be run on this host, and is not compared with the cut one: "
-                            "%s: %s", type(error).__name__, error)  # fmt: skip
-
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self._seen[name] = tuple(tensor.shape), _some(tensor, tuple(tensor.shape), None, 0)
-
-    def compare(self, model: nn.Module, mesh: DeviceMesh, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return the first layer whose input differs from the whole model's; None if there is none.
-
-        With it come the layers called since the last one whose input was equal. The result is the same on all ranks,
-        which all call it.
-        """
-        group, ranks, here = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        # Rank 0 says which calls it has recorded; every rank then samples its part of the same places.
-        told: list[Any] = [{name: shape for name, (shape, _) in self._seen.items()}]
-        dist.broadcast_object_list(told, 0)
-        shapes: dict[str, tuple[int, ...]] = told[0]
-        found: dict[str, Tensor] = {}
-
-        def keep(name: str, tensor: Tensor) -> None:
-            if name in shapes:
-                found[name] = _some(local(tensor), shapes[name], self._cut.get(name.partition("#")[0]), here)
-
-        _pass(model, self._cut, self._trial, keep)
-        # Rank 0 gets the samples of all ranks of its group and compares them with those of the whole model.
-        rows = torch.stack([found.get(name, torch.full((SAMPLED,), torch.nan)) for name in shapes] or [torch.zeros(0)])
-        every = rows.new_empty((ranks, *rows.shape)).to(self._trial.device)
-        dist.all_gather_into_tensor(every.view(-1), rows.to(every.device).view(-1), group)
-        told = [self._first_difference(every.cpu(), tolerance) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told, 0)
-        return told[0]  # type: ignore[no-any-return]
-
-    def _first_difference(self, every: Tensor, tolerance: float) -> tuple[str, list[str]] | None:
-        """Return what :meth:`compare` does, on rank 0.
-
-        ``every`` is (ranks, layers, SAMPLED); NaN: the rank lacks the value.
-        """
-        since: list[str] = []
-        for number, (name, (_, whole)) in enumerate(self._seen.items()):
-            parts = every[:, number]
-            known = ~parts.isnan()
-            wrong = torch.where(known, parts - whole, 0.0)
-            far = (wrong.norm(dim=1) / whole.where(known, 0.0).norm(dim=1).clamp(min=1e-12)).max().item()
-            if far > tolerance and wrong.abs().max().item() > 1e-6:
-                return name.partition("#")[0], since
-            if known.any():
-                since.clear()
-            since.append(name.partition("#")[0])
-        return None
-
-
-@torch.no_grad()
-def _pass(model: nn.Module, layers: Collection[str], trial: TrialPass, keep: Callable[[str, Tensor], None]) -> None:
-    """Make a pass in evaluation mode. ``keep`` gets the input of each call of ``layers``, and the output."""
-    calls: Counter[str] = Counter()
-
-    def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            keep(f"{name}#{calls[name]}", args[0])
-        calls[name] += 1
-
-    # Before the hooks of torch's parallel styles, which communicate.
-    hooks = [model.get_submodule(n).register_forward_pre_hook(partial(before, n), prepend=True) for n in layers]
-    try:
-        with undone(model), torch.compiler.set_stance("force_eager"):
-            output = trial(model.eval())
-        if isinstance(output, Tensor):
-            keep(OUTPUT, output)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _some(tensor: Tensor, shape: tuple[int, ...], cut: int | None, here: int) -> Tensor:
-    """Return (SAMPLED,) values of a tensor of ``shape``.
-
-    ``tensor`` may be part ``here`` of it along dimension ``cut``. NaN stands for values that lie on another rank, and
-    for all of a tensor that is not such a part.
-    """
-    # Seed and sizes are those of the whole tensor, so every rank draws the same places.
-    draw = torch.Generator().manual_seed(len(shape))
-    places = [torch.randint(size, (SAMPLED,), generator=draw) for size in shape]
-    found = torch.full((SAMPLED,), torch.nan)
-    there = torch.ones(SAMPLED, dtype=torch.bool)
-    sizes = [*shape]
-    # A cut tensor: shift the places into this rank's part, and note which of them lie in it.
-    if tuple(tensor.shape) != shape and cut is not None and -len(shape) <= cut:
-        sizes[cut] = tensor.shape[cut] if tensor.ndim == len(shape) else 0
-        there = (places[cut] >= here * sizes[cut]) & (places[cut] < (here + 1) * sizes[cut])
-        places[cut] = places[cut] - here * sizes[cut]
-    if tuple(tensor.shape) == tuple(sizes):
-        found[there] = tensor.detach()[tuple(place[there].to(tensor.device) for place in places)].float().cpu()
-    return found

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.metrics.stopwatch import Stopwatch
 from toolkit.ranks.batch import Batch, Share
-from toolkit.ranks.collectives import gather_by_name, sum_by_name
+from toolkit.ranks.collectives import gather_by_name, gather_objects, sum_by_name
 from toolkit.ranks.state import Json, State
 from toolkit.strategies.objective import Measure, Objective, Sums
 
@@ -201,9 +200,7 @@ class AllNeeded:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather with one collective of pickled values, between the ranks of this run."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value)
 
     def settle(self) -> None:
         """Do nothing: all ranks have waited for every step."""

@@ -12,17 +12,13 @@ throw-away pass over a real batch, after which every step of every attempt sums 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.config import TrainConfig
-from toolkit.errors import ConfigError
-from toolkit.hang.activity import PRIMING
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors, start_sum, sum_across_ranks, sum_tensors
@@ -45,7 +41,7 @@ from toolkit.strategies.objective import (
     refuse_other_weights,
     weights_of,
 )
-from toolkit.strategies.priming import CheckedObjective, refuse_together, refuse_unused, undone
+from toolkit.strategies.priming import priming, refuse_together, shareable, without_gradient
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
 from toolkit.strategies.update import Update
 
@@ -66,10 +62,7 @@ class Spmd(AllNeeded):
         self._activity = session.activity
         self._layout = layout
         self.evaluates_together = layout.passes_are_joint
-        self._accumulate = train.accumulate
-        self._compile = train.compile
         self._train = train
-        self._buffers_equal = False
         self.own_time = stopwatch(session.device)
 
     def build(
@@ -79,33 +72,30 @@ class Spmd(AllNeeded):
 
         Raises ConfigError if a rank would have no sample, a parameter no gradient, or compiling fails.
         """
-        batch = self._checked(sample)
+        batch = shareable(sample, self.share.count)
         if self._train.sync_batch_norm:
             model = synchronised(model)
         self._model = in_training(self._layout.place(model, TrialPass(objective, batch, self._device)))
         broadcast_tensors(self._model.buffers(), source=0)  # each rank made its own
-        self._buffers_equal = True
         self._objective, self._learnt = objective, placed(objective, self._device)
         self._update = Update(self._model, optimizer(self._model), self._train, criterion=self._learnt)
         self._extra = ExtraState(self._model)
         # Refuse a model that computes something else once it is cut. The comparison needs equal buffers.
         self._layout.compare()
-        with compile_errors(self._compile):
-            self._prime(batch)
+        self._prime(batch)
 
     def split_data(self) -> None:
         self._update.average_statistics()
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
-        self._buffers_equal = False
         self._update.begin()
         means = self._forward_backward(batch.to(self._device))
         return StepOutput.of(means, self._update.apply(lr))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
-        self._equalise_buffers()
+        self._update.equalise()
         self._update.evaluating()
         found = Sums({}, 0)
         with evaluating(self._model), self._layout.precision():
@@ -123,17 +113,14 @@ class Spmd(AllNeeded):
 
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
-        self._update.begin()
-        self._equalise_buffers()
+        self._update.equalise()
         named = self._model.state_dict().items()
         weights: dict[str, Entry] = {f"model/{name}": entry(v) for name, v in named if not name.endswith(SUFFIX)}
         weights |= self._extra.entries()
         return dict(self._layout.uncut(weights | self._layout.state() | self._update.state()))
 
     def live(self) -> dict[str, Tensor]:
-        weights = {f"weights/{name}": local(value) for name, value in self._model.named_parameters()}
-        buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
-        return weights | buffers | self._update.live()
+        return self._update.live()
 
     def figures(self) -> dict[str, float]:
         return {**self._layout.figures(), **self._update.figures()}
@@ -141,7 +128,6 @@ class Spmd(AllNeeded):
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
         self._extra.loaded(values)
-        self._buffers_equal = True
 
     @torch.no_grad()
     def first_bad_layer(self, batch: Batch | None) -> str | None:
@@ -151,7 +137,7 @@ class Spmd(AllNeeded):
         ``train.compile`` only the model as a whole is looked at.
         """
         assert batch is not None, "build() made sure that every share holds a sample"
-        modules = {"": self._model} if self._compile else dict(self._model.named_modules())
+        modules = {"": self._model} if self._train.compile else dict(self._model.named_modules())
         layers = (
             f"layer {name} ({type(module).__name__})" if name else "the model" for name, module in modules.items()
         )
@@ -226,7 +212,7 @@ class Spmd(AllNeeded):
 
         There are fewer than asked for if the smallest share has fewer samples.
         """
-        count = min(self._accumulate, batch.global_count // self.share.count)
+        count = min(self._train.accumulate, batch.global_count // self.share.count)
         return [batch] if count == 1 else batch.split(count)
 
     def _forward(self, batch: Batch, passes: list[dict[str, Loss]], in_parts: str | None) -> Tensor:
@@ -275,41 +261,23 @@ class Spmd(AllNeeded):
         """Return ``sums``, or the same names with zeros where another rank counts the same samples."""
         return sums if self._layout.counts else sums.uncounted()
 
-    def _equalise_buffers(self) -> None:
-        """Equalize the buffers, once after each step; see ``Update.equalise``."""
-        if not self._buffers_equal:
-            self._update.equalise()
-            self._buffers_equal = True
-
     # ------------------------------------------------------------------------------------------------- priming
-
-    def _checked(self, sample: Batch | None) -> Batch:
-        if sample is None or sample.global_count < self.share.count:
-            size = "fewer samples than ranks" if sample is None else f"{sample.global_count} samples"
-            raise ConfigError(
-                f"data.global_batch_size: {size} cannot be shared by {self.share.count} ranks: some would have none; "
-                f"use {self.share.count} or more"
-            )
-        return sample
 
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's buckets (and the compiler's cache)."""
-        self._activity.phase = PRIMING
-        # The layout's own state (residuals of compression, say) is put back below; undone() covers the modules.
+        # The layout's own state (residuals of compression, say) is put back below; priming() covers the modules.
         own = (entry.value for entry in self._layout.state().values())
         kept = [(value, value.clone()) for value in own if isinstance(value, Tensor)]
-        checked = CheckedObjective(self._objective, self._train)
-        objective, self._objective = self._objective, checked
-        with undone(self._model, objective.module):
+        objective = self._objective
+        with priming(objective, self._train, self._model, self._activity) as checked:
+            self._objective = checked
             torch.manual_seed(0)  # as in a step, ranks with the same share draw the same numbers
             self.own_time.start()
             self._forward_backward(batch.to(self._device))
         self._objective = objective
         self.own_time.take()  # it may have compiled the model
         self._layout.figures()
-        # Only now: a rank that raised during the pass would leave the others waiting in its collectives.
-        refuse_together(checked.refusal)
-        refuse_unused(self._model, self._learnt)
+        refuse_together(checked.refusal, without_gradient(self._model, self._learnt))
         self._update.drop()
         for value, earlier in kept:
             value.copy_(earlier)
@@ -334,21 +302,3 @@ class _WeightSum:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._sum
-
-
-@contextmanager
-def compile_errors(compiling: bool) -> Iterator[None]:
-    """Name the key to change when torch.compile fails, instead of pages of the compiler's own text."""
-    if not compiling:
-        yield
-        return
-    from torch._dynamo.exc import TorchDynamoException
-
-    try:
-        yield
-    except TorchDynamoException as error:
-        cause = inspect.cleandoc(str(error)).split("\n")[0]
-        raise ConfigError(
-            f"train.compile: torch.compile failed on this model ({type(error).__name__}: {cause}); "
-            "set train.compile: false, or see that a C++ compiler is on the ranks' PATH"
-        ) from error

@@ -38,8 +38,8 @@ from toolkit.config import TENSOR_STYLES, tensor_style
 from toolkit.errors import ConfigError, listing, nearest
 from toolkit.ranks.state import Entry, Sharded
 from toolkit.strategies.layouts import local
+from toolkit.strategies.layouts.whole_pass import TOLERANCE, TOLERANCE_BF16, WholePass
 from toolkit.strategies.objective import TrialPass
-from toolkit.strategies.priming import TOLERANCE, TOLERANCE_BF16, WholePass
 
 #: Attributes with which models name their number of heads. No part of a layer may cut a head in two.
 HEADS = ("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_kv_heads", "num_key_value_heads")

@@ -17,10 +17,10 @@ from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast
 from toolkit.strategies.layouts.memory_format import use_channels_last
 from toolkit.strategies.objective import TrialPass
-from toolkit.strategies.priming import refuse_unused
+from toolkit.strategies.priming import unused_message, without_gradient
 from toolkit.strategies.protocol import ModelFactory
 
-#: No broadcast of buffers in every forward pass, see ``Spmd._equalise_buffers``. torch 2.15 renamed the option.
+#: No broadcast of buffers in every forward pass, see ``Update.equalise``. torch 2.15 renamed the option.
 _KEEP_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -97,7 +97,8 @@ class Replicas(Layout):
         Until then the weights would be those of this rank's gradients alone.
         """
         if not self._find_unused:
-            refuse_unused(self._ddp.module)
+            if unused := without_gradient(self._ddp.module):
+                raise ConfigError(unused_message(unused))
             return
         for parameter in self._ddp.module.parameters():
             if parameter.requires_grad and parameter.grad is None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import ConfigError
-from toolkit.ranks.collectives import from_rank_0
+from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.layouts.first_values import made
@@ -53,7 +53,7 @@ def _rank_0s_plan(make: Callable[[], StagePlan]) -> StagePlan:
             plan = make()
         except ConfigError as error:
             refusal = str(error)
-    plan, refusal = from_rank_0((plan, refusal))
+    plan, refusal = from_rank(0, (plan, refusal))
     if refusal is not None:
         raise ConfigError(refusal)
     return cast(StagePlan, plan)

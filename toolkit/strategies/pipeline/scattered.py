@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.ranks.collectives import gather_objects
 from toolkit.ranks.state import Entry, Replicated, Sharded
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Description:
     """A rank's description of a value: the value itself if it is small, else its shape and type."""
 
     value: Any
@@ -30,25 +31,24 @@ def on_every_rank(own: Mapping[str, Entry]) -> dict[str, Entry]:
     must send it to these. Of a value without dimensions to cut, or that is not a tensor, all ranks hold a copy.
     """
     whole = {name: entry for name, entry in own.items() if isinstance(entry, Replicated)}
-    told: list[Mapping[str, _Told]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, {name: _describe(entry.value) for name, entry in whole.items()})
-    names = {name: None for of_rank in told for name in of_rank}
-    found = {name: _entry(whole.get(name), [of_rank.get(name) for of_rank in told]) for name in names}
-    return {name: entry for name, entry in own.items() if name not in whole} | found
+    every = gather_objects({name: _describe(entry.value) for name, entry in whole.items()})
+    names = dict.fromkeys(name for of_rank in every for name in of_rank)
+    shared = {name: _entry(whole.get(name), [of_rank.get(name) for of_rank in every]) for name in names}
+    return {name: entry for name, entry in own.items() if name not in whole} | shared
 
 
-def _describe(value: Any) -> _Told:
+def _describe(value: Any) -> _Description:
     if not isinstance(value, Tensor):
-        return _Told(value, None, None)
-    return _Told(None if value.ndim else value.detach().cpu(), tuple(value.shape), value.dtype)
+        return _Description(value, None, None)
+    return _Description(None if value.ndim else value.detach().cpu(), tuple(value.shape), value.dtype)
 
 
-def _entry(own: Replicated | None, told: list[_Told | None]) -> Entry:
-    first = next(rank for rank, found in enumerate(told) if found is not None)
-    known = told[first]
+def _entry(own: Replicated | None, descriptions: list[_Description | None]) -> Entry:
+    first = next(rank for rank, description in enumerate(descriptions) if description is not None)
+    known = descriptions[first]
     assert known is not None
     # All ranks have it, or this rank has it and it is small.
-    if own is not None and (None not in told or not known.shape):
+    if own is not None and (None not in descriptions or not known.shape):
         return own
     # Small: every rank holds a copy.
     if not known.shape:

@@ -30,12 +30,11 @@ from torch import Tensor, nn
 from toolkit import logs
 from toolkit.config import StrategyConfig, TrainConfig, check_pipeline, micro_batches
 from toolkit.errors import ConfigError
-from toolkit.hang.activity import PRIMING
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import (
     broadcast_tensors,
-    gather_objects,
+    from_rank,
     sum_across_ranks,
     sum_in_order,
     sum_tensors,
@@ -56,6 +55,7 @@ from toolkit.strategies.objective import (
     means_of,
     measured,
     refuse_other_weights,
+    total_weight,
     weights_of,
 )
 from toolkit.strategies.pipeline.forward_only import ForwardOnly
@@ -64,17 +64,8 @@ from toolkit.strategies.pipeline.placing import place
 from toolkit.strategies.pipeline.scattered import on_every_rank
 from toolkit.strategies.pipeline.schedules import build_schedule
 from toolkit.strategies.pipeline.stage_module import RowShape, StageModule
-from toolkit.strategies.priming import (
-    CheckedObjective,
-    random_state,
-    refuse_together,
-    same_randomness,
-    undone,
-    unused_message,
-    without_gradient,
-)
+from toolkit.strategies.priming import priming, random_state, refuse_together, same_randomness, without_gradient
 from toolkit.strategies.protocol import AllNeeded, ModelFactory, OptimizerFactory, StepOutput
-from toolkit.strategies.spmd import compile_errors
 from toolkit.strategies.update import Update
 
 log = logs.get(__name__)
@@ -103,8 +94,6 @@ class Pipeline(AllNeeded):
         self._grid = Grid.of(config, session.rank, session.world_size)
         self.share = self._grid.share
         self._device = session.device
-        self._activity = session.activity
-        self._buffers_equal = False
         self.own_time = stopwatch(session.device)
 
     def build(
@@ -129,8 +118,7 @@ class Pipeline(AllNeeded):
         self._take_stages(model, sample)
         total = partial(sum_in_order, group=self._line)
         self._update = Update(self._model, optimizer(self._model), self._train, total)
-        with compile_errors(self._train.compile), _errors_of_layers():
-            self._prime(sample)
+        self._prime(sample)
 
     def _take_stages(self, model: ModelFactory, sample: Batch) -> None:
         """Put this rank's layers on its device, and make stages and schedule of them."""
@@ -161,7 +149,6 @@ class Pipeline(AllNeeded):
 
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
         assert batch is not None, "build() made sure that every share holds a sample"
-        self._buffers_equal = False
         self._update.begin()
         means = self._forward_backward(batch)
         return StepOutput.of(means, self._update.apply(lr))
@@ -189,15 +176,12 @@ class Pipeline(AllNeeded):
 
         See :mod:`.scattered`.
         """
-        self._update.begin()
         self._equalise_buffers()
         weights = {f"model/{name}": Replicated(value) for name, value in self._model.state_dict().items()}
         return on_every_rank({**weights, **self._update.state()})
 
     def live(self) -> dict[str, Tensor]:
-        weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
-        buffers = {f"buffers/{name}": value for name, value in self._model.named_buffers()}
-        return weights | buffers | self._update.live()
+        return self._update.live()
 
     def figures(self) -> dict[str, float]:
         return self._update.figures()
@@ -207,7 +191,6 @@ class Pipeline(AllNeeded):
         if self._grid.replicas > 1 and self._grid.ranks > 1:
             broadcast_tensors(self.live().values(), self._grid.first_replica, self._replica_group)
         self._update.loaded(values)
-        self._buffers_equal = True
 
     def close(self) -> None:
         for name in ("_model", "_parts", "_forward_only", "_schedule", "_update", "_objective", "_batches", "_losses"):
@@ -260,8 +243,9 @@ class Pipeline(AllNeeded):
         if not self._weighs:
             return means
         # Losses with weights of their own: only the last stage's ranks know them, so all ranks sum.
-        weights = [weight.detach().double() for weight in weights_of(passes) if weight is not None]
-        weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self._device)
+        weight = total_weight(passes)
+        if weight is None:
+            weight = torch.zeros((), dtype=torch.float64, device=self._device)
         factor = (samples / sum_across_ranks(weight).clamp(min=1e-30)).float()  # a weight of 0 leaves gradients of 0
         torch._foreach_mul_(gradients, factor)
         return {name: mean * factor for name, mean in means.items()}
@@ -271,39 +255,30 @@ class Pipeline(AllNeeded):
 
     def _equalise_buffers(self) -> None:
         """Equalize the buffers of the replicas, which have other samples; see ``Update.equalise``."""
-        if not self._buffers_equal and self._grid.replicas > 1:
+        if self._grid.replicas > 1:
             self._update.equalise(self._grid.first_replica, self._replica_group)
-        self._buffers_equal = True
 
     # ------------------------------------------------------------------------------------------------- priming
 
     def _prime(self, batch: Batch) -> None:
         """Make one pass that changes only torch's pipeline (and the compiler's cache)."""
-        self._activity.phase = PRIMING
-        _refuse_random_inputs(self._objective, batch)
-        self._weighs, self._names = False, ("",)
-        # For this pass the objective checks its losses. Its first call is torch's probe.
         objective = self._objective
-        self._objective = checked = CheckedObjective(objective, self._train, probes=1)
-        with undone(self._model):
+        _refuse_random_inputs(objective, batch)
+        self._weighs, self._names = False, ("",)
+        # The first call of the objective is torch's probe.
+        activity = self._session.activity
+        with priming(objective, self._train, self._model, activity, probes=1) as checked, _errors_of_layers():
+            self._objective = checked
             self.own_time.start()
             self._forward_backward(batch)
-        self._objective, self._names = objective, checked.names
+        self._objective = objective
         self.own_time.take()  # it may have compiled the model
-        # Only after the pass, in which the other ranks would wait for one that raised.
-        refuse_together(checked.refusal)
-        self._learn()
+        refuse_together(checked.refusal, without_gradient(self._model))
         self._update.drop()
-
-    def _learn(self) -> None:
-        """Tell every rank what priming showed on every stage. Raises ConfigError, on all ranks alike."""
-        unused = without_gradient(self._model)
+        # The last rank has the last stage: only it has seen the outputs and the losses.
         weighs = any(weight is not None for weight in weights_of([*self._losses.values()]))
-        every = gather_objects((unused, self._parts[-1].gives, weighs, self._names))
-        if names := dict.fromkeys(name for of_rank in every for name in of_rank[0]):
-            raise ConfigError(unused_message([*names]))
-        # The last rank has the last stage.
-        _, self._outputs, self._weighs, self._names = every[-1]
+        seen = self._parts[-1].gives, weighs, checked.names
+        self._outputs, self._weighs, self._names = from_rank(self._session.world_size - 1, seen)
 
 
 def _model_input(call: Callable[[Forward, Batch], object], batch: Batch) -> Tensor:

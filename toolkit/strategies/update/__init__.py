@@ -21,6 +21,7 @@ from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import broadcast_tensors, sum_tensors
 from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.batch_norm import statistics
+from toolkit.strategies.layouts import local
 from toolkit.strategies.update.average import Average
 from toolkit.strategies.update.gradients import Gradients
 from toolkit.strategies.update.optimizer_state import OptimizerState
@@ -56,6 +57,7 @@ class Update:
         self._model = model
         self._statistics: list[Tensor] = []  #: BatchNorm's, if they are averaged over the group's ranks
         self._group: dist.ProcessGroup | None = None
+        self._buffers_equal = True  #: on all ranks, as the first ones are
         self._optimizer = optimizer
         _split_groups(optimizer)
         self._ratios = _ratios(optimizer)
@@ -71,10 +73,12 @@ class Update:
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
 
     def begin(self) -> None:
-        """Prepare for the forward pass of a step.
+        """Prepare for the forward pass of a step, which changes buffers."""
+        self._buffers_equal = False
+        self._hide_average()
 
-        The model gets its own weights back if an evaluation has swapped in the average.
-        """
+    def _hide_average(self) -> None:
+        """Give the model its own weights back if an evaluation has swapped in the average."""
         if self._average is not None:
             self._average.hide()
 
@@ -132,8 +136,11 @@ class Update:
         """Make the model's buffers and their averages those of rank ``source``, on the ranks of ``group``.
 
         They differ after a step. Those of rank ``source`` do not change, so it does not matter when or how often this
-        is called.
+        is called; between two steps it sends them once. All ranks of ``group`` call it.
         """
+        if self._buffers_equal:
+            return
+        self._buffers_equal = True
         averages = {} if self._average is None else self._average.of
         buffers = [*self._model.buffers(), *(() if self._criterion is None else self._criterion.buffers())]
         broadcast_tensors([*buffers, *(averages[buffer] for buffer in buffers if buffer in averages)], source, group)
@@ -144,8 +151,11 @@ class Update:
         self._group = group
 
     def state(self) -> dict[str, Entry]:
-        """Return everything here that a resume needs, live, named as in the unparallelized model; see protocol.py."""
-        self.begin()
+        """Return everything here that a resume needs, live, named as in the unparallelized model; see protocol.py.
+
+        From here on the model has its own weights, and not their average.
+        """
+        self._hide_average()
         found: dict[str, Entry] = dict(self._slots.entries())
         if self._criterion is not None:
             found |= {f"criterion/{name}": Replicated(value) for name, value in self._criterion.state_dict().items()}
@@ -154,8 +164,8 @@ class Update:
         return found
 
     def live(self) -> dict[str, Tensor]:
-        """Return the tensors of :meth:`state` that exist now, as this rank has them. Nothing is sent."""
-        found = self._slots.live()
+        """Return the weights, the buffers and the tensors of :meth:`state`, as this rank has them. Nothing is sent."""
+        found = weights_and_buffers(self._model) | self._slots.live()
         if self._criterion is not None:
             named = self._criterion.named_parameters()
             found |= {f"weights/criterion/{name}": value.detach() for name, value in named}
@@ -168,6 +178,7 @@ class Update:
 
         ``values`` are the entries that are not tensors.
         """
+        self._buffers_equal = True
         self._slots.filled(values)
         for part in (self._pruning, self._average):
             if part is not None:
@@ -198,6 +209,12 @@ class Update:
         if self._buffers is not None:
             self._buffers.follow(left_out)
         return 1 - left_out
+
+
+def weights_and_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's part of each as ``weights/<name>`` and ``buffers/<name>``; see ``Strategy.live``."""
+    weights = {f"weights/{name}": local(value) for name, value in model.named_parameters()}
+    return weights | {f"buffers/{name}": value for name, value in model.named_buffers()}
 
 
 class _Buffers:
