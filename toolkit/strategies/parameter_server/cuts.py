@@ -87,6 +87,12 @@ class Flat:
             message = torch.empty(0, dtype=torch.uint8)
         return [message[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
 
+    @torch.no_grad()
+    def unpack(self, message: Tensor | None, tensors: Sequence[Tensor]) -> None:
+        """Fill ``tensors`` from ``message``."""
+        for tensor, value in zip(tensors, self.views(message), strict=True):
+            tensor.copy_(value)
+
     def pack(self, tensors: Sequence[Tensor], message: Tensor | None = None) -> Tensor:
         """Return the tensors as a message, in the memory of an older one if it is given."""
         if message is None:

@@ -94,6 +94,11 @@ class Mail:
         except RuntimeError:
             self._unreachable.add(peer)  # the thread that reads from it gets an error as well
 
+    def send_all(self, kind: Kind, payload: Tensor) -> None:
+        """Send a message to every peer."""
+        for peer in self._threads:
+            self.send(peer, kind, payload=payload)
+
     def receive(self) -> PeerMessage:
         """Return the next message of any peer. Those of one peer come in the order in which they were sent."""
         return self._queue.get()

@@ -12,6 +12,7 @@ from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.objective import Measure, Objective, Sums
 from toolkit.strategies.parameter_server.cuts import Flat
+from toolkit.strategies.parameter_server.inbox import Handler
 from toolkit.strategies.parameter_server.mail import Kind, PeerMessage
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push
@@ -55,8 +56,14 @@ class Server(Side):
         """True if the ticket of ``share`` in this step has not come."""
         raise AssertionError("each mode knows in its own way")
 
-    def _note_death(self, rank: int) -> None:
-        super()._note_death(rank)
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {Kind.PUSH: self._push, Kind.LOST: self._after_death}
+
+    def _push(self, message: PeerMessage) -> None:
+        """Take a ticket."""
+        raise AssertionError("each mode does it in its own way")
+
+    def _after_death(self, message: PeerMessage) -> None:
         if self._serving:
             self._reissue()
 
@@ -65,10 +72,10 @@ class Server(Side):
 
         All servers ask the same worker, unless they know of different deaths, so that a ticket is computed once.
         """
-        living = self._living
+        living = self._inbox.living
         for share in range(self._count):
             holder = self._asked.get(share, self._workers[share])
-            if holder in self._gone and self._is_missing(share):
+            if holder in self._inbox.dead and self._is_missing(share):
                 self._asked[share] = living[(self._n + share) % len(living)]
                 self._mail.send(self._asked[share], Kind.REISSUE, (self._n, share))
 
@@ -90,7 +97,7 @@ class Server(Side):
 
     def _refresh(self) -> None:
         self._is_packed = False  # a checkpoint may have been read into the weights
-        for worker in self._living:
+        for worker in self._inbox.living:
             self._send_weights(worker)
 
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -101,7 +108,7 @@ class Server(Side):
         return self._update.figures()
 
     def live(self) -> dict[str, Tensor]:
-        return super().live() | self._update.live()
+        return self._update.live()  # of its part
 
 
 class SyncServer(Server):
@@ -112,14 +119,11 @@ class SyncServer(Server):
         self._arrived: dict[int, PeerMessage] = {}
         self._folded = 0  #: the number of this step's shares that are in the sum
 
-    def _take(self, message: PeerMessage) -> None:
-        if message.kind is Kind.PUSH:
-            pushed = Push.of(message)
-            assert pushed.step == self._n, "a ticket comes in its step"
-            assert self._is_missing(pushed.share), "and once"
-            self._arrived[pushed.share] = message
-        else:
-            super()._take(message)
+    def _push(self, message: PeerMessage) -> None:
+        pushed = Push.of(message)
+        assert pushed.step == self._n, "a ticket comes in its step"
+        assert self._is_missing(pushed.share), "and once"
+        self._arrived[pushed.share] = message
 
     def _is_missing(self, share: int) -> bool:
         return share >= self._folded and share not in self._arrived
@@ -134,7 +138,7 @@ class SyncServer(Server):
         for share in range(self._count):
             # Shares that come before their turn wait in ``_arrived``.
             while share not in self._arrived:
-                self._take(self._mail.receive())
+                self._inbox.handle_next()
             message = self._arrived.pop(share)
             self._folded = share + 1
             pushed, part = Push.of(message), self._place.views(message.payload)
@@ -175,12 +179,6 @@ class AsyncServer(Server):
         super().begin(step, again)
         self._done = [step] * self._count
 
-    def _take(self, message: PeerMessage) -> None:
-        if message.kind is Kind.PUSH:
-            self._push(message)
-        else:
-            super()._take(message)
-
     def _is_missing(self, share: int) -> bool:
         return self._done[share] <= self._n
 
@@ -191,7 +189,7 @@ class AsyncServer(Server):
         """
         self._lr = lr
         while min(self._done) <= self._n:
-            self._take(self._mail.receive())
+            self._inbox.handle_next()
         loss, self._loss = self._loss, 0.0
         return loss
 

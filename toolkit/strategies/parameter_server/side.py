@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.config import ParameterServerConfig, TrainConfig
-from toolkit.errors import ConfigError, StoppedError, ToolkitError, listing
+from toolkit.errors import ConfigError, StoppedError, listing
 from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors
@@ -24,7 +22,9 @@ from toolkit.strategies.modes import in_training
 from toolkit.strategies.objective import Objective
 from toolkit.strategies.parameter_server import cuts
 from toolkit.strategies.parameter_server.cuts import Cut, Flat
-from toolkit.strategies.parameter_server.mail import Kind, Mail, PeerMessage, decode, encode
+from toolkit.strategies.parameter_server.inbox import Handler, PeerInbox
+from toolkit.strategies.parameter_server.mail import Kind, Mail, decode, encode
+from toolkit.strategies.priming import refuse_together
 from toolkit.strategies.protocol import Again, ModelFactory, OptimizerFactory
 from toolkit.strategies.update import Update
 
@@ -36,6 +36,7 @@ class Side:
     evaluates_together = False
 
     _mail: Mail
+    _inbox: PeerInbox
     _model: nn.Module  #: on a worker the whole model; on a server its part
     _part: nn.Module  #: this rank's part of the parameters; a worker's have no rows
     _update: Update
@@ -52,9 +53,6 @@ class Side:
         self._keeps_own = config.mode == "sync"  #: whether a worker's weights are the newest after each step
         self._device = session.device
         self._server = self._rank if self._rank in self._servers else None
-        #: Ranks that have died, by the messages handled so far: what a dead worker had sent before still counts.
-        self._gone: set[int] = set()
-        self._waiting: defaultdict[Kind, deque[PeerMessage]] = defaultdict(deque)
         self._again: Again | None = None
         self._n = 0
         self._settled = True
@@ -78,8 +76,10 @@ class Side:
         """
         refuse_learnt(objective, "parameter_server")
         # Connections first, since making them is a collective. Messages are read only once all ranks agree.
-        peers = [rank for rank in range(self._session.world_size) if self._talks_to(rank)]
-        self._mail = Mail(peers, self._noticed)
+        # Servers have one to every rank, workers to the servers.
+        peers = {*self._servers} if self._server is None else {*self._servers, *self._workers}
+        self._mail = Mail(sorted(peers - {self._rank}), self._noticed)
+        self._inbox = PeerInbox(self._mail, self._servers, self._workers, self._handlers())
         made = in_training(model().to(self._device))
         refuse_extra_state(made, "a parameter server")
         with torch.no_grad():
@@ -88,19 +88,25 @@ class Side:
         self._part = cuts.shadow(made, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
         self._update = Update(self._part, optimizer(self._part), self._train)
-        # Checks raise on single ranks; _agree() raises the first refusal on all of them.
-        checks = self._refuse, self._try_optimizer, lambda: self._get_ready(made, objective, sample)
-        self._agree([self._refusal(check) for check in checks])
+        refusal: str | None = None
+        try:
+            self._refuse_scalars()
+            self._try_optimizer()
+            self._get_ready(made, objective, sample)
+        except ConfigError as error:
+            refusal = str(error)
+        # A rank that raised alone would leave the others waiting for its messages.
+        refuse_together(refusal, group=self._mail.group)
         self._mail.open()
-
-    def _talks_to(self, rank: int) -> bool:
-        """True if this rank has a connection to ``rank``. Servers have one to every rank, workers to the servers."""
-        return rank != self._rank and (self._server is not None or rank in self._servers)
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
         raise AssertionError("each side does it in its own way")
 
-    def _refuse(self) -> None:
+    def _handlers(self) -> dict[Kind, Handler]:
+        """Return what handles a message as it comes, by its kind."""
+        raise AssertionError("each side does it in its own way")
+
+    def _refuse_scalars(self) -> None:
         """Refuse scalars if several servers update asynchronously.
 
         Every server has them, and updates in another order would make them differ.
@@ -123,22 +129,6 @@ class Side:
                 f"({type(error).__name__}: {error}); use another one, or ddp"
             ) from error
 
-    @staticmethod
-    def _refusal(check: Callable[[], Any]) -> str | None:
-        try:
-            check()
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    def _agree(self, refusals: Sequence[str | None]) -> None:
-        """Raise on all ranks what was refused on any: the others would wait for that rank's messages."""
-        found: list[Any] = [None] * self._session.world_size
-        dist.all_gather_object(found, list(refusals), group=self._mail.group)
-        said = [text for texts in found for text in texts if text is not None]
-        if said:
-            raise ConfigError(said[0])
-
     def _exchanged(self, model: nn.Module, server: int) -> list[tuple[nn.Parameter, tuple[int, int] | None]]:
         """Return the parameters of ``model`` that concern ``server``, with its rows; None: all rows."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -159,49 +149,6 @@ class Side:
         if self._rank == 0 and rank in self._workers:
             self._session.lose(rank)
 
-    def _take(self, message: PeerMessage) -> None:
-        """Do what a message asks for, or keep it until it is awaited."""
-        if message.kind is Kind.LOST:
-            self._note_death(message.sender)
-        else:
-            self._waiting[message.kind].append(message)
-
-    def _note_death(self, rank: int) -> None:
-        """Note that ``rank`` has died. Raises ToolkitError if the training cannot go on without it."""
-        self._gone.add(rank)
-        if rank in self._servers:
-            raise ToolkitError(f"rank {rank}, a parameter server, is gone; see its log")
-        if not self._living:
-            raise ToolkitError(f"all {self._count} workers have died; see the logs of ranks {self._workers[0]} and up")
-
-    @property
-    def _living(self) -> list[int]:
-        """Return the living workers, as this rank knows at this moment. Others may know more, or less."""
-        return [rank for rank in self._workers if rank not in self._gone]
-
-    def _await(self, kind: Kind) -> PeerMessage:
-        """Return the next message of ``kind``; all others are handled meanwhile."""
-        while not self._waiting[kind]:
-            self._take(self._mail.receive())
-        return self._waiting[kind].popleft()
-
-    def _gather(self, kind: Kind) -> list[PeerMessage]:
-        """Return a message of ``kind`` from every other living rank, in rank order. Rank 0 calls it."""
-        found: dict[int, PeerMessage] = {}
-        others = range(1, self._session.world_size)
-        while True:
-            while self._waiting[kind]:
-                message = self._waiting[kind].popleft()
-                found[message.sender] = message
-            # A rank that dies meanwhile is not waited for.
-            if all(rank in found or rank in self._gone for rank in others):
-                return [found[rank] for rank in sorted(found)]
-            self._take(self._mail.receive())
-
-    def _tell(self, kind: Kind, payload: Tensor) -> None:
-        for rank in range(1, self._session.world_size):
-            self._mail.send(rank, kind, payload=payload)
-
     def gather(self, value: Any) -> list[Any]:
         raise ConfigError(
             "strategy.name: under parameter_server an evaluation gathers no rows (toolkit.Rows), for workers may die; "
@@ -212,14 +159,14 @@ class Side:
         """Sum on rank 0, in rank order. Rank 0 tells all ranks the sums, and which ranks have died."""
         own = {name: float(value) for name, value in values.items()}
         if self._rank == 0:
-            told = [own, *map(decode, self._gather(Kind.SUM))]
-            names = dict.fromkeys(name for each in told for name in each)
-            own = {name: sum(each.get(name, 0.0) for each in told) for name in names}
-            self.lost = frozenset(self._gone)
-            self._tell(Kind.SUMMED, encode([own, sorted(self.lost)]))
+            every = [own, *map(decode, self._inbox.gather(Kind.SUM))]
+            names = dict.fromkeys(name for of_rank in every for name in of_rank)
+            own = {name: sum(of_rank.get(name, 0.0) for of_rank in every) for name in names}
+            self.lost = frozenset(self._inbox.dead)
+            self._mail.send_all(Kind.SUMMED, encode([own, sorted(self.lost)]))
             return own
         self._mail.send(0, Kind.SUM, payload=encode(own))
-        total, lost = decode(self._await(Kind.SUMMED))
+        total, lost = decode(self._inbox.wait_for(Kind.SUMMED))
         self.lost = frozenset(lost)
         return dict(total)
 
@@ -244,15 +191,15 @@ class Side:
         place = Flat(buffers)
         # Rank 0 waits for all ranks, asks a worker for its buffers and sends them to all.
         if self._rank == 0:
-            self._gather(Kind.SETTLE)
-            self._copy(place, buffers, self._first_buffers() if buffers else None)
-            self.lost = frozenset(self._gone)
-            self._tell(Kind.SETTLED, encode(sorted(self.lost)))
-            self._tell(Kind.TELL, place.pack(buffers))
+            self._inbox.gather(Kind.SETTLE)
+            place.unpack(self._first_buffers() if buffers else None, buffers)
+            self.lost = frozenset(self._inbox.dead)
+            self._mail.send_all(Kind.SETTLED, encode(sorted(self.lost)))
+            self._mail.send_all(Kind.TELL, place.pack(buffers))
         else:
             self._mail.send(0, Kind.SETTLE)
-            self.lost = frozenset(decode(self._await(Kind.SETTLED)))
-            self._copy(place, buffers, self._await(Kind.TELL).payload)
+            self.lost = frozenset(decode(self._inbox.wait_for(Kind.SETTLED)))
+            place.unpack(self._inbox.wait_for(Kind.TELL).payload, buffers)
         if not self._keeps_own:
             self._refresh()
         self._settled = True
@@ -263,18 +210,10 @@ class Side:
         Rank 0 asks one worker after the other, should one die over it.
         """
         while True:
-            asked = self._living[0]
-            self._mail.send(asked, Kind.ASK)
-            while asked not in self._gone and not self._waiting[Kind.BUFFERS]:
-                self._take(self._mail.receive())
-            if self._waiting[Kind.BUFFERS]:
-                return self._waiting[Kind.BUFFERS].popleft().payload
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(place: Flat, tensors: Sequence[Tensor], message: Tensor | None) -> None:
-        for tensor, value in zip(tensors, place.views(message) if tensors else [], strict=True):
-            tensor.copy_(value)
+            worker = self._inbox.living[0]
+            self._mail.send(worker, Kind.ASK)
+            if (answer := self._inbox.answer(worker, Kind.BUFFERS)) is not None:
+                return answer.payload
 
     def _refresh(self) -> None:
         """Send the newest weights to all workers."""
@@ -294,13 +233,12 @@ class Side:
         return entries
 
     def _entries(self) -> dict[str, Entry]:
-        weights = self._part.state_dict(keep_vars=True)
-        found = {
-            f"model/{name}": self._entry(name, value, self._by_parameter.get(value)) for name, value in weights.items()
-        }
+        entries: dict[str, Entry] = {}
+        for name, value in self._part.state_dict(keep_vars=True).items():
+            entries[f"model/{name}"] = self._entry(name, value, self._by_parameter.get(value))
         for name, entry in self._update.state().items():
-            found[name] = self._entry(name, entry.value, self._cuts.get(name.split("/")[1]))
-        return found
+            entries[name] = self._entry(name, entry.value, self._cuts.get(name.split("/")[1]))
+        return entries
 
     def _entry(self, name: str, value: Tensor | Json, cut: Cut | None) -> Entry:
         # Scalars and what is not cut are declared as equal on every rank.
@@ -318,26 +256,18 @@ class Side:
 
         Workers do not make the steps.
         """
-        small = {name: entry.value for name, entry in entries.items() if self._is_small(name, entry)}
+        replicated = {name: entry.value for name, entry in entries.items() if isinstance(entry, Replicated)}
+        small = {name: value for name, value in replicated.items() if not name.startswith("model/")}
         # Tensors are filled in place; plain values are replaced in ``entries``.
         tensors = [value for value in small.values() if isinstance(value, Tensor)]
         plain = {name: value for name, value in small.items() if not isinstance(value, Tensor)}
         place = Flat(tensors)
         if self._rank == 0:
-            self._tell(Kind.TELL, place.pack(tensors))
-            self._tell(Kind.TELL, encode(plain))
+            self._mail.send_all(Kind.TELL, place.pack(tensors))
+            self._mail.send_all(Kind.TELL, encode(plain))
             return
-        self._copy(place, tensors, self._await(Kind.TELL).payload)
-        entries |= {name: Replicated(value) for name, value in decode(self._await(Kind.TELL)).items()}
-
-    @staticmethod
-    def _is_small(name: str, entry: Entry) -> bool:
-        return isinstance(entry, Replicated) and not name.startswith("model/")
-
-    def live(self) -> dict[str, Tensor]:
-        """Return weights and buffers on a worker; on a server parts of weights and their optimizer state."""
-        weights = {f"weights/{name}": value.detach() for name, value in self._model.named_parameters()}
-        return weights | {f"buffers/{name}": value for name, value in self._model.named_buffers()}
+        place.unpack(self._inbox.wait_for(Kind.TELL).payload, tensors)
+        entries |= {name: Replicated(value) for name, value in decode(self._inbox.wait_for(Kind.TELL)).items()}
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         self._update.loaded(values)
@@ -350,5 +280,5 @@ class Side:
         if mail is not None:
             # Peers are told of an orderly end and of a stop only; they take this rank for dead after any other error.
             mail.close(orderly=isinstance(sys.exception(), (type(None), StoppedError)))
-        for name in ("_model", "_part", "_update", "_by_parameter", "_again"):
+        for name in ("_inbox", "_model", "_part", "_update", "_by_parameter", "_again"):
             self.__dict__.pop(name, None)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from toolkit.config import ParameterServerConfig, TrainConfig
 from toolkit.errors import ConfigError
-from toolkit.hang.activity import PRIMING
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.session import Session
 from toolkit.strategies.blocks import checkpoint_activations
@@ -26,16 +25,19 @@ from toolkit.strategies.objective import (
     weights_of,
 )
 from toolkit.strategies.parameter_server.cuts import Flat
+from toolkit.strategies.parameter_server.inbox import Handler
 from toolkit.strategies.parameter_server.mail import Kind, PeerMessage
 from toolkit.strategies.parameter_server.side import Side
 from toolkit.strategies.parameter_server.ticket import Push, Told
-from toolkit.strategies.priming import CheckedObjective, undone, unused_message, without_gradient
+from toolkit.strategies.priming import priming, shareable, undone, unused_message, without_gradient
 from toolkit.strategies.protocol import StepOutput
-from toolkit.strategies.spmd import compile_errors
+from toolkit.strategies.update import weights_and_buffers
 
 
 class Worker(Side):
     """Has the whole model and computes gradients. The servers have the newest weights."""
+
+    _objective: Objective
 
     def __init__(self, session: Session, config: ParameterServerConfig, train: TrainConfig, *, recompute: bool) -> None:
         super().__init__(session, config, train)
@@ -51,13 +53,8 @@ class Worker(Side):
         return Share(living.index(self._rank), len(living))
 
     def _get_ready(self, model: nn.Module, objective: Objective, sample: Batch | None) -> None:
-        if sample is None or sample.global_count < self._count:
-            size = "fewer samples than workers" if sample is None else f"{sample.global_count} samples"
-            raise ConfigError(
-                f"data.global_batch_size: {size} cannot be shared by {self._count} workers: some would have none; "
-                f"use {self._count} or more"
-            )
-        self._model, self._objective = model, objective
+        sample = shareable(sample, self._count, "workers")
+        self._model = model
         if self._recompute:
             checkpoint_activations(model)
         if self._train.compile:
@@ -68,18 +65,13 @@ class Worker(Side):
             server: Flat([rows_of(p, rows) for p, rows in placed]) for server, placed in self._placed.items()
         }
         self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)
-        with compile_errors(self._train.compile):
-            self._prime(sample)
-
-    def _prime(self, sample: Batch) -> None:
-        """Make one pass that leaves nothing behind: it compiles, and shows which parameters are not used."""
-        self._session.activity.phase = PRIMING
-        objective, self._objective = self._objective, (checked := CheckedObjective(self._objective, self._train))
-        with undone(self._model):
+        # One pass that leaves nothing behind: it compiles, and shows which parameters are not used.
+        with priming(objective, self._train, model, self._session.activity) as checked:
+            self._objective = checked
             self._pass(sample)
         self._objective = objective
-        unused = without_gradient(self._model)
-        self._model.zero_grad()
+        unused = without_gradient(model)
+        model.zero_grad()
         if checked.refusal or unused:
             raise ConfigError(checked.refusal or unused_message(unused))
 
@@ -135,9 +127,9 @@ class Worker(Side):
 
         Until then a server may ask for a share of the same step, which needs the old ones.
         """
-        come = [self._await(Kind.WEIGHTS) for _ in self._servers]
+        messages = [self._inbox.wait_for(Kind.WEIGHTS) for _ in self._servers]
         with torch.no_grad():
-            for message in come:
+            for message in messages:
                 self._fill(message)
                 self._versions[message.sender] = int(message.numbers[0])
 
@@ -149,17 +141,16 @@ class Worker(Side):
 
     # ------------------------------------------------------------------------------------------- for others and for all
 
-    def _take(self, message: PeerMessage) -> None:
-        if message.kind is Kind.REISSUE:
-            self._stand_in(message.sender, int(message.numbers[0]), int(message.numbers[1]))
-        elif message.kind is Kind.ASK:
-            buffers = [*self._part.buffers()]
-            self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
-        else:
-            super()._take(message)
+    def _handlers(self) -> dict[Kind, Handler]:
+        return {Kind.REISSUE: self._stand_in, Kind.ASK: self._send_buffers}
 
-    def _stand_in(self, server: int, step: int, share: int) -> None:
-        """Compute a dead worker's ticket for ``server``; once, even if other servers ask for it as well."""
+    def _send_buffers(self, message: PeerMessage) -> None:
+        buffers = [*self._part.buffers()]
+        self._mail.send(0, Kind.BUFFERS, payload=Flat(buffers).pack(buffers))
+
+    def _stand_in(self, message: PeerMessage) -> None:
+        """Compute a dead worker's ticket for the server that asks; once, even if other servers ask for it as well."""
+        step, share = int(message.numbers[0]), int(message.numbers[1])
         assert self._again is not None, "begin() comes before the first step"
         if self._again_done.get(share, (-1,))[0] != step:
             # This also seeds the random generators: the pass draws what the dead worker would have drawn.
@@ -171,7 +162,7 @@ class Worker(Side):
             self._again_done[share] = step, payloads, told
             self._model.zero_grad()
         _, payloads, told = self._again_done[share]
-        self._push(server, share, step, told, payloads[server])
+        self._push(message.sender, share, step, told, payloads[message.sender])
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:
@@ -180,6 +171,9 @@ class Worker(Side):
         with evaluating(self._model), self._precision():
             batch = batch.to(self._device)
             return measured(measure, self._model, batch)
+
+    def live(self) -> dict[str, Tensor]:
+        return weights_and_buffers(self._model)
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int] | None) -> Tensor:
