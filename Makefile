@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check box bench fuzz soak soak-local lock clean
+.PHONY: help train test check coverage box bench fuzz soak soak-local lock clean
 
 help:  ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -40,6 +40,10 @@ check: .venv/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+coverage: .venv/ready-dev  ## the unit suite, and how much of the package it runs; fails below the floor
+	$(PYTEST) $(ABREAST) -m "not soak" tests/unit --cov=toolkit --cov-report=term --cov-fail-under=$(FLOOR)
+FLOOR := 80
 
 box: .venv/ready-dev  ## a Slurm cluster on this machine (root on Debian or Ubuntu), with a shell on its login node
 	@$(BIN)/python -m tests.box shell

@@ -1,8 +1,9 @@
-"""What every unit test finds: the package's log as it is before anybody has set it up."""
+"""What every unit test starts with: a log that is not set up, and no module of an earlier test's folder."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,3 +20,13 @@ def log_as_at_the_start() -> Iterator[None]:
     yield
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
     LOGGER.setLevel(before[1])
+
+
+@pytest.fixture(autouse=True)
+def no_modules_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what a test imports from its own folder: the next test may have a module of the same name."""
+    before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
+            del sys.modules[name]

@@ -424,9 +424,10 @@ def until_given_up(nodes: int, dice: random.Random, minutes: int = 30, days: flo
     return None
 
 
-def test_a_job_on_1000_nodes_is_not_given_up_for_the_failures_that_such_a_job_has() -> None:
+@pytest.mark.parametrize("months", [20, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_job_on_1000_nodes_is_not_given_up_for_the_failures_that_such_a_job_has(months: int) -> None:
     """It was given up after 38 hours."""
-    for seed in range(100):
+    for seed in range(months):
         assert until_given_up(1000, random.Random(seed)) is None, seed
 
 
