@@ -21,8 +21,8 @@ PACKAGE = ROOT / "toolkit"
 #: docs/contributing.md has the same order.
 FLOORS = [
     [
-        *("chaos", "error_file", "errors", "fsio", "hostlist", "logs", "open_files", "origin", "records", "rundir"),
-        *("signals", "trust"),
+        *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "logs", "open_files", "origin", "records"),
+        *("rundir", "signals", "trust"),
     ],
     ["slurm"],
     ["config", "health", "testing"],

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import goodput
@@ -129,13 +130,7 @@ def figures(at: dict[str, Any]) -> str:
 def clock(at: dict[str, Any], waited_s: float) -> str:
     """Return the time left as the ranks estimate it; until they can, the time waited."""
     eta_s = at.get("eta_s")
-    return f"{_minutes(waited_s)} elapsed" if eta_s is None else f"{_minutes(eta_s)} left"
-
-
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{as_clock(waited_s)} elapsed" if eta_s is None else f"{as_clock(eta_s)} left"
 
 
 def _interrupted(run: Run, console: Console) -> int:

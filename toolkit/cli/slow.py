@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit import hostlist
+from toolkit.durations import in_one_unit
 
 
 def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -38,8 +39,4 @@ def _what(entry: Mapping[str, Any]) -> str:
     verb = "is" if entry["until"] is None else "was"
     ranks = hostlist.compress(map(str, entry["ranks"])).strip("[]")
     who = f"{entry['host']} (rank{'s' * (len(entry['ranks']) > 1)} {ranks})"
-    return f"{who} {verb} {entry['ratio']:.1f} times slower than the others for {_span(entry['slow_s'])}"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{who} {verb} {entry['ratio']:.1f} times slower than the others for {in_one_unit(entry['slow_s'])}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ from toolkit.config.layer_files import Layer
 from toolkit.config.references import MISSING, refers
 from toolkit.config.schema import JobConfig, all_keys
 from toolkit.config.yaml_core import Scalar, scalar_of
+from toolkit.durations import parse_slurms
 from toolkit.errors import ConfigError, nearest
 
 #: References to the environment are refused: a config is written to the run's folder, TensorBoard and the terminal.
@@ -143,18 +144,6 @@ def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], ful
     if not isinstance(value, str) and str in kinds:
         quoted = f"{full.rpartition('.')[2]}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
         return f"{full}: takes text, and {written} is {NAME_OF_KIND[type(value)]} to YAML; quote it: {quoted}"
-    minutes = _minutes(value) if full == "cluster.time_min" else None
-    instead = f"; in minutes that is {minutes}" if minutes else ""
+    seconds = parse_slurms(str(value)) if full == "cluster.time_min" else None
+    instead = f"; in minutes that is {math.ceil(seconds / 60)}" if seconds else ""
     return f"{full}: {written!r} is {NAME_OF_KIND[type(value)]}, and this key takes {kind_names(kinds)}{instead}"
-
-
-def _minutes(text: Any) -> int | None:
-    """Return the minutes that a time in Slurm's notation (``[D-][HH:]MM[:SS]``) stands for, rounded up."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text))
-    if match is None:
-        return None
-    days, (first, second, third) = int(match[1] or 0), (int(match[group] or 0) for group in (2, 3, 4))
-    # With days, or with three parts, the first part is hours, else minutes.
-    by_hours = match[1] is not None or match[4] is not None
-    seconds = 3600 * first + 60 * second + third if by_hours else 60 * first + second
-    return -(-(86400 * days + seconds) // 60)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeAlias
 
+from toolkit.durations import in_units
 from toolkit.rundir import RunDir
 
 #: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
@@ -144,15 +145,5 @@ def sentence(ledger: Mapping[str, float] | None) -> str:
     wall_s = sum(ledger.get(part, 0.0) for part in PARTS)
     rest = sorted(((ledger.get(part, 0.0) / wall_s, words) for part, words in _WORDS.items()), reverse=True)
     others = ", ".join(f"{share:.0%} {words}" for share, words in rest if share >= 0.005)
-    text = f"{ledger.get('training', 0.0) / wall_s:.0%} of {_span(wall_s)} was training; {others}".replace("%", " %")
+    text = f"{ledger.get('training', 0.0) / wall_s:.0%} of {in_units(wall_s)} was training; {others}".replace("%", " %")
     return text.removesuffix("; ")
-
-
-def _span(seconds: float) -> str:
-    """Return the two largest units of the time."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    first = next((i for i, (count, _) in enumerate(units) if count), 3)
-    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count) or "0 s"

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit import hostlist
+from toolkit.durations import parse_slurms
 from toolkit.errors import SlurmError
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.jobs import JobRow, JobStatus, parse_duration
+from toolkit.slurm.jobs import JobRow, JobStatus
 from toolkit.slurm.states import Phase, phase
 
 #: Seconds for which a requeued job may not start: ``cred_expire`` + 1.
@@ -295,13 +296,8 @@ def _submitted_rows(first: int, arguments: Sequence[str], now: float) -> list[Jo
             can_requeue="--no-requeue" not in options,
             is_expedited=options.get("--requeue") == "expedite",
             submit_time=now,
-            time_limit_s=_time_limit(options.get("--time", "")),
+            time_limit_s=parse_slurms(options.get("--time")),
             options=tuple(f"{name}={options[name]}" for name in _SHOWN if name in options),
         )
         for offset, index in enumerate(indices)
     ]
-
-
-def _time_limit(text: str) -> float | None:
-    """Return the seconds of sbatch's ``--time``, in which a bare number is minutes."""
-    return 60.0 * int(text) if text.isdigit() else parse_duration(text)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from toolkit.durations import parse_slurms
 from toolkit.slurm import states
 
 
@@ -131,7 +132,7 @@ def _row(fields: Mapping[str, str]) -> JobRow:
         start_time=parse_time(fields.get("StartTime")),
         end_time=parse_time(fields.get("EndTime")),
         preempt_time=parse_time(fields.get("PreemptTime")),
-        time_limit_s=parse_duration(fields.get("TimeLimit")),
+        time_limit_s=parse_slurms(fields.get("TimeLimit")),
         partition=fields.get("Partition"),
         qos=fields.get("QOS"),
         node_list=fields.get("NodeList", ""),
@@ -183,19 +184,6 @@ def parse_time(text: str | None) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
-
-
-_DURATION = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]+)(?::([0-9]+))?")
-
-
-def parse_duration(text: str | None) -> float | None:
-    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; ``None`` for UNLIMITED and Partition_Limit."""
-    match = _DURATION.fullmatch(text or "")
-    if match is None:
-        return None
-    days, *clock = match.groups()
-    hours, minutes, seconds = clock if clock[2] is not None else ["0", *clock[:2]]
-    return float(((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds))
 
 
 def _exit(text: str | None) -> tuple[int | None, int | None]:

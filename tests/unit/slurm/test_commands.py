@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.durations import parse_slurms
 from toolkit.errors import SlurmError, SlurmRefusedError
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import step_environment, submit_environment
-from toolkit.slurm.jobs import JobStatus, parse_drained, parse_duration, parse_jobs, parse_time
+from toolkit.slurm.jobs import JobStatus, parse_drained, parse_jobs, parse_time
 from toolkit.slurm.steps import SrunStep, srun_argv
 
 # `scontrol show job` of Slurm 22.05.8, with a comment that looks like fields.
@@ -169,13 +170,16 @@ def test_an_array_element_is_requeued_by_its_index_and_its_unsplit_rest_by_no_in
         ("00:10:00", 600),
         ("1-02:03:04", 93784),
         ("10:00", 600),
+        ("10", 600),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
         ("UNLIMITED", None),
         ("Partition_Limit", None),
         (None, None),
     ],
 )
 def test_durations_are_read_as_seconds(text: str | None, seconds: float | None) -> None:
-    assert parse_duration(text) == seconds
+    assert parse_slurms(text) == seconds
 
 
 @pytest.mark.parametrize("text", [None, "Unknown", "None", "N/A", "(null)", "soon"])

@@ -1,0 +1,45 @@
+"""Durations as text: for people, and in Slurm's notation."""
+
+from __future__ import annotations
+
+import re
+
+_SLURMS = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+
+
+def in_units(seconds: float) -> str:
+    """Return the two largest units of a time: ``1 h 12 min``, ``9 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next((i for i, (count, _) in enumerate(units) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count) or "0 s"
+
+
+def in_one_unit(seconds: float) -> str:
+    """Return a time in seconds below two minutes, else in minutes: ``90 s``, ``12 min``."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def as_clock(seconds: float) -> str:
+    """Return a time as a clock shows it: ``1:05:09``, ``5:09``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def parse_slurms(text: str | None) -> float | None:
+    """Return the seconds of ``30`` (minutes), ``03:04``, ``02:03:04``, ``1-02``, ``1-02:03`` or ``1-02:03:04``.
+
+    None for what is no time, such as UNLIMITED and Partition_Limit. See sbatch(1), ``--time``.
+    """
+    match = _SLURMS.fullmatch(text or "")
+    if match is None:
+        return None
+    days, *parts = (int(part or 0) for part in match.groups())
+    # With days, or with three parts, the first part is hours, else minutes.
+    if match[1] is None and match[4] is None:
+        parts = [0, *parts[:2]]
+    hours, minutes, seconds = parts
+    return float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
