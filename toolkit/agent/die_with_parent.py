@@ -21,7 +21,7 @@ def die_with(parent: int, number: signal.Signals) -> None:
     """Have this process get ``number`` when ``parent``, which started it, dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before the line above: no signal will come
-        sys.exit(1)
+        os._exit(1)  # also in a fork, which must not run what its parent has left for its own end
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
 from toolkit.agent import learnt
-from toolkit.agent.die_with_parent import PR_SET_PDEATHSIG, SIGNALS, die_with
+from toolkit.agent.die_with_parent import SIGNALS, die_with
 
 #: What one of the toolkit's ranks imports before its first step. A user's own modules are never imported before the
 #: fork: each rank runs them itself.
@@ -262,10 +262,7 @@ def _die_with(agent: int) -> None:
         except ProcessLookupError:
             os._exit(1)
         time.sleep(0.0005)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # The agent may have died before the call took effect.
-    if os.getppid() != agent:
-        os._exit(1)
+    die_with(agent, signal.SIGKILL)
 
 
 def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
