@@ -19,6 +19,11 @@ class JobFate(StrEnum):
     CANCELLED = "cancelled"  #: by a user or an administrator; never to be requeued
     NODE_FAILED = "node_failed"
 
+    @property
+    def is_left_alone(self) -> bool:
+        """True if Slurm ends the job for no reason, as far as it answers."""
+        return self in (JobFate.RUNNING, JobFate.UNKNOWN, JobFate.ABSENT)
+
 
 _BY_STATE = {
     "PREEMPTED": JobFate.PREEMPTED,

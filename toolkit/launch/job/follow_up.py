@@ -25,7 +25,6 @@ from toolkit.launch import outages
 from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.journal import write_ended
-from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import snapshot
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
@@ -91,9 +90,7 @@ def submit_like_ours(run: RunDir, row: JobRow, waiting: Sequence[str], slurm: Sl
     """Submit a job like the present one, from inside it. It follows this job and those that wait for it."""
     # Set the variables that the submission set for the first job.
     variables = {
-        **snapshot.environment(run.code, os.environ),
-        "TOOLKIT_RUNS": str(run.path.parent.parent),
-        ownership.TOKEN_VARIABLE: token,
+        **snapshot.job_environment(run, os.environ, token),
         **environment(run, [row.requeue_id, *waiting]),
     }
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -242,6 +239,6 @@ def close(run: RunDir, predecessor: str, token: str | None, slurm: SlurmCommands
         return
     dismiss([job for job in ownership.jobs_of(run)[1:] if job != job_id], slurm)
     if run.result() is None:
-        state = "stopped" if request.asked(run) is Intent.STOP else "cancelled"
+        state = request.end_state(request.asked(run))
         why = f"job {predecessor} was {state}, and could not say so itself"
         outages.persist(lambda: write_ended(run, state, why), run.path)

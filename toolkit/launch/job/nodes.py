@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import fsio, logs, records
+from toolkit.config import JobConfig
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.supervise.ending import SUSPICIONS_TO_CONDEMN
 from toolkit.records import FLAG, MOMENT, TEXT, MapOf, Maybe, Record
@@ -29,6 +30,14 @@ class BadNode:
     why: str
     since: float
     is_drained: bool = False  #: Slurm keeps jobs off it until it is well again, and may then use it
+
+
+def may_lose_nodes(config: JobConfig, nodes: int) -> bool:
+    """True if a job of ``nodes`` nodes goes on when one dies: Slurm leaves it alone, and another node must watch it.
+
+    Never for a single node: no process would be left to requeue it, see `toolkit.launch.watch.batch_host_watch`.
+    """
+    return nodes > 1 and (config.cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
 class Nodes:

@@ -43,6 +43,11 @@ def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
     return Intent(note["intent"]) if note else None
 
 
+def end_state(intent: Intent | None) -> str:
+    """Return the state of a run that ends by this request. Without one its job was cancelled in Slurm."""
+    return "stopped" if intent is Intent.STOP else "cancelled"
+
+
 def clear(run: RunDir) -> None:
     """Remove the request: a resumed run is wanted again."""
     (run.path / "intent.json").unlink(missing_ok=True)

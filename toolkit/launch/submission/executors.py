@@ -155,8 +155,7 @@ def _send_to_local(run: RunDir, config: JobConfig, token: str) -> str:
     from toolkit.launch.supervise.entry import supervise
 
     # As on Slurm, imports come from the run's copy of the sources.
-    environ = {**submit_environment(os.environ), **snapshot.environment(run.code, os.environ)}
-    environ[ownership.TOKEN_VARIABLE] = token
+    environ = {**submit_environment(os.environ), **snapshot.job_environment(run, os.environ, token)}
     log_path = run.submitit / "controller.log"
     with _only_these(environ), _ignoring_the_terminal(), _fewer_words(), _output_to(log_path):
         executor = submitit.LocalExecutor(run.submitit)

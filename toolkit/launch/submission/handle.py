@@ -147,7 +147,7 @@ class Run:
     def _write_ended(self, what: Intent) -> None:
         """Write the result for a job that waits in the queue, or died. It has no supervisor to do so."""
         if self.dir.result() is None:
-            state = "cancelled" if what is Intent.CANCEL else "stopped"
+            state = request.end_state(what)
             write_ended(self.dir, state, f"{state} while no supervisor ran")
 
     def _raise_without_result(self, over_for_s: float) -> None:

@@ -45,8 +45,7 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
 
 
 def _become_supervisor(run: RunDir) -> None:
-    os.environ.update(snapshot.environment(run.code, os.environ))
-    os.environ["TOOLKIT_RUNS"] = str(run.path.parent.parent)
+    os.environ.update(snapshot.job_environment(run, os.environ))
     os.environ[RUN_VARIABLE] = str(run.path)
     os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.config import ClusterConfig, JobConfig
 from toolkit.launch.job import follow_up
-from toolkit.launch.record import ownership
+from toolkit.launch.job.nodes import may_lose_nodes
 from toolkit.launch.submission import snapshot
 from toolkit.rundir import RunDir
 
@@ -45,9 +45,10 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
     GPUs are asked for at job level: a request per task would hide the peers' devices from NCCL.
     """
     cluster = config.cluster
+    nodes = cluster.nodes + cluster.spare_nodes
     values: dict[str, Any] = {
         "job_name": config.name,
-        "nodes": cluster.nodes + cluster.spare_nodes,
+        "nodes": nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
         "gpus_per_node": _gpus(cluster),
@@ -59,8 +60,7 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
         "additional_parameters": {
             "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
-            # With spares the job outlives a dead node.
-            **({"no-kill": True} if _outlives_nodes(config) else {}),
+            **({"no-kill": True} if may_lose_nodes(config, nodes) else {}),
             **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
             **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
         },
@@ -68,13 +68,6 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
     for name in ("partition", "account", "qos", "constraint", "exclude"):
         values[name] = _text(getattr(cluster, name))
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
-
-
-def _outlives_nodes(config: JobConfig) -> bool:
-    """True if Slurm is to leave the job alone when a node dies. Never for a single node: no process would be left to
-    requeue it, see `toolkit.launch.watch.batch_host_watch`."""
-    cluster = config.cluster
-    return cluster.nodes + cluster.spare_nodes > 1 and (cluster.spare_nodes > 0 or config.retry.allow_fewer_nodes)
 
 
 #: Flags of sbatch without a config key of their own that decide whether and where srun gets nodes.
@@ -103,8 +96,6 @@ def _gpus(cluster: ClusterConfig) -> str | int | None:
 
 
 def _environment_lines(run: RunDir, token: str) -> list[str]:
-    wanted = {**snapshot.environment(run.code, {}), "TOOLKIT_RUNS": str(run.path.parent.parent)}
-    wanted[ownership.TOKEN_VARIABLE] = token
-    quoted = {name: shlex.quote(value) for name, value in wanted.items()}
+    quoted = {name: shlex.quote(value) for name, value in snapshot.job_environment(run, {}, token).items()}
     quoted["PYTHONPATH"] += '"${PYTHONPATH:+:$PYTHONPATH}"'
     return [f"export {name}={value}" for name, value in quoted.items()]

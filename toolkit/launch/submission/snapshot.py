@@ -14,6 +14,8 @@ from pathlib import Path, PurePath
 
 from toolkit import fsio, logs, rundir
 from toolkit.errors import RequestError, listing
+from toolkit.launch.record import ownership
+from toolkit.rundir import RunDir
 
 MAX_BYTES = 200 * 2**20
 #: Left out where git does not tell what belongs to the project: these anywhere, ...
@@ -79,13 +81,22 @@ def take(project: Path, code: Path) -> None:
     fsio.rename_dir(partial, code)
 
 
-def environment(code: Path, environ: dict[str, str] | os._Environ[str]) -> dict[str, str]:
+def environment(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables under which Python imports from ``code`` first.
 
     Without PYTHONSAFEPATH ``python -m`` would put the current folder, usually the edited checkout, before it.
     """
     paths = [str(code), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
+def job_environment(run: RunDir, environ: Mapping[str, str], token: str | None = None) -> dict[str, str]:
+    """Return the variables of a job that serves ``run``: its sources, the folder for runs, and its submission's token.
+
+    ``environ`` are the variables that the job has already. None for a job that has its token.
+    """
+    values = {**environment(run.code, environ), "TOOLKIT_RUNS": str(run.path.parent.parent)}
+    return values if token is None else {**values, ownership.TOKEN_VARIABLE: token}
 
 
 def _git(folder: Path, *args: str) -> str | None:

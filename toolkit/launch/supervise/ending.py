@@ -92,7 +92,7 @@ def _is_mendable(facts: Facts) -> bool:
 
 def _is_left_alone(facts: Facts) -> bool:
     """True if no request ends the run, nor does Slurm, as far as it answers."""
-    return facts.stop in (None, Stop.MOVE) and facts.slurm in (JobFate.RUNNING, JobFate.UNKNOWN, JobFate.ABSENT)
+    return facts.stop in (None, Stop.MOVE) and facts.slurm.is_left_alone
 
 
 def _judge_taken_away(facts: Facts) -> Ending:

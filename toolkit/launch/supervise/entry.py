@@ -15,6 +15,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ToolkitError
 from toolkit.launch import outages
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.job.fate import JobFate
+from toolkit.launch.job.nodes import may_lose_nodes
 from toolkit.launch.job.requeue import forbid_expedited_requeue, how_it_stands, take_back
 from toolkit.launch.job.slurm_job import settings_of
 from toolkit.launch.record import ownership
@@ -142,9 +143,7 @@ def _build(run: RunDir, where: str, endpoint: Endpoint | None) -> Supervisor:
     allocation = Allocation.slurm(os.environ)
     slurm = Slurm()
     container = _container(run, config, allocation)
-    # where nodes may die without Slurm requeueing the job, another node must watch the batch host
-    may_lose_nodes = bool(config.cluster.spare_nodes or config.retry.allow_fewer_nodes)
-    watch_batch_host = may_lose_nodes and len(allocation.hosts) > 1
+    watch_batch_host = may_lose_nodes(config, len(allocation.hosts))
     agents = Agents(run, allocation, SrunAgents(run), endpoint, watch_batch_host=watch_batch_host)
     # Ranks over MPI, or in a container that is a step, need srun; the agents start all others.
     if config.dist.backend == "mpi" or (container is not None and container.is_a_step):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from queue import Empty
 
 from toolkit import logs
-from toolkit.launch.job.fate import JobFate
 from toolkit.launch.record.request import Intent
 from toolkit.launch.start.steps import Step, Store
 from toolkit.launch.supervise.attempt import Attempt
@@ -57,7 +56,7 @@ def is_being_ended(context: Context) -> bool:
     for event in waiting:  # put them back: answers of late nodes may be among them
         context.events.put(event)
     has_signal = any(isinstance(event, Signalled) for event in waiting)
-    return has_signal or context.job.state() not in (JobFate.RUNNING, JobFate.UNKNOWN)
+    return has_signal or not context.job.state().is_left_alone
 
 
 def is_told_to_end(context: Context, attempt: Attempt, pause_s: float) -> bool:

@@ -24,10 +24,10 @@ from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.job.requeue import JobRequeue
 from toolkit.launch.job.slurm_job import SlurmJob
+from toolkit.launch.record import request
 from toolkit.launch.record.journal import Journal, write_ended
 from toolkit.launch.record.notify import notify
 from toolkit.launch.record.ownership import Claim
-from toolkit.launch.record.request import Intent
 from toolkit.launch.start.agents import Agents
 from toolkit.launch.start.preflight import check_nodes
 from toolkit.launch.start.steps import Events, Launcher
@@ -287,17 +287,14 @@ class Supervisor:
             if seen is JobFate.REQUEUED:
                 return
             if seen is JobFate.CANCELLED:
-                state, why = self._state_asked_for(), f"{why}; cancelled before it was requeued"
+                state, why = request.end_state(self._context.asked()), f"{why}; cancelled before it was requeued"
             else:
                 state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
             self._journal.set_status(state, attempt, why=why, ended=time.time())
         outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
-    def _state_asked_for(self) -> str:
-        return "stopped" if self._context.asked() is Intent.STOP else "cancelled"
-
     def _finish_unstarted(self) -> int:
-        state = self._state_asked_for()
+        state = request.end_state(self._context.asked())
         code = EXIT_STOPPED if state == "stopped" else EXIT_FAILED
         why = f"{state} before it started again"
         outages.persist(lambda: write_ended(self._run, state, why), self._run.path)
