@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config import MeshConfig, StrategyConfig, TrainConfig, check_step, choose, mesh_of
+from toolkit.config import STRATEGIES, MeshConfig, StrategyConfig, TrainConfig, check_step, mesh_of
+from toolkit.config.words import one_of
 from toolkit.errors import ConfigError
 from toolkit.ranks.session import Session
 from toolkit.strategies.custom import Custom
@@ -33,21 +33,6 @@ __all__ = [
     "of_pairs",
 ]
 
-#: Functions that make the strategy of each name, not built yet. Each imports its module only when it is called, since
-#: importing torch's pipelining alone takes a second.
-_BUILDERS: dict[str, Callable[[StrategyConfig, Session, TrainConfig], Strategy]] = {
-    "ddp": lambda *given: _spmd("ddp", *given),
-    "fsdp": lambda *given: _spmd("fsdp", *given),
-    "zero": lambda *given: _spmd("zero", *given),
-    "tensor": lambda *given: _spmd("tensor", *given),
-    "dp": lambda *given: _spmd("dp", *given),
-    "pipeline": lambda *given: _pipeline(*given),
-    "parameter_server": lambda *given: _parameter_server(*given),
-    "local_sgd": lambda *given: _local_sgd(*given),
-    "auto": lambda *given: _auto(*given),
-    "custom": lambda *given: _custom(),
-}
-
 
 def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig | None = None) -> Strategy:
     """Return the strategy that ``config.name`` names; its model is not built yet.
@@ -56,10 +41,35 @@ def build_strategy(config: StrategyConfig, session: Session, train: TrainConfig 
     ConfigError for an unknown name, for a mesh that does not match the number of ranks, and where ``train`` asks for
     what this strategy cannot do.
     """
-    build = choose("strategy.name", config.name, _BUILDERS)
+    one_of("strategy.name", config.name, STRATEGIES)
     train = train or TrainConfig()
     check_step(train, config)
-    return build(config, session, train)
+    # Modules of single strategies are imported here: importing torch's pipelining alone takes a second.
+    match config.name:
+        case "pipeline":
+            from toolkit.strategies.pipeline import Pipeline
+
+            return Pipeline(session, config, train)
+        case "parameter_server":
+            from toolkit.strategies import parameter_server
+
+            return parameter_server.build(config, session, train)
+        case "local_sgd":
+            from toolkit.strategies.local_sgd import LocalSgd
+
+            name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
+            return LocalSgd(session, config.local_sgd, _layout(name, config, session, train), train)
+        case "auto":
+            from toolkit.strategies.auto import Auto
+
+            return Auto(session, lambda name: _layout(name, config, session, train), train)
+        case "custom":
+            raise ConfigError(
+                "strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom "
+                "that the job makes itself (see jobs/custom.py); this job asks for one of the toolkit's: use ddp"
+            )
+        case name:
+            return Spmd(session, _layout(name, config, session, train), train)
 
 
 def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how: dict[str, Any]) -> Layout:
@@ -68,42 +78,6 @@ def _replicas(config: StrategyConfig, session: Session, train: TrainConfig, how:
     from toolkit.strategies.compression.compressed import Compressed
 
     return Compressed(session, config=config, channels_last=train.channels_last, **how)
-
-
-def _spmd(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    return Spmd(session, _layout(name, config, session, train), train)
-
-
-def _auto(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    from toolkit.strategies.auto import Auto
-
-    return Auto(session, lambda name: _layout(name, config, session, train), train)
-
-
-def _pipeline(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    from toolkit.strategies.pipeline import Pipeline
-
-    return Pipeline(session, config, train)
-
-
-def _parameter_server(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    from toolkit.strategies import parameter_server
-
-    return parameter_server.build(config, session, train)
-
-
-def _local_sgd(config: StrategyConfig, session: Session, train: TrainConfig) -> Strategy:
-    from toolkit.strategies.local_sgd import LocalSgd
-
-    name = "ddp" if config.local_sgd.after_steps else "alone"  # DDP's buckets take as much memory as the model
-    return LocalSgd(session, config.local_sgd, _layout(name, config, session, train), train)
-
-
-def _custom() -> Strategy:
-    raise ConfigError(
-        "strategy.name: custom is for a job with a step of its own, a subclass of toolkit.strategies.Custom that the "
-        "job makes itself (see jobs/custom.py); this job asks for one of the toolkit's: use ddp"
-    )
 
 
 def _layout(name: str, config: StrategyConfig, session: Session, train: TrainConfig) -> Layout:

@@ -99,7 +99,9 @@ class Custom(AllNeeded):
         loss.backward(inputs=[weight for _, weight in named])  # type: ignore[no-untyped-call]
         if unused := [name for name, weight in named if weight.grad is None]:
             raise ConfigError(unused_message([f"{network}.{name}" for name in unused]))
-        self._stop_watch()
+        if not self._is_timed:  # the first wait of the step
+            self.own_time.stop()
+            self._is_timed = True
         sum_tensors([weight.grad for _, weight in named if weight.grad is not None])
         self._updates[network].apply(self.lr if lr is None else lr)
 
@@ -129,7 +131,8 @@ class Custom(AllNeeded):
     def state(self) -> dict[str, Entry]:
         """Return the state of all networks. A collective, since buffers are broadcast first."""
         self._equalise_buffers()
-        found: dict[str, Entry] = {f"model/{name}": Replicated(value) for name, value in self._tensors().items()}
+        weights = self.networks.state_dict()
+        found: dict[str, Entry] = {f"model/{name}": Replicated(value.detach()) for name, value in weights.items()}
         for network, update in self._updates.items():
             found |= _of(network, update.state())
         return found
@@ -150,19 +153,10 @@ class Custom(AllNeeded):
         for name in ("networks", "_updates"):
             self.__dict__.pop(name, None)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in self.networks.state_dict().items()}
-
     def _equalise_buffers(self) -> None:
         """Equalize the buffers, as under ddp."""
         for update in self._updates.values():
             update.equalise()
-
-    def _stop_watch(self) -> None:
-        """Stop the stopwatch before the first wait of a step."""
-        if not self._is_timed:
-            self.own_time.stop()
-            self._is_timed = True
 
 
 def _of(network: str, entries: Mapping[str, T]) -> dict[str, T]:

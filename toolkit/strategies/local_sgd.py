@@ -182,17 +182,18 @@ class LocalSgd(Spmd):
     def split_data(self) -> None:
         """Do nothing: statistics stay share 0's, since ranks exchange nothing within a round."""
 
-    @torch.no_grad()
-    def _begin_step(self) -> None:
-        self._show_own()
-        alone = self.share.count == 1 and self._config.outer == "average"  # a mean over one rank changes nothing
-        # diloco's outer step changes the weights even of a single rank, so it has rounds there as well.
-        self._is_local = self._step >= self._config.after_steps and not alone
-        if self._is_local and not self._inside:
-            self._meeting.begin()
-
     def step(self, batch: Batch | None, lr: float) -> StepOutput:
-        self._begin_step()
+        # A mean over one rank changes nothing. diloco's outer step does, so a single rank has rounds there as well.
+        alone = self.share.count == 1 and self._config.outer == "average"
+        self._is_local = self._step >= self._config.after_steps and not alone
+        with torch.no_grad():
+            # Each rank goes on with its own weights, where the model has shown their mean.
+            if self._shows_mean:
+                for name, weight in self._weights.items():
+                    weight.copy_(self._own[name])
+                self._shows_mean = False
+            if self._is_local and not self._inside:
+                self._meeting.begin()
         output = super().step(batch, lr)
         self._step += 1
         self._steps_since += 1
@@ -293,13 +294,6 @@ class LocalSgd(Spmd):
             self._own[name].copy_(weight)
         self._sent += sum_tensors(self._weights.values(), part=part)
         self._shows_mean = True
-
-    @torch.no_grad()
-    def _show_own(self) -> None:
-        if self._shows_mean:
-            for name, weight in self._weights.items():
-                weight.copy_(self._own[name])
-        self._shows_mean = False
 
     def _part(self) -> Tensor:
         """Return this rank's part of the mean; equal parts if no sample of the round weighed anything."""

@@ -236,7 +236,14 @@ def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
     sums, rows = dict[str, Tensor](), dict[str, Tensor]()
     for name, figure in figures.items():
         if isinstance(figure, Rows):
-            rows[name] = _checked_rows(measure, name, figure.values, len(batch))
+            values = figure.values
+            if not (isinstance(values, Tensor) and values.ndim and len(values) == len(batch)):
+                shape = tuple(getattr(values, "shape", ()))
+                raise JobFailedError(
+                    f"{where(measure)}: the rows {name!r} have the shape {shape}, and the batch has {len(batch)} "
+                    "samples"
+                )
+            rows[name] = values.detach()
             continue
         summed = _figure(measure, name, figure, len(batch))
         sums[name] = summed.total.detach()
@@ -244,15 +251,6 @@ def measured(measure: Measure, model: Forward, batch: Batch) -> Sums:
         if summed.weight is not None:
             sums[name + WEIGHT] = summed.weight.detach()
     return Sums(sums, len(batch), rows, batch.positions)
-
-
-def _checked_rows(measure: Measure, name: str, values: Any, samples: int) -> Tensor:
-    if isinstance(values, Tensor) and values.ndim and len(values) == samples:
-        return values.detach()
-    shape = tuple(getattr(values, "shape", ()))
-    raise JobFailedError(
-        f"{where(measure)}: the rows {name!r} have the shape {shape}, and the batch has {samples} samples"
-    )
 
 
 def _figure(measure: Measure, name: str, figure: Any, samples: int) -> Loss:

@@ -103,7 +103,9 @@ class Spmd(AllNeeded):
             # weights.
             if batch is not None and len(batch):
                 batch = batch.to(self._device)
-                found = self._counted(measured(measure, self._model, batch))
+                found = measured(measure, self._model, batch)
+                if not self._layout.counts:  # another rank counts the same samples
+                    found = found.uncounted()
                 if self._layout.passes_are_joint:
                     self._stand_in = batch
             elif self._layout.passes_are_joint:
@@ -196,16 +198,13 @@ class Spmd(AllNeeded):
             factor = self._reweigh(total.wait(), batch.global_count)
             means = {name: mean * factor for name, mean in means.items()}
         self._layout.average()
-        self._average_criterion()
+        # No layout knows of what the criterion learns.
+        sum_tensors(self._criterion_gradients(), part=1 / dist.get_world_size())
         return means
 
-    def _average_criterion(self) -> None:
-        """Average the gradients of what the criterion learns, which no layout knows of."""
-        gradients = [parameter.grad for parameter in self._criterion_parameters() if parameter.grad is not None]
-        sum_tensors(gradients, part=1 / dist.get_world_size())
-
-    def _criterion_parameters(self) -> list[nn.Parameter]:
-        return [] if self._learnt is None else [*self._learnt.parameters()]
+    def _criterion_gradients(self) -> list[Tensor]:
+        parameters = () if self._learnt is None else self._learnt.parameters()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches, equally many on all ranks.
@@ -252,14 +251,9 @@ class Spmd(AllNeeded):
         factor = (assumed / weight.clamp(min=1e-30)).float()
         gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # the host, if they are offloaded
-        for parameter in self._criterion_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for gradient in self._criterion_gradients():
+            gradient.mul_(factor)
         return factor
-
-    def _counted(self, sums: Sums) -> Sums:
-        """Return ``sums``, or the same names with zeros where another rank counts the same samples."""
-        return sums if self._layout.counts else sums.uncounted()
 
     # ------------------------------------------------------------------------------------------------- priming
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ from toolkit.errors import ConfigError
 from toolkit.ranks.batch import Share
 from toolkit.ranks.report import NullReporter
 from toolkit.ranks.session import Session
-from toolkit.strategies import of_pairs, parameter_server
+from toolkit.strategies import Custom, build_strategy, of_pairs, parameter_server
 from toolkit.strategies.compression import build_scheme
 from toolkit.strategies.layouts import autocast
 from toolkit.strategies.layouts.plan import _torch_style
@@ -65,10 +66,12 @@ def a_layout(name: str) -> object:
 
 
 def a_strategy(name: str) -> object:
-    """Return a layout, or the builder of a strategy that has none yet; dp's needs several GPUs."""
-    if name in ("pipeline", "parameter_server", "local_sgd", "auto", "custom", "dp"):
-        return strategies._BUILDERS[name]
-    return a_layout(name)
+    """Return the strategy, not built; dp is for one process, and custom is made by a job."""
+    if name == "custom":
+        with pytest.raises(ConfigError, match="custom is for a job with a step of its own"):
+            build_strategy(StrategyConfig(name), SESSION)
+        return Custom
+    return build_strategy(StrategyConfig(name), replace(SESSION, world_size=1) if name == "dp" else SESSION)
 
 
 def a_server(mode: str) -> object:

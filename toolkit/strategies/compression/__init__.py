@@ -265,7 +265,11 @@ class TopK:
         self._wire = wire
 
     def exchange(self, values: Tensor) -> Tensor:
-        places = torch.cat([self._largest(piece, values) for piece in self._pieces])
+        largest = []
+        for piece in self._pieces:
+            count = max(1, math.ceil(piece.amount * piece.numel))
+            largest.append(piece.of(values).abs().topk(count, sorted=False).indices + piece.start)
+        places = torch.cat(largest)
         chosen = values[places]
         # Places are sent as int32, and values are viewed as int32, so that one message holds both.
         message = torch.stack([chosen.view(torch.int32), places.to(torch.int32)])
@@ -274,11 +278,6 @@ class TopK:
         for theirs, where in self._wire.gather(message):  # each place occurs once a rank: the order of sums is fixed
             total.index_add_(0, where, theirs.view(torch.float32))
         return total / self._wire.ranks
-
-    @staticmethod
-    def _largest(piece: Piece, values: Tensor) -> Tensor:
-        count = max(1, math.ceil(piece.amount * piece.numel))
-        return piece.of(values).abs().topk(count, sorted=False).indices + piece.start
 
     def state(self) -> dict[str, Entry]:
         return {}

@@ -166,8 +166,17 @@ class Compressed(LocalReplica):
         """Sort parameters into compressed ones, with their places in the vector, and uncompressed ones."""
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._refuse(named)
-        said = _said(self._config.compression_layers, list(named))
-        amounts = {name: amount_for(self._config, p.shape, said.get(name)) for name, p in named.items()}
+        # The last pattern of compression_layers that matches a parameter counts.
+        values: dict[str, float | str] = {}
+        for pattern, value in self._config.compression_layers.items():
+            matching = fnmatch.filter(named, pattern)
+            if not matching:
+                raise ConfigError(
+                    f"strategy.compression_layers: {pattern!r} matches no parameter; there are: "
+                    f"{listing(list(named), 12)}"
+                )
+            values |= dict.fromkeys(matching, value)
+        amounts = {name: amount_for(self._config, p.shape, values.get(name)) for name, p in named.items()}
         self._packed = {name: p for name, p in named.items() if amounts[name] is not None}
         self._plain = {name: p for name, p in named.items() if amounts[name] is None}
         self._pieces = _pieces(self._packed, amounts, start=0)
@@ -201,19 +210,6 @@ class Compressed(LocalReplica):
             plain,
             "worth it" if took < plain else "not worth it; set it to none",
         )
-
-
-def _said(layers: Mapping[str, float | str], names: Sequence[str]) -> dict[str, float | str]:
-    """Return the value of ``compression_layers`` for each parameter. The last pattern that matches one counts."""
-    found: dict[str, float | str] = {}
-    for pattern, value in layers.items():
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise ConfigError(
-                f"strategy.compression_layers: {pattern!r} matches no parameter; there are: {listing(names, 12)}"
-            )
-        found |= dict.fromkeys(matching, value)
-    return found
 
 
 def _pieces(named: Mapping[str, nn.Parameter], amounts: Mapping[str, float | None], start: int) -> list[Piece]:
@@ -260,18 +256,16 @@ class _AllReduceCost:
 
 def _measured_cost(device: torch.device) -> _AllReduceCost:
     """Measure the link: for each size the mean of two laps, after one that opens connections. Every rank calls it."""
-    laps = {size: [_lap(size, device) for _ in range(3)][1:] for size in PROBES}
-    small, large = ((_sent(size), sum(found) / len(found)) for size, found in laps.items())
+    costs: list[tuple[float, float]] = []
+    for size_bytes in PROBES:
+        laps = []
+        for _ in range(3):
+            probe = torch.zeros(size_bytes // 4, device=device)
+            dist.barrier()
+            began = time.perf_counter()
+            sum_across_ranks(probe).sum().item()  # item() waits: a GPU may not have begun before
+            laps.append(time.perf_counter() - began)
+        sent_bytes = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
+        costs.append((sent_bytes, sum(laps[1:]) / 2))
+    small, large = costs
     return _AllReduceCost(small, large)
-
-
-def _sent(size_bytes: int) -> float:
-    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * size_bytes
-
-
-def _lap(size_bytes: int, device: torch.device) -> float:
-    probe = torch.zeros(size_bytes // 4, device=device)
-    dist.barrier()
-    began = time.perf_counter()
-    sum_across_ranks(probe).sum().item()  # item() waits: a GPU may not have begun before
-    return time.perf_counter() - began

@@ -32,7 +32,8 @@ def without_memory(make: ModelFactory) -> nn.Module:
         with torch.device("meta"):
             model = make()
         # A tensor that is a plain attribute gets no values later: only parameters and buffers do.
-        stray = [name for module in model.modules() for name, value in vars(module).items() if _is_meta(value)]
+        attributes = [item for module in model.modules() for item in vars(module).items()]
+        stray = [name for name, value in attributes if isinstance(value, Tensor) and value.is_meta]
         if not stray:
             return model
         reason = f"{listing(stray, 3)}: tensors that are neither parameters nor buffers"
@@ -40,10 +41,6 @@ def without_memory(make: ModelFactory) -> nn.Module:
         reason = f"{type(error).__name__}: {error}"
     log.warning("each rank makes the whole model in host memory first, for it cannot be made without (%s)", reason)
     return make()
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 @torch.no_grad()

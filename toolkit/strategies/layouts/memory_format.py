@@ -23,12 +23,12 @@ def use_channels_last(model: nn.Module) -> None:
     if not any(parameter.ndim == 4 for parameter in model.parameters()):
         log.warning("train.channels_last changes nothing: this model has no weights of four dimensions")
         return
-    model.register_forward_pre_hook(_lay_out)
 
+    def lay_out(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        laid_out = []
+        for value in inputs:
+            is_image = isinstance(value, Tensor) and value.ndim == 4
+            laid_out.append(value.contiguous(memory_format=torch.channels_last) if is_image else value)
+        return tuple(laid_out)
 
-def _lay_out(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.contiguous(memory_format=torch.channels_last) if _is_image(x) else x for x in inputs)
-
-
-def _is_image(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 4
+    model.register_forward_pre_hook(lay_out)

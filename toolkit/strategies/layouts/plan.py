@@ -169,11 +169,14 @@ class CutLayers:
 
     def uncut(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Mark those of ``entries`` (``model/<parameter>``, ``optim/<parameter>/<slot>``) that lie in several parts."""
-        return {name: self._uncut(name.partition("/")[2], entry) for name, entry in entries.items()}
-
-    def _uncut(self, name: str, entry: Entry) -> Entry:
-        parts = self.fused.get(name) or self.fused.get(name.rpartition("/")[0])
-        return replace(entry, fused=parts) if parts and isinstance(entry, Sharded) else entry
+        marked = dict(entries)
+        for name, entry in entries.items():
+            # The parameter's name is all after the kind, without the slot where there is one.
+            parameter = name.partition("/")[2]
+            parts = self.fused.get(parameter) or self.fused.get(parameter.rpartition("/")[0])
+            if parts and isinstance(entry, Sharded):
+                marked[name] = replace(entry, fused=parts)
+        return marked
 
 
 def _refuse_tied(ties: list[list[str]], fused: Collection[str]) -> None:
@@ -246,16 +249,7 @@ def _refuse(model: nn.Module, name: str, style: str, ranks: int) -> None:
             f"strategy.mesh.tensor: {ranks} ranks cannot share the {width} {_what(layer, style)} of {name} evenly; use "
             "a number of ranks that divides it"
         )
-    _refuse_heads(model, name, style, ranks)
-
-
-def _what(layer: nn.Module, style: str) -> str:
-    if style == "rowwise":
-        return "inputs" if isinstance(layer, nn.Linear) else "rows"
-    return "outputs"
-
-
-def _refuse_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
+    # No part may cut a head in two.
     parent = name.rpartition(".")[0]
     for attribute in HEADS if style in ("colwise", "rowwise") else ():
         heads = getattr(model.get_submodule(parent), attribute, None)
@@ -264,6 +258,12 @@ def _refuse_heads(model: nn.Module, name: str, style: str, ranks: int) -> None:
                 f"strategy.mesh.tensor: {ranks} ranks cannot share the {heads} heads of {parent or 'the model'} "
                 f"({attribute}); use a number of ranks that divides it"
             )
+
+
+def _what(layer: nn.Module, style: str) -> str:
+    if style == "rowwise":
+        return "inputs" if isinstance(layer, nn.Linear) else "rows"
+    return "outputs"
 
 
 def _refuse_whole(model: nn.Module) -> None:

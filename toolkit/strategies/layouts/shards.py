@@ -89,17 +89,13 @@ class Shards(Layout):
         assert data is not None
         self._shard(model, data)
         if any(tensor.is_meta for tensor in [*whole.values(), *buffers.values()]):
-            # A model made on meta gets its memory only now, as parts.
-            self._take_memory(model)
+            # A model made on meta gets its memory only now, as parts. Buffers lie where they are used.
+            model.to_empty(device="cpu" if self._offloads else self._device)
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(self._device))
         hand_out(whole, model, self._device, self.uncut)
         return model
-
-    def _take_memory(self, model: nn.Module) -> None:
-        """Give the model memory. Offloaded weights stay on the host; buffers lie where they are used."""
-        model.to_empty(device="cpu" if self._offloads else self._device)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self._device))
 
     def compare(self) -> None:
         if self._cut is not None and self._group is not None:
@@ -141,7 +137,12 @@ class Shards(Layout):
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Shard each block, then the rest. Recomputing, compiling and sharding fit together in this order."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._bf16 else MixedPrecisionPolicy()
-        offload = self._offload()
+        offload = OffloadPolicy()
+        if self._offloads:
+            if self._device.type == "cpu":
+                why = "ranks without a GPU have all in host memory anyway"
+                log.warning("strategy.cpu_offload changes nothing here: %s", why)
+            offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         parts = blocks(model)
         if self._recompute:
             checkpoint_activations(model)
@@ -152,13 +153,6 @@ class Shards(Layout):
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshards)
         self._model = fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
         log.info("sharded over a mesh of %s: %d blocks and the rest", describe(self._sizes), len(parts))
-
-    def _offload(self) -> OffloadPolicy:
-        if not self._offloads:
-            return OffloadPolicy()
-        if self._device.type == "cpu":
-            log.warning("strategy.cpu_offload changes nothing here: ranks without a GPU have all in host memory anyway")
-        return CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
 
     def _refuse(self, model: nn.Module) -> None:
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]

@@ -36,19 +36,16 @@ class PeerInbox:
         """Wait for the next message, and handle or keep it."""
         message = self._mail.receive()
         if message.kind is Kind.LOST:
-            self._note_death(message.sender)
+            self.dead.add(message.sender)
+            if message.sender in self._servers:
+                raise ToolkitError(f"rank {message.sender}, a parameter server, is gone; see its log")
+            if not self.living:
+                first, count = self._workers[0], len(self._workers)
+                raise ToolkitError(f"all {count} workers have died; see the logs of ranks {first} and up")
         if message.kind in self._handlers:
             self._handlers[message.kind](message)
         elif message.kind is not Kind.LOST:
             self._waiting[message.kind].append(message)
-
-    def _note_death(self, rank: int) -> None:
-        self.dead.add(rank)
-        if rank in self._servers:
-            raise ToolkitError(f"rank {rank}, a parameter server, is gone; see its log")
-        if not self.living:
-            first, count = self._workers[0], len(self._workers)
-            raise ToolkitError(f"all {count} workers have died; see the logs of ranks {first} and up")
 
     def wait_for(self, kind: Kind) -> PeerMessage:
         """Return the next message of ``kind``."""

@@ -68,16 +68,12 @@ class OptimizerState:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = 0.0
-            _set_gradients(group["params"])
+            for parameter in group["params"]:
+                if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
+                    parameter.grad = torch.zeros_like(parameter)
         # A rate of 0 moves no weight but changes slots (step counts, say): forget_unfilled() removes them.
         self._optimizer.step()
         self._optimizer.zero_grad()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self._unfilled = True
-
-
-def _set_gradients(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.requires_grad:  # a frozen one never gets a gradient, and so never has a slot
-            parameter.grad = torch.zeros_like(parameter)
