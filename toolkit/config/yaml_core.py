@@ -33,7 +33,7 @@ _PLAIN = (
 )
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """A loader in Python. The one in C crashes the process where brackets nest too deep."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(token)
 
 
-class _Dumper(yaml.SafeDumper):
+class _YamlDumper(yaml.SafeDumper):
     """A dumper that quotes what YAML 1.1 or 1.2 would take for something other than text."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -54,17 +54,17 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar(_PREFIX + "str", data, style=None if data.isprintable() else '"')
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
-_Loader.yaml_implicit_resolvers = {}  # removes those of YAML 1.1
+_YamlDumper.add_representer(str, _YamlDumper.represent_str)
+_YamlLoader.yaml_implicit_resolvers = {}  # removes those of YAML 1.1
 for _name, _pattern, _first in _PLAIN:
-    _Loader.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
-    _Dumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
+    _YamlLoader.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
+    _YamlDumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
 
 
 def compose(text: str) -> Node | None:
     """Return the root of the one document in ``text``; None for an empty one. Raises ValueError with the reason."""
     try:
-        node: Node | None = yaml.compose(text, _Loader)
+        node: Node | None = yaml.compose(text, _YamlLoader)
     except RecursionError:
         raise ValueError("it nests too deep") from None
     except yaml.YAMLError as error:
@@ -74,7 +74,7 @@ def compose(text: str) -> Node | None:
 
 def dump(value: Any) -> str:
     """Return ``value``, made of mappings, lists and scalars, as block YAML in which every text stays on its line."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31 - 1)
+    text: str = yaml.dump(value, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=2**31 - 1)
     return text
 
 

@@ -22,7 +22,7 @@ from toolkit.ranks.state import Json
 if TYPE_CHECKING:
     from toolkit.config import DataConfig
 
-__all__ = ["BatchedSamples", "Loader", "Samples", "build_loader", "eval_batches"]
+__all__ = ["BatchedSamples", "Batches", "Loader", "Samples", "build_loader", "eval_batches"]
 
 
 @runtime_checkable
@@ -35,6 +35,44 @@ class BatchedSamples(Protocol):
         """Return the samples ``indices`` (n,) as the data of a batch, such as inputs (n, ...) and targets (n, ...)."""
 
 
+class Batches(Protocol):
+    """What the loop needs of a loader: of :class:`Loader`, of :class:`~.stream.StreamLoader`."""
+
+    dataset_size: int  #: samples in an epoch
+    global_batch_size: int
+    data_wait_s: float  #: seconds that the last ``at`` kept its caller waiting, including the fetch itself
+    #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
+    max_bad_samples: int | None
+    balances: bool  #: True if the loop may :meth:`cut` the batches anew
+    is_split: bool  #: True if each share reads its own part of the data
+    ahead: int  #: steps beyond the last one returned that workers may hold already; equal on all ranks
+
+    def at(self, step: int) -> Batch | None:
+        """Return this rank's samples of global batch ``step``, counted from 0; None on a rank without a share."""
+
+    def cut(self, step: int, counts: Sequence[int]) -> None:
+        """Give each share i ``counts[i]`` samples of the global batch from ``step`` on; called where it ``balances``.
+
+        Every rank makes the same call. ``step`` must be at least ``ahead`` after the next step to be asked for: workers
+        may hold earlier ones already.
+        """
+
+    def part(self, step: int, share: Share) -> Batch:
+        """Return ``at(step)`` of the rank that holds ``share``, for a rank that does a dead rank's work."""
+
+    def fingerprint(self) -> str | None:
+        """Return a text that identifies the data set, equal for the same one. None: it is not known."""
+
+    def global_samples(self, step: int) -> list[int]:
+        """Return the samples that all ranks together get in ``step``."""
+
+    def state(self) -> Json:
+        """Return what this rank must store of the loader in a checkpoint. None: the step says all."""
+
+    def restore(self, state: Json) -> None:
+        """Go on from a :meth:`state`, independent of what was read before."""
+
+
 class Source(Protocol):
     """Where a loader gets the batch of a step from."""
 
@@ -44,7 +82,7 @@ class Source(Protocol):
 
 
 class Loader:
-    """This rank's part of any global batch of the training.
+    """This rank's part of any global batch of the training; see :class:`Batches`.
 
     ``at(step)`` depends on the step only. Asking for steps in sequence is fast, because workers run ahead. Any other
     step gives the right batch, too, and costs a start. With ``device`` the batch is put there, through pinned memory
@@ -77,18 +115,14 @@ class Loader:
         if order is not None and split != "global":
             raise ConfigError(f"data.split: {split} goes by an order of its own; set it to global for one of the job's")
         self._given = None if order is None else GivenOrder(order, len(dataset))
-        #: Number of samples in an epoch.
         self.dataset_size = len(dataset) if self._given is None else self._given.n
         self.steps_per_epoch = self.dataset_size / global_batch_size
         self.global_batch_size = global_batch_size
-        #: Seconds that the last ``at`` kept its caller waiting, including the fetch itself.
         self.data_wait_s = 0.0
-        #: How many samples of the whole run may be replaced because they cannot be loaded. None: the first one raises.
         self.max_bad_samples = max_bad_samples
         self.balances = balances
-        #: Number of steps beyond the last one returned that workers may hold already; equal on all ranks.
         self.ahead = 0 if isinstance(dataset, BatchedSamples) else PREFETCH * workers
-        self.is_split = split != "global"  #: True if each share reads its own part of the data
+        self.is_split = split != "global"
         self._parts = None if split == "global" else share.count
         self._has_data = share.count > 0
         self._device = torch.device(device)
@@ -104,21 +138,14 @@ class Loader:
         self._others: dict[Share, Source] = {}
 
     def at(self, step: int) -> Batch | None:
-        """Return this rank's samples of global batch ``step``, counted from 0.
-
-        None on a rank whose share count is 0. The batch is empty, but of the right shape, where there are more shares
-        than samples in the global batch.
-        """
+        """See :class:`Batches`. The batch is empty, of the right shape, with more shares than samples."""
         started = self._clock()
         batch = self._source.fetch(step).to(self._device) if self._has_data else None
         self.data_wait_s = self._clock() - started
         return batch
 
     def part(self, step: int, share: Share) -> Batch:
-        """Return what ``at(step)`` gives to the rank with ``share``, for a rank that does a dead rank's work.
-
-        It is loaded in this process, whatever the number of workers.
-        """
+        """See :class:`Batches`. It is loaded in this process, whatever the number of workers."""
         if share not in self._others:
             self._others[share] = self._sources(self._samplers(share=share), workers=0)
         return self._others[share].fetch(step).to(self._device)
@@ -128,10 +155,6 @@ class Loader:
         return self._sampler.at(step).indices.tolist() if self._has_data else []
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
-        """Give each share i ``counts[i]`` samples of the global batch from ``step`` on. Every rank makes the same call.
-
-        ``step`` must be at least ``ahead`` after the next step to be asked for: workers may hold earlier ones already.
-        """
         self._sampler.cut(step, counts)
 
     def state(self) -> Json:

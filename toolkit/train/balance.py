@@ -13,9 +13,10 @@ training is the same to rounding, but for what a model does with its part of a b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit import logs
+from toolkit.data.loader import Batches
 from toolkit.errors import ConfigError
 from toolkit.metrics.pace import MOST_CURVES
 from toolkit.ranks.batch import Share
@@ -27,16 +28,6 @@ FRESH = 0.5
 WORTH = 0.03
 
 log = logs.get(__name__)
-
-
-class Divisible(Protocol):
-    """The part of a loader that is used here: see :class:`toolkit.data.loader.Loader`."""
-
-    global_batch_size: int
-    balances: bool
-    ahead: int
-
-    def cut(self, step: int, counts: Sequence[int]) -> None: ...
 
 
 class Even:
@@ -56,7 +47,7 @@ class Even:
 class Balance:
     """Moves the shares of ``loader``. All ranks must make the same calls, and all get the same shares."""
 
-    def __init__(self, loader: Divisible, ranks: int, accumulate: int) -> None:
+    def __init__(self, loader: Batches, ranks: int, accumulate: int) -> None:
         size = loader.global_batch_size
         self._loader = loader
         # One sample for each pass of gradient accumulation at least, if an even share has as many.
@@ -113,7 +104,7 @@ class Balance:
             self._loader.cut(first, counts)
 
 
-def build_balance(loader: Divisible, share: Share, ranks: int, accumulate: int) -> Balance | Even:
+def build_balance(loader: Batches, share: Share, ranks: int, accumulate: int) -> Balance | Even:
     """Return what `data.share` asks for.
 
     Raises ConfigError where ranks work on the same samples: their times are not those of a share.

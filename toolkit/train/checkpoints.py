@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from toolkit.checkpoint.reader import Loaded, load
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import CheckpointConfig
+from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.ranks.session import Session
 from toolkit.ranks.state import Json
 from toolkit.train.memory_copies import MemoryCopies
 from toolkit.train.resume import log_what_differs, refuse_another_run
 from toolkit.train.saver import Saver
-from toolkit.train.state import Checkpointed, Stateful, TrainingState
+from toolkit.train.state import Checkpointed, TrainingState
 
 
 class Checkpoints:
@@ -28,7 +29,7 @@ class Checkpoints:
         self.saver = Saver(config, session, self._state)
         self.copies = MemoryCopies(config.memory_every_steps, session, self._state)
 
-    def include(self, loader: Stateful) -> None:
+    def include(self, loader: Batches) -> None:
         """Save and restore the position of ``loader``, too; see :meth:`TrainingState.include`."""
         self._state.include(loader)
 

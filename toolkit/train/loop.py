@@ -6,15 +6,16 @@ follow the ranks' speeds are saved with the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from toolkit import logs
 from toolkit.config import TrainConfig
 from toolkit.data.bad_samples import BadSamples
+from toolkit.data.loader import Batches
 from toolkit.hang import activity
 from toolkit.metrics.pace import Pace
 from toolkit.metrics.sinks import Sink
@@ -43,38 +44,6 @@ NOT_FINITE = "train/not_finite"
 Describe: TypeAlias = Callable[[Sink], None]
 #: Called after each evaluation with the step, on every rank, to log what TensorBoard is to get beside the figures.
 Show: TypeAlias = Callable[[Sink, int], None]
-
-
-class Batches(Protocol):
-    """What the loop needs of :class:`toolkit.data.loader.Loader`, or of a loader of streams."""
-
-    dataset_size: int
-    global_batch_size: int
-    data_wait_s: float
-    max_bad_samples: int | None
-    balances: bool
-    is_split: bool
-    ahead: int
-
-    def at(self, step: int) -> Batch | None: ...
-
-    def cut(self, step: int, counts: Sequence[int]) -> None:
-        """See :class:`toolkit.data.loader.Loader`; called where it ``balances``."""
-
-    def part(self, step: int, share: Share) -> Batch:
-        """Return ``at(step)`` of the rank that holds ``share``."""
-
-    def fingerprint(self) -> str | None:
-        """Return a text that identifies the data set, equal for the same one. None: it is not known."""
-
-    def global_samples(self, step: int) -> list[int]:
-        """Return the samples that all ranks together get in ``step``."""
-
-    def state(self) -> Json:
-        """Return what this rank must store of the loader in a checkpoint. None: the step says all."""
-
-    def restore(self, state: Json) -> None:
-        """Go on from a :meth:`state`, independent of what was read before."""
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,14 @@ from torch import Tensor
 
 from toolkit import logs
 from toolkit.config import TrainConfig, choose
+from toolkit.data.loader import Batches
 from toolkit.errors import ConfigError, listing
 from toolkit.hang import activity
-from toolkit.ranks.batch import Batch
 from toolkit.ranks.session import Session
 from toolkit.strategies.protocol import InRounds, Strategy
 from toolkit.train.seeds import reseed
 
 log = logs.get(__name__)
-
-
-class BatchesByStep(Protocol):
-    """The methods of the loader that are used here."""
-
-    def at(self, step: int) -> Batch | None: ...
-
-    def global_samples(self, step: int) -> list[int]: ...
 
 
 class NotFinite:
@@ -46,7 +38,7 @@ class NotFinite:
         config: TrainConfig,
         session: Session,
         strategy: Strategy,
-        loader: BatchesByStep,
+        loader: Batches,
         roll_back: Callable[[int, int], int | None],
     ) -> None:
         self.stops = choose("train.on_nan", config.on_nan, {"stop": True, "warn": False})

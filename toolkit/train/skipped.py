@@ -11,13 +11,14 @@ ranks decide alike without communication, and a run that was killed and resumed 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit import fsio, logs, records
 from toolkit.config import TrainConfig
+from toolkit.data.loader import Batches
 from toolkit.errors import ConfigError, listing
 from toolkit.ranks.session import Session
 from toolkit.records import COUNT, Record
@@ -34,18 +35,10 @@ _LINE = Record({"step": COUNT})
 log = logs.get(__name__)
 
 
-class SampleNumbers(Protocol):
-    """The part of a loader that is used here."""
-
-    global_batch_size: int
-
-    def global_samples(self, step: int) -> list[int]: ...
-
-
 class SkippedSteps:
     """One rank's record of the steps left out. It is equal on all ranks, and rank 0 writes the list."""
 
-    def __init__(self, config: TrainConfig, session: Session, loader: SampleNumbers) -> None:
+    def __init__(self, config: TrainConfig, session: Session, loader: Batches) -> None:
         self._is_on = config.skip_bad_steps or config.precision == "fp16"
         self._after = config.rollback_after
         self._loader = loader

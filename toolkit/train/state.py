@@ -17,6 +17,7 @@ from torch import Tensor
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.reader import Loaded
 from toolkit.config import FIXED_ON_RESUME, JobConfig, value_of
+from toolkit.data.loader import Batches
 from toolkit.errors import ConfigError, listing
 from toolkit.ranks.collectives import gather_rows
 from toolkit.ranks.session import Session
@@ -53,16 +54,6 @@ def _cpu_name() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-class Stateful(Protocol):
-    """What a checkpoint needs of a loader: see :class:`toolkit.train.loop.Batches`."""
-
-    def state(self) -> Json: ...
-
-    def restore(self, state: Json) -> None: ...
-
-    def fingerprint(self) -> str | None: ...
-
-
 class Checkpointed(Protocol):
     """What checkpoints need of a :class:`~toolkit.strategies.protocol.Strategy`, or of a user's own loop."""
 
@@ -87,7 +78,7 @@ class TrainingState:
     def __init__(self, session: Session, source: Checkpointed, identity: Mapping[str, Json]) -> None:
         self._session = session
         self.source = source  #: the strategy, or the objects of a user's own loop
-        self._loader: Stateful | None = None
+        self._loader: Batches | None = None
         self._position = f"data/rank{session.rank}"
         self.identity: dict[str, Json] = dict(identity)
         self.best: float | None = None  #: the best figure so far of the ``keep_best`` metric; higher is better
@@ -98,7 +89,7 @@ class TrainingState:
         """Return what rank 0 writes down in each checkpoint about the run."""
         return {"identity": self.identity, "conditions": self._conditions, "best": self.best}
 
-    def include(self, loader: Stateful) -> None:
+    def include(self, loader: Batches) -> None:
         """Save the position of ``loader`` with the strategy's state, and restore it at a resume.
 
         Raises ConfigError on all ranks where their data sets differ.

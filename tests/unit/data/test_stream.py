@@ -13,13 +13,12 @@ import torch
 
 from tests.unit.data.streams import Lines, YieldedLines, length_of
 from toolkit.config import DataConfig
-from toolkit.data.loader import Loader
+from toolkit.data.loader import Batches, Loader
 from toolkit.data.randomness import seed_sample
 from toolkit.data.stream import StreamLoader, build_stream_loader
 from toolkit.errors import ConfigError, JobFailedError
 from toolkit.ranks.batch import Batch, Share
 from toolkit.ranks.state import Json
-from toolkit.train.loop import Batches
 
 SHARE = Share(1, 3)
 STEPS = 9

@@ -51,7 +51,7 @@ def test_within_the_bounds_shares_are_those_of_the_largest_remainder(speeds: lis
         assert found == expected
 
 
-class Recording:
+class Recording(Loader):
     """A loader that notes the cuts."""
 
     def __init__(self, size: int, ahead: int = 0) -> None:
