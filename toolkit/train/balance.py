@@ -69,26 +69,20 @@ class Balance:
         newest, counts = self._cuts[-1]
         # A window tells the speeds only if the newest shares held in all of it, and every rank worked.
         if began is not None and newest <= began and min(own_s) > 0:
-            self._measure([count / seconds for count, seconds in zip(counts, own_s, strict=True)])
-            self._move(step, counts)
+            measured = [count / seconds for count, seconds in zip(counts, own_s, strict=True)]
+            before = self._speeds or measured
+            self._speeds = [FRESH * new + (1 - FRESH) * old for new, old in zip(measured, before, strict=True)]
+            better = shares(self._speeds, self._loader.global_batch_size, self._least, self._most)
+            if _slowest(better, self._speeds) <= (1 - WORTH) * _slowest(counts, self._speeds):
+                # Workers may already have batches up to ``ahead`` steps in hand.
+                first = step + self._loader.ahead
+                self._loader.cut(first, better)
+                self._cuts = [self._cuts[-1], (first, better)]
+                shown = ", ".join(map(str, better[:MOST_CURVES]))
+                log.info("from step %d on the ranks have %s samples each", first, shown)
         now = [counts for first, counts in self._cuts if first <= step][-1]
         digits = len(str(len(now) - 1))
         return {f"world_share/rank_{rank:0{digits}}": float(n) for rank, n in enumerate(now[:MOST_CURVES])}
-
-    def _measure(self, speeds: list[float]) -> None:
-        before = self._speeds or speeds
-        self._speeds = [FRESH * new + (1 - FRESH) * old for new, old in zip(speeds, before, strict=True)]
-
-    def _move(self, step: int, counts: list[int]) -> None:
-        assert self._speeds is not None
-        better = shares(self._speeds, self._loader.global_batch_size, self._least, self._most)
-        if _slowest(better, self._speeds) > (1 - WORTH) * _slowest(counts, self._speeds):
-            return
-        # Workers may already have batches up to ``ahead`` steps in hand.
-        first = step + self._loader.ahead
-        self._loader.cut(first, better)
-        self._cuts = [self._cuts[-1], (first, better)]
-        log.info("from step %d on the ranks have %s samples each", first, ", ".join(map(str, better[:MOST_CURVES])))
 
     def state(self) -> Json:
         """Return the shares and speeds for a checkpoint."""
@@ -125,11 +119,12 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
     """
     ideal = _within(speeds, size, least, most)
     # Round down, then give one more sample each to the ranks that lost most by it and are below their bound.
-    found = [int(part) for part in ideal]
-    by_remainder = sorted(range(len(found)), key=lambda rank: (found[rank] - ideal[rank], rank))
-    for rank in [rank for rank in by_remainder if found[rank] < most][: size - sum(found)]:
-        found[rank] += 1
-    return found
+    counts = [int(part) for part in ideal]
+    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - ideal[rank], rank))
+    may_grow = [rank for rank in by_remainder if counts[rank] < most]
+    for rank in may_grow[: size - sum(counts)]:
+        counts[rank] += 1
+    return counts
 
 
 def _within(speeds: Sequence[float], size: int, least: int, most: int) -> list[float]:

@@ -42,7 +42,11 @@ _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
     """Log the config as text, its training sections as hyper-parameters, and the first images of ``sample``."""
     sink.text("config", dump_config(config))
-    sink.hparams(_hparams(config), metrics=("eval/accuracy", "eval/loss"))
+    # Keys of the strategies that this run does not use say nothing about it.
+    others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
+    shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
+    values = _shown((key, value_of(config, key)) for key in shown if key not in _LEFT_OUT)
+    sink.hparams(own_hparams(config) | values, metrics=("eval/accuracy", "eval/loss"))
     for leaf in () if sample is None else nested.leaves(sample.data):
         if isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in (1, 3):
             sink.images("samples", leaf[:_IMAGES])
@@ -54,14 +58,12 @@ def own_hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
     return _shown(leaves(config.params))
 
 
-def _hparams(config: JobConfig) -> dict[str, bool | int | float | str]:
-    others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)
-    shown = [key for key in all_keys() if key.startswith(_SECTIONS) and not key.startswith(others)]
-    keys = [key for key in shown if key not in _LEFT_OUT]
-    return own_hparams(config) | _shown((key, value_of(config, key)) for key in keys)
-
-
 def _shown(values: Iterable[tuple[str, Any]]) -> dict[str, bool | int | float | str]:
     """Return lists and mappings as text. Leave out null and what is empty: TensorBoard has no way to show them."""
-    texts = ((key, str(value) if isinstance(value, (list, dict)) and value else value) for key, value in values)
-    return {key: value for key, value in texts if isinstance(value, (bool, int, float, str))}
+    shown: dict[str, bool | int | float | str] = {}
+    for key, value in values:
+        if isinstance(value, (bool, int, float, str)):
+            shown[key] = value
+        elif isinstance(value, (list, dict)) and value:
+            shown[key] = str(value)
+    return shown

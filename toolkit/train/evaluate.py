@@ -46,11 +46,11 @@ def evaluate(
     rows: list[Sums] = []
     cut = strategy.lost != lost  # a rank has died, and all know it before the first batch: none need be looked at
     for batch in () if cut else batches:
-        found = strategy.evaluate(batch, measure)
-        count += found.count
-        if found.rows:
-            rows.append(found)
-        for name, value in found.values.items():
+        part = strategy.evaluate(batch, measure)
+        count += part.count
+        if part.rows:
+            rows.append(part)
+        for name, value in part.values.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
         cut = is_cut()
         if strategy.evaluates_together:  # a rank that ended alone would leave the others waiting in their next batch
@@ -71,13 +71,15 @@ def evaluate(
 _COUNT, _CUT, _ROWS = "\0count", "\0cut", "\0rows"
 
 
-def _gathered(strategy: Strategy, found: Sequence[Sums]) -> dict[str, Tensor]:
+def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:
     """Return the rows of all ranks by name, in the order of the eval set; a collective."""
-    names = [*found[0].rows] if found else []
+    own: tuple[Tensor, dict[str, Tensor]] | None = None
+    if batches:
+        positions = [sums.positions for sums in batches if sums.positions is not None]
+        rows = {name: torch.cat([sums.rows[name].cpu() for sums in batches]) for name in batches[0].rows}
+        own = (torch.cat(positions), rows)
     # Ranks hold parts of the set, in batches: sort all rows by their positions in it.
-    positions = [sums.positions for sums in found if sums.positions is not None]
-    own = {name: torch.cat([sums.rows[name].cpu() for sums in found]) for name in names}
-    every = [part for part in strategy.gather((torch.cat(positions), own) if found else None) if part is not None]
+    every = [part for part in strategy.gather(own) if part is not None]
     order = torch.cat([places for places, _ in every]).argsort()
     return {name: torch.cat([part[name] for _, part in every])[order] for name in every[0][1]}
 

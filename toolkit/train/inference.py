@@ -62,8 +62,14 @@ class Trained:
 
     def as_json(self) -> dict[str, Any]:
         """Return the run, the step, the checkpoint, the weights and the device, as JSON."""
-        said = {"run": self.run.id, "name": self.run.name, "step": self.manifest.step}
-        return {**said, "checkpoint": str(self.checkpoint), "weights": self.weights, "device": self.device.type}
+        return {
+            "run": self.run.id,
+            "name": self.run.name,
+            "step": self.manifest.step,
+            "checkpoint": str(self.checkpoint),
+            "weights": self.weights,
+            "device": self.device.type,
+        }
 
 
 @contextmanager
@@ -83,7 +89,7 @@ def trained(
         model = job.model()
         if not isinstance(model, nn.Module):  # the networks of a job with a train_step
             model = nn.ModuleDict(model)
-        path, (manifest, chosen) = whole.from_newest(paths, lambda path, found: _load(model, path, found, weights))
+        path, (manifest, chosen) = whole.from_newest(paths, lambda path, stored: _load(model, path, stored, weights))
         log.info("%s: %s", run.id, path.name)
         yield Trained(run, config, path, manifest, chosen, job, model.to(device).eval(), device)
 
@@ -169,9 +175,9 @@ def figures(trained: Trained) -> dict[str, float]:
     evaluate = evaluation(trained.job)
     if evaluate is None:
         raise RequestError(f"job: {trained.config.job} of run {trained.run.id} has no eval_set() to evaluate on")
-    found = evaluate(cast(Strategy, OneProcess(trained)), lambda: False)
-    assert found is not None, "only a stop cuts an evaluation short, and nobody asks for one here"
-    return {f"eval/{name}": value for name, value in found.items()}
+    means = evaluate(cast(Strategy, OneProcess(trained)), lambda: False)
+    assert means is not None, "only a stop cuts an evaluation short, and there is none here"
+    return {f"eval/{name}": value for name, value in means.items()}
 
 
 def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -189,11 +195,17 @@ def predictions(trained: Trained, folder: Path, files: Sequence[Path]) -> Iterat
     for start in range(0, len(files), BATCH):
         some = files[start : start + BATCH]
         read = {path: _read(pictures, path) for path in some}
-        found = _classified(trained, {path: image for path, image in read.items() if isinstance(image, Tensor)})
+        images = {path: image for path, image in read.items() if isinstance(image, Tensor)}
+        answers: dict[Path, tuple[str, float]] = {}
+        if images:
+            with torch.no_grad(), precision(trained):
+                logits = trained.model(torch.stack([*images.values()]).to(trained.device))
+            probabilities, numbers = logits.float().softmax(1).max(1)
+            names = [classes[number] for number in numbers.tolist()]
+            answers = dict(zip(images, zip(names, probabilities.tolist(), strict=True), strict=True))
         for path in some:
-            number, probability = found.get(path, (None, None))
-            name = None if number is None else classes[number]
-            error = None if path in found else read[path]
+            name, probability = answers.get(path, (None, None))
+            error = None if path in answers else read[path]
             yield {"file": str(path.relative_to(folder)), "class": name, "probability": probability, "error": error}
 
 
@@ -204,13 +216,3 @@ def _read(pictures: Pictures, path: Path) -> Tensor | str:
     except Exception as error:  # Pillow raises many kinds, and one damaged file must not stop the others
         log.warning("%s cannot be read: %s", path, error)
         return f"{type(error).__name__}: {error}"
-
-
-@torch.no_grad()
-def _classified(trained: Trained, images: Mapping[Path, Tensor]) -> dict[Path, tuple[int, float]]:
-    if not images:
-        return {}
-    with precision(trained):
-        logits = trained.model(torch.stack([*images.values()]).to(trained.device))
-    probabilities, numbers = logits.float().softmax(1).max(1)
-    return dict(zip(images, zip(numbers.tolist(), probabilities.tolist(), strict=True), strict=True))

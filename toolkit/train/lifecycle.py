@@ -153,14 +153,10 @@ class Lifecycle:
         """Save the state after the steps done if that is due, else copy it into the nodes' memory if that is due."""
         if is_due:
             self.save(must=must)
+            return
         # A copy in memory is of no use at a step that is saved.
-        elif self._checkpoints.copies.is_due(self.step):
-            self._copy_into_memory()
-
-    def _copy_into_memory(self) -> None:
-        """Copy the state into the nodes' memory, if it is worth saving."""
         began_s = time.monotonic()
-        if self._loop.may_save(must=False):
+        if self._checkpoints.copies.is_due(self.step) and self._loop.may_save(must=False):
             self._activity.phase = activity.SAVING
             with self.sheet.on("checkpoint"):
                 self.sink.flush()  # a restart from there logs nothing before it again

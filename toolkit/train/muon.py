@@ -54,22 +54,22 @@ class MuonAndAdamW(AdamW):
         # Fused AdamW leaves a bad step out by itself. Muon knows no ``found_inf``: its steps are undone on the device,
         # below, so that the host need not wait.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        kept = [] if found_inf is None else [(tensor, tensor.clone()) for tensor in self._of_muon(matrices)]
+        before: list[tuple[Tensor, Tensor]] = []
+        if found_inf is not None:
+            trained = [p for group in matrices for p in group["params"] if p.grad is not None]
+            changed = [local(tensor) for p in trained for tensor in (p, self._momentum(p))]
+            before = [(tensor, tensor.clone()) for tensor in changed]
         for group in matrices:
-            cut = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            sharded = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
             self._step_whole({**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]})
-            for parameter in cut:
+            for parameter in sharded:
                 if parameter.grad is not None:
-                    self._step_cut(parameter, group)
-        for tensor, before in kept:
-            tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, before, tensor))  # type: ignore[union-attr]
-
-    def _of_muon(self, groups: list[dict[str, Any]]) -> list[Tensor]:
-        """Return the weights and momenta that a step changes. Missing momenta are made."""
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        return [local(tensor) for parameter in parameters for tensor in (parameter, self._momentum(parameter))]
+                    self._step_sharded(parameter, group)
+        for tensor, copy in before:
+            tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, copy, tensor))  # type: ignore[union-attr]
 
     def _momentum(self, parameter: Tensor) -> Tensor:
+        """Return the parameter's momentum. It is made if it is missing."""
         slots = self.state[parameter]
         if "momentum_buffer" not in slots:
             slots["momentum_buffer"] = torch.zeros_like(parameter)
@@ -80,7 +80,7 @@ class MuonAndAdamW(AdamW):
         self._muon.param_groups, self._muon.state = [group], self.state
         self._muon.step()  # type: ignore[no-untyped-call]
 
-    def _step_cut(self, parameter: DTensor, group: dict[str, Any]) -> None:
+    def _step_sharded(self, parameter: DTensor, group: dict[str, Any]) -> None:
         """Make one step for a matrix of which this rank has a part.
 
         Each rank updates the momentum of its part, which is exact. The result is gathered in bfloat16, in which torch's

@@ -93,21 +93,23 @@ class NotFinite:
 
         It is searched for with the weights of a checkpoint from before the first bad step, if there is one.
         """
-        found = bad_weights(self._strategy.live())
-        now = f"of this rank's weights {len(found)} are not finite: {listing(found, 3)}" if found else "the weights are"
+        bad = bad_weights(self._strategy.live())
+        now = f"of this rank's weights {len(bad)} are not finite: {listing(bad, 3)}" if bad else "the weights are"
         first_bad_layer = getattr(self._strategy, "first_bad_layer", None)
         if first_bad_layer is None or isinstance(self._strategy, InRounds) or self._since is None:
             return now
         # Repeat the first bad step on weights that were still good, with the same batch and random numbers.
         self._activity.phase = activity.LOADING
-        to = self._roll_back(step, self._since)
+        good_step = self._roll_back(step, self._since)
         try:
             batch = self._loader.at(self._since)
         except ValueError:  # a stream cannot go back
             return now
         reseed(self._seed, self._since, self._strategy.share.index)
         layer = first_bad_layer(batch)
-        weights = "the weights as they are now" if to is None else f"the weights of the checkpoint of step {to}"
+        weights = "the weights as they are now"
+        if good_step is not None:
+            weights = f"the weights of the checkpoint of step {good_step}"
         if layer is None:
             return f"with {weights} all layers give finite values for these samples: the training has diverged since"
         return f"with {weights} the first output for these samples that is not finite is that of {layer}"
@@ -126,11 +128,11 @@ def weights_are_finite(held: Weighed) -> bool:
     return held.sum({"bad": float(bool(bad_weights(held.live())))})["bad"] == 0
 
 
-def bad_weights(found: Mapping[str, Tensor]) -> list[str]:
+def bad_weights(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names in ``Strategy.live()`` of weights, or parts of them, that are not finite. A host sync."""
     live = {
         name.removeprefix("weights/"): value
-        for name, value in found.items()
+        for name, value in tensors.items()
         if name.startswith("weights/") and value.is_floating_point() and value.numel()
     }
     if not live:

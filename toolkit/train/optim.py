@@ -62,18 +62,18 @@ def _own_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimiz
     if config.weight_decay or "weight_decay" in inspect.signature(kind).parameters:
         options["weight_decay"] = config.weight_decay
     try:
-        made = kind(groups, **options)
+        optimizer = kind(groups, **options)
     except (TypeError, ValueError, AssertionError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(f"optim.arguments: {config.name} does not take {given}: {error}") from error
     # torch takes any key in a group, and ignores one that the class does not know.
-    for name in {name for group in groups for name in group} - {"params", *made.defaults}:
-        valid = list(made.defaults)
+    valid = list(optimizer.defaults)
+    for name in {name for group in groups for name in group} - {"params", *valid}:
         raise ConfigError(
             f"optim.groups: {config.name} has no setting {name!r} for a group; {nearest(name, valid)}"
             f"it has: {listing(valid)}"
         )
-    return made
+    return optimizer
 
 
 def _imported(path: str) -> type[Optimizer]:
@@ -86,15 +86,15 @@ def _imported(path: str) -> type[Optimizer]:
             "correct the path, or install the package where the ranks run"
         ) from error
     # The error lists the module's optimizers, for a name that is misspelled.
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    kind = getattr(module, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         there = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Optimizer)]
-        what = "has no such class" if found is None else f"has {name}, and it is no torch.optim.Optimizer"
+        what = "has no such class" if kind is None else f"has {name}, and it is no torch.optim.Optimizer"
         raise ConfigError(
             f"optim.name: {path}: the module {module_name} {what}; {nearest(name, there)}"
             f"there are: {listing(there) or 'none'}"
         )
-    return found
+    return kind
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
@@ -110,14 +110,14 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     if config.schedule == "wsd":
         decay_steps = total_steps // 5 if config.decay_steps is None else config.decay_steps
         falls_from = max(falls_from, total_steps - decay_steps)
-    return partial(_rate, config, shape, falls_from, total_steps)
 
+    def lr(step: int) -> float:
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        fallen = min(1.0, max(0, step - falls_from) / max(1, total_steps - falls_from))
+        return config.min_lr + (config.lr - config.min_lr) * shape(fallen)
 
-def _rate(config: OptimConfig, shape: Callable[[float], float], falls_from: int, total: int, step: int) -> float:
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    fallen = min(1.0, max(0, step - falls_from) / max(1, total - falls_from))
-    return config.min_lr + (config.lr - config.min_lr) * shape(fallen)
+    return lr
 
 
 #: The share of ``lr`` - ``min_lr`` that is left, as a function of the part of the fall that is done, 0 to 1.

@@ -12,7 +12,6 @@ model on real samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,10 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
     with fsio.new_path(target) as folder:
         fsio.make_dir(folder)
         if WEIGHTS in FORMATS[form]:
-            _write_weights(trained, folder / WEIGHTS)
+            path = folder / WEIGHTS
+            export_weights(
+                trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, weights=trained.weights
+            )
         if PROGRAM in FORMATS[form]:
             try:
                 trial = write_program(model, example, folder / PROGRAM)
@@ -74,12 +76,6 @@ def export(trained: Trained, target: Path, form: str) -> dict[str, Any]:
     if failure is not None:
         raise JobFailedError(f"{failure}\n{target} has the weights, without a program")
     return about
-
-
-def _write_weights(trained: Trained, path: Path) -> None:
-    export_weights(
-        trained.checkpoint, trained.manifest, path, "safetensors", run=trained.run.id, weights=trained.weights
-    )
 
 
 def _example(trained: Trained) -> Tensor:
@@ -112,7 +108,13 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
         with torch.no_grad():
             program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, path)
-        trial = _tried(model, torch.export.load(path).module(), example)
+        loaded = torch.export.load(path).module()
+        # All samples, all but one, and one alone: the program must fit any number.
+        sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
+        with torch.no_grad():
+            outputs = [(model(example[:size]), loaded(example[:size])) for size in sizes]
+        difference = max(float((one - other).abs().max()) for one, other in outputs)
+        largest = max(1.0, *(float(one.abs().max()) for one, _ in outputs))
     except Exception as error:  # the model's own code, the tracer and the serializer may raise anything
         path.unlink(missing_ok=True)
         log.info("torch.export failed", exc_info=True)
@@ -123,6 +125,7 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
         ) from error
     path.chmod(fsio.FILE_MODE)
     # A program that loads and runs may still compute something else.
+    trial = Trial(sizes, difference, TOLERANCE * largest)
     if not trial.largest_difference <= trial.bound:  # a NaN is refused as well
         path.unlink()
         raise JobFailedError(
@@ -133,16 +136,13 @@ def write_program(model: nn.Module, example: Tensor, path: Path) -> Trial:
 
 
 @torch.no_grad()
-def _tried(model: nn.Module, program: nn.Module, example: Tensor) -> Trial:
-    sizes = tuple(dict.fromkeys((len(example), max(len(example) - 1, 1), 1)))
-    pairs = [(model(example[:size]), program(example[:size])) for size in sizes]
-    largest = max(float((one - other).abs().max()) for one, other in pairs)
-    return Trial(sizes, largest, TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)))
-
-
-@torch.no_grad()
 def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | None, folder: Path) -> dict[str, Any]:
     config, job, manifest = trained.config, trained.job, trained.manifest
+    digests: dict[str, str] = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    tried = None if trial is None else {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
     return {
         "model": config.model.name,
         "job": config.job,
@@ -155,21 +155,11 @@ def _about(trained: Trained, model: nn.Module, example: Tensor, trial: Trial | N
         "input": _tensor(example),
         "output": _tensor(model(example)),
         "preprocessing": None if job.pictures is None else job.pictures.as_json(),
-        "program": None if trial is None else _told(trial),
+        "program": tried,
         "versions": {"torch": torch.__version__, "toolkit": __version__},
-        "sha256": dict(_digests(folder)),
+        "sha256": digests,
     }
 
 
 def _tensor(example: Tensor) -> dict[str, Any]:
     return {"shape": ["batch", *example.shape[1:]], "dtype": str(example.dtype).removeprefix("torch.")}
-
-
-def _told(trial: Trial) -> dict[str, Any]:
-    return {"is_bit_for_bit": trial.largest_difference == 0, **asdict(trial)}
-
-
-def _digests(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            yield path.name, hashlib.file_digest(file, "sha256").hexdigest()
