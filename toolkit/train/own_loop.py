@@ -247,7 +247,13 @@ class TrainingRun(OwnSteps):
         self._finish_step()  # of an earlier loop that was left by a ``break``
         feed = self._feed(loader)
         end = _least(total, self.config.train.max_steps)
-        self._total = end if total is not None else _least(end, self._steps_of_epochs(feed, life.step))
+        self._total = end
+        if total is None and self._epochs is not None:
+            # The last epoch's end is known in advance only where all lengths are.
+            lengths = [feed.batches_in(number) for number in range(self._epoch, self._epochs)]
+            known = [length for length in lengths if length is not None]
+            if len(known) == len(lengths):
+                self._total = _least(end, life.step - self._batch + sum(known))
         # The boundary before the first step; a run that resumes at its end has none.
         if not self._is_done(life.step, end):
             self._boundary()
@@ -261,7 +267,8 @@ class TrainingRun(OwnSteps):
                 if life.step == before and not self._batch:
                     raise ConfigError("run.steps: the loader has no batch")
                 self._epoch, self._batch = self._epoch + 1, 0
-        if total is not None or self._is_last_epoch(life.step):
+        is_last_epoch = self._epoch + 1 == self._epochs or self._is_done(life.step, self.config.train.max_steps)
+        if total is not None or is_last_epoch:
             self._save_the_end()
 
     def _epoch_steps(self, feed: Feed, end: int | None) -> Iterator[Any]:
@@ -328,17 +335,8 @@ class TrainingRun(OwnSteps):
             self._feeds[id(loader)] = feed
         return feed
 
-    def _steps_of_epochs(self, feed: Feed, step: int) -> int | None:
-        """Return the step at which the last epoch ends; None where a length is not known."""
-        assert self._epochs is not None
-        sizes = [feed.batches_in(number) for number in range(self._epoch, self._epochs)]
-        return None if None in sizes else step - self._batch + sum(size or 0 for size in sizes)
-
     def _is_done(self, step: int, end: int | None) -> bool:
         return end is not None and step >= end
-
-    def _is_last_epoch(self, step: int) -> bool:
-        return self._epoch + 1 == self._epochs or self._is_done(step, self.config.train.max_steps)
 
 
 def _least(*bounds: int | None) -> int | None:

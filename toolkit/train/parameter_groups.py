@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from toolkit import logs
@@ -31,16 +31,18 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)  # a tied parameter has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    _refuse_unmatched(config.groups, [name for found in names.values() for name in found])
+    _refuse_unmatched(config.groups, [name for all_names in names.values() for name in all_names])
     spared = set() if config.decay_norms_and_biases else _norms_and_biases(model)
-    matrices = _hidden_matrices(model) if config.name == "muon" else set()
+    is_muon = config.name == "muon"
+    matrices = _hidden_matrices(model) if is_muon else set()
     groups: dict[str, dict[str, Any]] = {}
     for parameter, all_names in names.items():
         if not parameter.requires_grad:
             continue
         # Defaults first: patterns override them, and a later pattern an earlier one.
         settings: dict[str, Any] = {"weight_decay": 0.0} if parameter in spared else {}
-        settings |= {"optimizer": "muon" if parameter in matrices else "adamw"} if config.name == "muon" else {}
+        if is_muon:
+            settings["optimizer"] = "muon" if parameter in matrices else "adamw"
         for pattern, given in config.groups.items():
             if any(fnmatchcase(name, pattern) for name in all_names):
                 settings |= given
@@ -49,11 +51,20 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
             settings["lr"] = config.lr * settings.pop("lr_scale")
         if "optimizer" in settings:
             settings["muon"] = settings.pop("optimizer") == "muon"
-            _refuse_no_matrix(all_names[0], parameter, settings["muon"])
+            if settings["muon"] and parameter.ndim != 2:
+                raise ConfigError(
+                    f"optim.groups: {all_names[0]} has the shape {tuple(parameter.shape)}, and muon takes matrices; "
+                    "let its pattern match those only, or leave out `optimizer: muon`"
+                )
         group = groups.setdefault(repr(sorted(settings.items())), {"params": [], **settings})
         group["params"].append(parameter)
-    if config.name == "muon":
-        _refuse_no_muon([names[p][0] for group in groups.values() if group["muon"] for p in group["params"]])
+    # A stage of a pipeline may have nothing for Muon, but some rank must.
+    for_muon = [names[p][0] for group in groups.values() if is_muon and group["muon"] for p in group["params"]]
+    if is_muon and not _of_all_ranks(for_muon):
+        raise ConfigError(
+            "optim.name: muon is for weights of two dimensions, embeddings and the last layer aside, and this model "
+            "trains none; use adamw"
+        )
     # The log shows which parameters have which settings.
     for group in groups.values() if len(groups) > 1 else ():
         own = ", ".join(f"{setting} {value}" for setting, value in group.items() if setting != "params")
@@ -69,10 +80,11 @@ def _refuse_unmatched(patterns: Iterable[str], names: list[str]) -> None:
     everywhere = _of_all_ranks(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
-            prefixes = [".".join(name.split(".")[:n]) for name in everywhere for n in range(1, name.count(".") + 1)]
+            # Layers are suggested as well as parameters: ``head.*`` for ``haed.*``.
+            layers = [".".join(name.split(".")[:n]) for name in everywhere for n in range(1, name.count(".") + 1)]
+            valid = [*everywhere, *(f"{layer}.*" for layer in layers)]
             raise ConfigError(
-                f"optim.groups: {pattern!r} matches no parameter of this model; "
-                f"{nearest(pattern, [*everywhere, *(f'{prefix}.*' for prefix in prefixes)])}"
+                f"optim.groups: {pattern!r} matches no parameter of this model; {nearest(pattern, valid)}"
                 f"there are: {listing(everywhere, 12)}"
             )
 
@@ -84,9 +96,9 @@ def _of_all_ranks(names: list[str]) -> list[str]:
     """
     if not dist.is_initialized():
         return names
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, names)
-    return list(dict.fromkeys(name for own in found for name in own))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, names)
+    return list(dict.fromkeys(name for own in by_rank for name in own))
 
 
 def _by_module(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -118,20 +130,3 @@ def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     head = (_of_all_ranks(layers) or [""])[-1]
     outer = {parameter for name, _, parameter in matrices if name.rpartition(".")[0] == head}
     return {parameter for _, _, parameter in matrices} - embeddings - outer
-
-
-def _refuse_no_muon(names: list[str]) -> None:
-    """Raise ConfigError where no rank has a parameter for Muon; ``names`` are this rank's. Every rank calls it."""
-    if not _of_all_ranks(names):
-        raise ConfigError(
-            "optim.name: muon is for weights of two dimensions, embeddings and the last layer aside, and this model "
-            "trains none; use adamw"
-        )
-
-
-def _refuse_no_matrix(name: str, parameter: Tensor, is_for_muon: bool) -> None:
-    if is_for_muon and parameter.ndim != 2:
-        raise ConfigError(
-            f"optim.groups: {name} has the shape {tuple(parameter.shape)}, and muon takes matrices; let its pattern "
-            "match those only, or leave out `optimizer: muon`"
-        )

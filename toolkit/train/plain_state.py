@@ -67,8 +67,9 @@ def decode(value: Json, tensors: list[Tensor]) -> Any:
 def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors: list[Tensor]) -> Json:
     if isinstance(value, DTensor):
         raise ConfigError(f"run.resumable: {where} is a DTensor; only a module's and an optimizer's can be resharded")
-    word = "$tensor" if isinstance(value, Tensor) else "$array" if isinstance(value, np.ndarray) else "$scalar"
+    word = "$tensor"
     if not isinstance(value, Tensor):
+        word = "$array" if isinstance(value, np.ndarray) else "$scalar"
         try:
             value = torch.from_numpy(np.array(value))  # a copy in C order
         except TypeError:

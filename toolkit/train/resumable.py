@@ -8,7 +8,7 @@ Nothing is pickled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,12 +56,21 @@ class Resumables:
         self._extra = {prefix: ExtraState(module, prefix) for prefix, module in self._modules.items()}
         optimizers = {name: _bare_optimizer(o) for name, o in objects.items() if isinstance(o, Optimizer)}
         self._optimizers = {name: OptimizerSlots(name, o, self._parameters()) for name, o in optimizers.items()}
-        _refuse_twice(optimizers)
+        owners: dict[Tensor, str] = {}
+        for name, slots in self._optimizers.items():
+            for parameter in slots.parameters():
+                if owners.setdefault(parameter, name) != name:
+                    raise ConfigError(
+                        f"run.resumable: {owners[parameter]} and {name} have a parameter of shape "
+                        f"{tuple(parameter.shape)} in common: a checkpoint has one state for each"
+                    )
         others = {name: value for name, value in objects.items() if name not in {*modules, *optimizers}}
         self._others = {name: _other(name, value) for name, value in others.items()}
         # A moving average is saved as a module; its count of updates is not among the averaged weights.
-        averages = {name: module for name, module in modules.items() if isinstance(module, AveragedModel)}
-        self._others |= {name: _count_of(name, average) for name, average in averages.items()}
+        for name, module in modules.items():
+            if isinstance(module, AveragedModel):
+                count = module.n_averaged
+                self._others[name] = Other(name, partial(int, count), count.fill_)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -70,10 +79,11 @@ class Resumables:
 
     def _parameters(self) -> dict[Tensor, str]:
         """Return each parameter's name, without ``model/``."""
-        named = (
-            (p, prefix + name) for prefix, module in self._modules.items() for name, p in module.named_parameters()
-        )
-        return {parameter: name.removeprefix(f"{MODEL}/") for parameter, name in named}
+        names: dict[Tensor, str] = {}
+        for prefix, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                names[parameter] = (prefix + name).removeprefix(f"{MODEL}/")
+        return names
 
     # ------------------------------------------------------------------------------------------ for the checkpoints
 
@@ -82,32 +92,32 @@ class Resumables:
         # Buffers such as BatchNorm's statistics differ among replicas; a checkpoint has those of rank 0.
         buffers = (buffer for module in self._modules.values() for buffer in module.buffers())
         broadcast_tensors([buffer for buffer in buffers if not isinstance(buffer, DTensor)], source=0)
-        found = self._weights()
+        entries = self._weights()
         for slots in self._optimizers.values():
-            found |= slots.entries()
+            entries |= slots.entries()
         # What is equal on all ranks is stored once, and fits any number of ranks; the rest is stored for each rank.
         parts = {name: other.take_apart() for name, other in self._others.items()}
-        for name, is_equal in zip(parts, self._are_equal(list(parts.values())), strict=True):
+        for name, is_equal in zip(parts, self._are_equal(parts.values()), strict=True):
             value, tensors = parts[name]
             at, kind = (_place(name), Replicated) if is_equal else (_place(name, self._rank), PerRank)
-            found[at] = kind(value)
-            found |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
-        return found
+            entries[at] = kind(value)
+            entries |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+        return entries
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
         """Return what is to be filled from a checkpoint. Weights are filled in place, the rest as new tensors."""
-        found = self._weights(exchange=False)
+        entries = self._weights(exchange=False)
         for slots in self._optimizers.values():
-            found |= slots.places(manifest)
+            entries |= slots.places(manifest)
         for name, other in self._others.items():
             # The save decided whether the object is stored once or for each rank.
             own = _place(name, self._rank)
             at, kind = (own, PerRank) if own in manifest.values else (_place(name), Replicated)
-            found[at] = kind(None)
+            entries[at] = kind(None)
             records = {key: record for key, record in manifest.tensors.items() if key.startswith(f"{at}/")}
             tensors = other.places([records[f"{at}/{index}"] for index in range(len(records))])
-            found |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
-        return found
+            entries |= {f"{at}/{index}": kind(tensor) for index, tensor in enumerate(tensors)}
+        return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the state back, once the places are filled. ``values`` are the entries that are no tensors."""
@@ -125,31 +135,34 @@ class Resumables:
 
     def live(self) -> dict[str, Tensor]:
         """See :meth:`toolkit.strategies.protocol.Strategy.live`."""
-        found = {f"weights/{name}": local(parameter) for parameter, name in self._parameters().items()}
+        live = {f"weights/{name}": local(parameter) for parameter, name in self._parameters().items()}
         for prefix, module in self._modules.items():
             where = prefix.removeprefix(f"{MODEL}/")
-            found |= {f"buffers/{where}{name}": local(buffer) for name, buffer in module.named_buffers()}
+            live |= {f"buffers/{where}{name}": local(buffer) for name, buffer in module.named_buffers()}
         for slots in self._optimizers.values():
-            found |= slots.live()
-        return found
+            live |= slots.live()
+        return live
 
     def rate(self) -> float:
         """Return the learning rate of the first optimizer, 0 without one."""
         return next((float(slots.optimizer.param_groups[0]["lr"]) for slots in self._optimizers.values()), 0.0)
 
     def _weights(self, *, exchange: bool = True) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for prefix, module in self._modules.items():
             named = module.state_dict().items()
-            found |= {f"{prefix}{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
-            found |= self._extra[prefix].entries() if exchange else self._extra[prefix].places()
-        return found
+            entries |= {f"{prefix}{name}": entry(value) for name, value in named if not name.endswith(SUFFIX)}
+            entries |= self._extra[prefix].entries() if exchange else self._extra[prefix].places()
+        return entries
 
-    def _are_equal(self, parts: list[tuple[Json, list[Tensor]]]) -> list[bool]:
+    def _are_equal(self, parts: Collection[tuple[Json, list[Tensor]]]) -> list[bool]:
         """Return, for each part, whether it is the same on all ranks, by its digest; a collective."""
         if not parts:
             return []
-        digests = [zlib.crc32(b"".join([repr(v).encode(), *(to_bytes("state", t) for t in ts)])) for v, ts in parts]
+        digests: list[int] = []
+        for value, tensors in parts:
+            content = b"".join([repr(value).encode(), *(to_bytes("state", tensor) for tensor in tensors)])
+            digests.append(zlib.crc32(content))
         rows = gather_rows(torch.tensor(digests, dtype=torch.int64, device=self._device))
         return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
 
@@ -160,7 +173,7 @@ class OptimizerSlots:
     def __init__(self, name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         self._at, self.optimizer, self._names = f"{GROUPS}/{name}", optimizer, names
         # A parameter made before its module was wrapped or moved is not the model's any more.
-        unknown = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+        unknown = [parameter for parameter in self.parameters() if parameter not in names]
         if unknown:
             shapes = listing([str(tuple(parameter.shape)) for parameter in unknown], 3)
             raise ConfigError(
@@ -168,21 +181,33 @@ class OptimizerSlots:
                 f"{shapes}): hand over their module as well, and make the optimizer after DDP, fully_shard and .to()"
             )
 
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, value in self._slots():
-            found[f"{OPTIMIZER}/{name}"] = entry(value) if isinstance(value, Tensor) else Replicated(value)
-        return found | {self._at: Replicated(self._settings())}
+            entries[f"{OPTIMIZER}/{name}"] = entry(value) if isinstance(value, Tensor) else Replicated(value)
+        groups: list[Json] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            tensors: list[Tensor] = []
+            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
+            if tensors:
+                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
+            groups.append({"parameters": len(group["params"]), "settings": settings})
+        entries[self._at] = Replicated({"class": type(self.optimizer).__name__, "groups": groups})
+        return entries
 
     def places(self, manifest: Manifest) -> dict[str, Entry]:
-        found: dict[str, Entry] = {self._at: Replicated(None)}
+        entries: dict[str, Entry] = {self._at: Replicated(None)}
         self.optimizer.state.clear()  # it may hold the places of a checkpoint that turned out to be damaged
         for parameter, slot, key, settings in self._stored([*manifest.tensors, *manifest.values]):
             record = manifest.tensors.get(key)
             value = None if record is None else _place_of(parameter, slot, record, settings)
             self.optimizer.state[parameter][slot] = value
-            found[key] = Replicated(None) if value is None else entry(value)
-        return found
+            entries[key] = Replicated(None) if value is None else entry(value)
+        return entries
 
     def loaded(self, values: Mapping[str, Json]) -> None:
         """Put the values and settings back. Raises ConfigError where the checkpoint is another optimizer's."""
@@ -190,14 +215,16 @@ class OptimizerSlots:
             self.optimizer.state[parameter][slot] = values[key]
         # Settings belong to groups by their order, so the class and the groups' sizes must match.
         saved: Any = values[self._at]
-        kind, sizes = type(self.optimizer).__name__, [len(group["params"]) for group in self.optimizer.param_groups]
-        if (saved["class"], [group["parameters"] for group in saved["groups"]]) != (kind, sizes):
+        saved_sizes = [group["parameters"] for group in saved["groups"]]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        kind = type(self.optimizer).__name__
+        if (saved["class"], saved_sizes) != (kind, sizes):
             raise ConfigError(
-                f"run.resumable: the checkpoint holds the state of {saved['class']} with groups of "
-                f"{[group['parameters'] for group in saved['groups']]} parameters, and here is {kind} with {sizes}"
+                f"run.resumable: the checkpoint holds the state of {saved['class']} with groups of {saved_sizes} "
+                f"parameters, and here is {kind} with {sizes}"
             )
-        for group, told in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in plain_state.decode(told["settings"], []).items():
+        for group, saved_group in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in plain_state.decode(saved_group["settings"], []).items():
                 if isinstance(group.get(key), Tensor):  # a learning rate of a captured graph, read in place
                     group[key].fill_(value)
                 else:
@@ -222,17 +249,6 @@ class OptimizerSlots:
                 for slot, value in self.optimizer.state.get(parameter, {}).items():
                     if value is not None:
                         yield f"{self._names[parameter]}/{slot}", value
-
-    def _settings(self) -> Json:
-        groups: list[Json] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            tensors: list[Tensor] = []
-            settings = plain_state.encode(plain, f"{self._at}[{index}]", tensors)
-            if tensors:
-                raise ConfigError(f"run.resumable: {self._at}[{index}] holds tensors; only single numbers can be saved")
-            groups.append({"parameters": len(group["params"]), "settings": settings})
-        return {"class": type(self.optimizer).__name__, "groups": groups}
 
 
 def _place_of(parameter: Tensor, slot: str, record: TensorRecord, settings: Mapping[str, Any]) -> Tensor:
@@ -305,41 +321,25 @@ def _prefixed(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     Several without one called ``model`` are the parts of one model, as in a job with a ``train_step``. Of a moving
     average (``AveragedModel``) the averaged weights are taken.
     """
-    found: dict[str, nn.Module] = {}
+    by_prefix: dict[str, nn.Module] = {}
     plain = [name for name, module in modules.items() if not isinstance(module, AveragedModel)]
     for name, module in modules.items():
         if isinstance(module, AveragedModel):
-            found[f"{name}/"] = module.module
+            by_prefix[f"{name}/"] = module.module
         elif name == MODEL or len(plain) == 1:
-            found[f"{MODEL}/"] = module
+            by_prefix[f"{MODEL}/"] = module
         else:
-            found[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
-    return found
-
-
-def _refuse_twice(optimizers: Mapping[str, Optimizer]) -> None:
-    owners: dict[Tensor, str] = {}
-    for name, optimizer in optimizers.items():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if owners.setdefault(parameter, name) != name:
-                raise ConfigError(
-                    f"run.resumable: {owners[parameter]} and {name} have a parameter of shape "
-                    f"{tuple(parameter.shape)} in common: a checkpoint has one state for each"
-                )
+            by_prefix[f"{name}/" if MODEL in plain else f"{MODEL}/{name}."] = module
+    return by_prefix
 
 
 def _place(name: str, rank: int | None = None) -> str:
     return f"{OTHERS}/{name}" if rank is None else f"{OTHERS}/{name}/rank{rank}"
 
 
-def _refill(live: dict[Any, Any], found: Mapping[Any, Any]) -> None:
+def _refill(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     live.clear()
-    live.update(found)
-
-
-def _count_of(name: str, average: AveragedModel) -> Other:
-    count: Tensor = average.n_averaged
-    return Other(name, lambda: int(count), count.fill_)
+    live.update(saved)
 
 
 def _metric(name: str, metric: nn.Module) -> Other:
@@ -350,10 +350,10 @@ def _metric(name: str, metric: nn.Module) -> Other:
     def get() -> dict[str, Any]:
         return {"state": metric.state_dict(), "updates": {path: part._update_count for path, part in parts.items()}}
 
-    def put(found: dict[str, Any]) -> None:
-        metric.load_state_dict(found["state"])
+    def put(saved: dict[str, Any]) -> None:
+        metric.load_state_dict(saved["state"])
         for path, part in parts.items():
-            part._update_count = found["updates"][path]
+            part._update_count = saved["updates"][path]
             part.to(part.device)  # load_state_dict kept the tensors where they were: in host memory
 
     return Other(name, get, put)
@@ -372,11 +372,11 @@ def _other(name: str, value: Any) -> Other:
     if isinstance(value, torch.Generator):
         return Other(name, value.get_state, value.set_state)
     if isinstance(value, Tensor):
-        return Other(name, lambda: value, lambda found: value.detach().copy_(found))
+        return Other(name, lambda: value, lambda saved: value.detach().copy_(saved))
     if isinstance(value, dict):
         return Other(name, lambda: dict(value), partial(_refill, value))
     if isinstance(value, list):
-        return Other(name, lambda: list(value), lambda found: value.__setitem__(slice(None), found))
+        return Other(name, lambda: list(value), lambda saved: value.__setitem__(slice(None), saved))
     # An immutable value cannot be changed for its owner.
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         raise ConfigError(

@@ -24,11 +24,19 @@ def refuse_another_run(store: CheckpointStore, state: TrainingState, world_size:
     """
     for path in store.list():
         manifest = _manifest(store, path)
-        if manifest is not None:
-            refuse_other_identity(manifest.meta.get("identity", {}), state.identity, path)
-            _refuse_other_streams(manifest, path, world_size)
-            _refuse_inside_a_round(store, state, manifest, path, world_size)
-            return
+        if manifest is None:
+            continue
+        refuse_other_identity(manifest.meta.get("identity", {}), state.identity, path)
+        then = manifest.world_size
+        if then != world_size and any(name.startswith("data/rank") for name in manifest.values):
+            raise ConfigError(
+                f"{path} cannot be continued on {world_size} ranks: each of {then} ranks had read its own stream, or "
+                "its own part of the data (data.split), up to some point, and what is left cannot be shared out anew. "
+                f"Go on with {then} ranks (cluster.nodes x cluster.tasks_per_node), or start a new run with "
+                "`toolkit submit`"
+            )
+        _refuse_inside_a_round(store, state, manifest, path, world_size)
+        return
 
 
 def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json], where: Path) -> None:
@@ -44,16 +52,6 @@ def refuse_other_identity(saved: Mapping[str, Json], current: Mapping[str, Json]
         )
 
 
-def _refuse_other_streams(manifest: Manifest, path: Path, now: int) -> None:
-    then = manifest.world_size
-    if then != now and any(name.startswith("data/rank") for name in manifest.values):
-        raise ConfigError(
-            f"{path} cannot be continued on {now} ranks: each of {then} ranks had read its own stream, or its own "
-            "part of the data (data.split), up to some point, and what is left cannot be shared out anew. Go on "
-            f"with {then} ranks (cluster.nodes x cluster.tasks_per_node), or start a new run with `toolkit submit`"
-        )
-
-
 def _refuse_inside_a_round(
     store: CheckpointStore, state: TrainingState, manifest: Manifest, path: Path, now: int
 ) -> None:
@@ -64,12 +62,16 @@ def _refuse_inside_a_round(
     if not _is_inside_a_round(manifest) or (then == now and isinstance(strategy, InRounds)):
         return
     # Name a checkpoint at a round's end as a way out, if there is one.
-    others = [other for other in store.list() if (m := _manifest(store, other)) and not _is_inside_a_round(m)]
-    way_out = f"or from {others[0].name}, which is at a round's end: move the newer ones away" if others else ""
+    way_out = ""
+    for other in store.list():
+        readable = _manifest(store, other)
+        if readable is not None and not _is_inside_a_round(readable):
+            way_out = f", or from {other.name}, which is at a round's end: move the newer ones away"
+            break
     raise ConfigError(
         f"{path} was made inside a round of local_sgd, in which each of {then} ranks has weights of its own: only "
         f"local_sgd on {then} ranks (cluster.nodes x cluster.tasks_per_node) goes on from it. Go on with these"
-        f"{', ' if way_out else ''}{way_out}; checkpoints every multiple of strategy.local_sgd.round_steps "
+        f"{way_out}; checkpoints every multiple of strategy.local_sgd.round_steps "
         "(checkpoint.every_steps) fit any number"
     )
 
@@ -100,9 +102,10 @@ def log_what_differs(saved: Mapping[str, Json], now: Mapping[str, Json]) -> None
 
 def _circumstances(meta: Mapping[str, Json]) -> dict[str, Json]:
     """Return the conditions that a save wrote down, with the strategy's name and the mesh."""
-    known = _mapping(meta.get("identity", {}))
-    mesh = {"mesh": known[MESH]} if MESH in known else {}
-    return {**_mapping(meta.get("conditions", {})), "strategy": known.get("strategy.name", SAME_STATE[0]), **mesh}
+    identity = _mapping(meta.get("identity", {}))
+    strategy = identity.get("strategy.name", SAME_STATE[0])
+    mesh = {"mesh": identity[MESH]} if MESH in identity else {}
+    return {**_mapping(meta.get("conditions", {})), "strategy": strategy, **mesh}
 
 
 def _mapping(value: Json) -> Mapping[str, Json]:

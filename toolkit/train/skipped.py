@@ -65,15 +65,22 @@ class SkippedSteps:
         if not self._unread:
             return 0
         verdicts = torch.stack([verdict for _, verdict in self._unread]).tolist()
-        found = [(step, why) for (step, _), why in zip(self._unread, verdicts, strict=True)]
+        steps = [step for step, _ in self._unread]
         self._unread.clear()
-        for step, why in found:
-            self._take(step, why)
-        # Count and list what was not made; an overflow of fp16 counts as well, though it starts no row.
-        left_out = [(step, why) for step, why in found if why != MADE]
+        # Count and list what was not made; an overflow of fp16 counts as well, though it starts no row: it is a matter
+        # of the loss scale, not of the weights or the samples.
+        left_out: list[tuple[int, int]] = []
+        for step, why in zip(steps, verdicts, strict=True):
+            if why == MADE:
+                self._streak, self._waits = [], False
+                continue
+            left_out.append((step, why))
+            if why != OVERFLOW:
+                self._streak, self._waits = [*self._streak, step], True
         self._count += len(left_out)
-        self._list([each for each in left_out if each[0] not in self._listed])
-        self._refuse_an_endless_row()
+        self._list([(step, why) for step, why in left_out if step not in self._listed])
+        if self._after is None and len(self._streak) >= ENDLESS:
+            raise ConfigError(f"train.skip_bad_steps: {self._describe_row(self._streak[-1] + 1)}; {_ENDLESS}")
         return len(left_out)
 
     @property
@@ -99,8 +106,8 @@ class SkippedSteps:
         """
         again = to is not None and self._rolled_back_at is not None and to <= self._rolled_back_at
         if to is None or again:
-            raise ConfigError(f"train.rollback_after: {self._told(step)}; {_TWICE if again else _NONE}")
-        log.warning("%s: back to the weights of step %d; the data go on", self._told(step), to)
+            raise ConfigError(f"train.rollback_after: {self._describe_row(step)}; {_TWICE if again else _NONE}")
+        log.warning("%s: back to the weights of step %d; the data go on", self._describe_row(step), to)
         self._rollbacks, self._rolled_back_at = self._rollbacks + 1, step
         self._streak, self._waits = [], True
 
@@ -108,8 +115,10 @@ class SkippedSteps:
         """Return the counts for TensorBoard and the run's result."""
         if not self._is_on:
             return {}
-        found = {"train/skipped_steps": self._count}
-        return found if self._after is None else {**found, "train/rollbacks": self._rollbacks}
+        counts = {"train/skipped_steps": self._count}
+        if self._after is not None:
+            counts["train/rollbacks"] = self._rollbacks
+        return counts
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; call it after :meth:`read`."""
@@ -129,15 +138,11 @@ class SkippedSteps:
             self._streak, self._rolled_back_at = list(saved["row"]), saved["rolled_back_at"]
             self._waits = saved["waits"]
 
-    def _take(self, step: int, why: int) -> None:
-        if why == OVERFLOW:  # a matter of the loss scale, not of the weights or the samples
-            return
-        self._streak = [] if why == MADE else [*self._streak, step]
-        self._waits = why != MADE
-
     def _list(self, new: list[tuple[int, int]]) -> None:
-        # Rank 0 lists each step once, with its positions in the run's order and its samples.
-        for step, why in new if self._writes else ():
+        """List the ``new`` steps on rank 0, with their positions in the run's order and their samples."""
+        if not self._writes:
+            return
+        for step, why in new:
             first = step * self._loader.global_batch_size
             last = first + self._loader.global_batch_size - 1
             line = {"step": step, "why": WHY[why], "positions": [first, last]}
@@ -146,7 +151,7 @@ class SkippedSteps:
             self._listed.add(step)
             if len(self._listed) <= NAMED:
                 log.warning("step %d is left out: %s; samples %s", step, WHY[why], listing(list(map(str, samples)), 8))
-        if new and self._writes and len(self._listed) > NAMED:
+        if new and len(self._listed) > NAMED:
             log.warning("%d steps were left out; they are listed in %s", len(self._listed), self._path)
         self._write()
 
@@ -159,11 +164,7 @@ class SkippedSteps:
                 return
             del self._unwritten[0]
 
-    def _refuse_an_endless_row(self) -> None:
-        if self._after is None and len(self._streak) >= ENDLESS:
-            raise ConfigError(f"train.skip_bad_steps: {self._told(self._streak[-1] + 1)}; {_ENDLESS}")
-
-    def _told(self, step: int) -> str:
+    def _describe_row(self, step: int) -> str:
         row = self._streak
         samples = [str(sample) for each in row[:NAMED] for sample in self._loader.global_samples(each)]
         return (

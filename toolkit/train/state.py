@@ -37,21 +37,21 @@ def identity(config: JobConfig) -> dict[str, Json]:
 
 def conditions(session: Session) -> dict[str, Json]:
     """Return what must stay the same, beside the run's identity, for a resume to reproduce every bit."""
-    gpu = session.device.type == "cuda"
+    if session.device.type == "cuda":
+        processor = torch.cuda.get_device_name(session.device)
+    else:
+        try:
+            lines = Path("/proc/cpuinfo").read_text().split("\n")
+            names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+            processor = names[0] if names else platform.machine()
+        except OSError:
+            processor = platform.processor()
     return {
         "world size": session.world_size,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "processor": torch.cuda.get_device_name(session.device) if gpu else _cpu_name(),
+        "processor": processor,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n")
-    except OSError:
-        return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 class Checkpointed(Protocol):
@@ -103,7 +103,8 @@ class TrainingState:
     def now(self) -> State:
         """Return the state as it is, of live tensors."""
         position = None if self._loader is None else self._loader.state()
-        return {**self.source.state(), **({} if position is None else {self._position: PerRank(position)})}
+        own = {} if position is None else {self._position: PerRank(position)}
+        return {**self.source.state(), **own}
 
     def places(self) -> State | Callable[[Manifest], State]:
         """Return what is to be filled from a checkpoint.
@@ -145,11 +146,10 @@ def _refuse_different_data(session: Session, data: str) -> None:
     row = torch.tensor([size, zlib.crc32(data.encode())], dtype=torch.int64, device=session.device)
     rows = [(int(samples), int(crc)) for samples, crc in gather_rows(row).tolist()]
     usual = Counter(rows).most_common(1)[0][0]
-    others = [
-        f"rank {rank} has {found[0]} samples{', but others' if found[0] == usual[0] else ''}"
-        for rank, found in enumerate(rows)
-        if found != usual
-    ]
+    others: list[str] = []
+    for rank, (samples, crc) in enumerate(rows):
+        if (samples, crc) != usual:
+            others.append(f"rank {rank} has {samples} samples{', but others' if samples == usual[0] else ''}")
     if others:
         raise ConfigError(
             f"data: the ranks have different data sets: {listing(others, 8)}; most ranks have {usual[0]} samples. See "
