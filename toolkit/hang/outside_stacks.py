@@ -43,13 +43,26 @@ def write(run: RunDir, attempt: int, ranks: Mapping[int, Sequence[int]]) -> None
 
 def _write_rank(run: RunDir, attempt: int, rank: int, pids: Sequence[int]) -> None:
     notes = [f"# process {pid}: {_kernel_words(pid)}\n" for pid in pids]
-    pythons = [pid for pid in pids if _is_python(pid)][:MOST_PROCESSES]
-    texts = {pid: text for pid in pythons if (text := _by_py_spy(pid))}
-    parents = {pid: _parent(pid) for pid in pythons}
-    # Only those that py-spy could not read are ended for their stacks.
-    if unread := [pid for pid in pythons if pid not in texts]:
-        texts |= _by_abort(unread, pids, run.rank_log(attempt, rank))
-    read = [pid for pid in pythons if pid in texts]
+    pythons: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            if "python" in Path(f"/proc/{pid}/exe").readlink().name:
+                pythons.append(pid)
+    del pythons[MOST_PROCESSES:]
+    texts = {pid: _by_py_spy(pid) for pid in pythons}
+    parents: dict[int, int] = {}
+    for pid in pythons:
+        fields = _stat_fields(pid)
+        parents[pid] = int(fields[1]) if fields else 0
+    # Only those that py-spy could not read are ended for their stacks, the youngest first. All processes of the rank
+    # are stopped before: a Python process may react to its child's end, and its stack would be another one then. A
+    # shell would go on with its next line as if the script had finished.
+    unread = [pid for pid in pythons if not texts[pid]]
+    for pid in pids if unread else ():
+        _send(pid, signal.SIGSTOP)
+    for pid in reversed(unread):
+        texts[pid] = _abort(pid, run.rank_log(attempt, rank))
+    read = [pid for pid in pythons if texts[pid]]
     # The rank's own file gets the stack of its script; the other processes get files of their own.
     main = _script_of(read, texts, parents)
     folder = run.attempt_logs(attempt)
@@ -78,16 +91,14 @@ def _kernel_words(pid: int) -> str:
     return ", ".join(words)
 
 
-def _is_python(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "python" in Path(f"/proc/{pid}/exe").readlink().name
-    return False
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name: state, parent and more. Empty for a process that is gone.
 
-
-def _parent(pid: int) -> int:
+    The name in parentheses may hold spaces and parentheses, hence the last one.
+    """
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    return 0
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
@@ -97,10 +108,11 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
     """
     innermost = {pid: stack[0] for pid in pids if (stack := stacks.main_stack(texts[pid]))}
     launchers = {pid for pid, frame in innermost.items() if any(part in frame.filename for part in _LAUNCHERS)}
+    others = {*innermost} - launchers
     # A process that a script has started is no script itself.
-    scripts = [pid for pid in innermost if pid not in launchers and parents[pid] not in {*innermost} - launchers]
-    waiting = [pid for pid in scripts if "/torch/distributed/" in innermost[pid].filename]
-    return next(iter([pid for pid in scripts if pid not in waiting] + scripts + list(pids)), None)
+    scripts = [pid for pid in innermost if pid in others and parents[pid] not in others]
+    working = [pid for pid in scripts if "/torch/distributed/" not in innermost[pid].filename]
+    return next(iter([*working, *scripts, *pids]), None)
 
 
 # ----------------------------------------------------------------------------------------------------------- two ways
@@ -108,9 +120,8 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
 
 def _by_py_spy(pid: int) -> str:
     """Return the stacks that py-spy reads; empty where there is no py-spy, or the system forbids it."""
-    program = shutil.which(
-        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    program = shutil.which("py-spy", path=os.pathsep.join(folders))
     if program is None:
         return ""
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
@@ -132,23 +143,22 @@ def from_py_spy(text: str) -> str:
     return "".join(lines)
 
 
-def _by_abort(pythons: Sequence[int], rank: Sequence[int], log: Path) -> dict[int, str]:
-    """End the Python processes, the youngest first; return what each wrote before.
-
-    All processes of the rank are stopped first. A Python process may react to its child's end, and its stack would be
-    another one then. A shell would go on with its next line as if the script had finished.
-    """
-    for pid in rank:
-        _send(pid, signal.SIGSTOP)
-    texts = {pid: _abort(pid, log) for pid in reversed(pythons)}
-    return {pid: text for pid, text in texts.items() if text}
-
-
 def _abort(pid: int, log: Path) -> str:
-    """End a process; return the stacks that it writes before, empty if it writes none."""
-    _forbid_core(pid)
+    """End a process that is stopped; return the stacks that it writes before, empty if it writes none.
+
+    It writes to its standard error: a file of its own, the rank's ``log``, or a pipe to a process that writes the log.
+    """
+    # Forbid a core dump: the cores of all ranks, with all their memory, would fill a disk.
+    with contextlib.suppress(OSError, ValueError):
+        Path(f"/proc/{pid}/coredump_filter").write_text("0")
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
+    output = log
+    with contextlib.suppress(OSError):
+        standard_error = Path(f"/proc/{pid}/fd/2")
+        if stat.S_ISREG(standard_error.stat().st_mode):
+            output = standard_error
     try:
-        file = _output(pid, log).open("rb")
+        file = output.open("rb")
     except OSError:
         _send(pid, signal.SIGCONT)
         return ""
@@ -171,23 +181,6 @@ def _abort(pid: int, log: Path) -> str:
     return text[begin.start() :].decode(errors="replace") if begin else ""
 
 
-def _output(pid: int, log: Path) -> Path:
-    """Return where its standard error goes, or else the rank's log. It may go to the log, a file of its own, or a pipe
-    to a process that writes the log."""
-    own = Path(f"/proc/{pid}/fd/2")
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(own.stat().st_mode):
-            return own
-    return log
-
-
-def _forbid_core(pid: int) -> None:
-    """Forbid a core dump: the cores of all ranks, with all their memory, would fill a disk."""
-    with contextlib.suppress(OSError, ValueError):
-        Path(f"/proc/{pid}/coredump_filter").write_text("0")
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
-
-
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, number)
@@ -195,7 +188,5 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def _is_gone(pid: int) -> bool:
     """True for a process that has ended, whether its parent has reaped it or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+    fields = _stat_fields(pid)
+    return not fields or fields[0] in "ZX"

@@ -36,14 +36,14 @@ def collect(folder: Path, standings: Sequence[Standing]) -> dict[int, Stack | No
 
     Takes at most ``ANSWER_S``. Ends as soon as all have answered except those that have been silent before.
     """
-    found: dict[int, Stack | None] = {}
-    reader = threading.Thread(target=_read, args=[folder, standings, found], daemon=True)  # a read may hang for ever
+    by_rank: dict[int, Stack | None] = {}
+    reader = threading.Thread(target=_read, args=[folder, standings, by_rank], daemon=True)  # a read may hang for ever
     reader.start()
     reader.join(ANSWER_S)
-    return dict(found)  # a copy: a thread that hung may continue
+    return dict(by_rank)  # a copy: a thread that hung may continue
 
 
-def _read(folder: Path, standings: Sequence[Standing], found: dict[int, Stack | None]) -> None:
+def _read(folder: Path, standings: Sequence[Standing], by_rank: dict[int, Stack | None]) -> None:
     began = time.monotonic()
     deadline, sure_at = began + ANSWER_S, began + min(UNANSWERED_S, ANSWER_S / 2)
     left = list(standings)
@@ -59,7 +59,7 @@ def _read(folder: Path, standings: Sequence[Standing], found: dict[int, Stack | 
             stack = None if text is None else main_stack(text)
             # An empty file counts only for a silent rank, or when there was time enough to answer.
             if stack != [] or standing.is_silent or looked >= sure_at:
-                found[standing.rank] = stack
+                by_rank[standing.rank] = stack
             if text is not None and text.endswith(stacks.ANSWERED):
                 left.remove(standing)
         # The ranks that are left do not answer anyway.
@@ -98,8 +98,10 @@ def awaits(stack: Stack) -> str | None:
     if stack and stack[0].name == "_engine_run_backward":
         return "in all_reduce"
     if stack and "/torch/distributed/" in stack[0].filename:
+        # Name the public function that the rank has called, where there is one.
         names = [frame.name for frame in stack if "/torch/distributed/" in frame.filename]
-        return f"in {next((name for name in names if not name.startswith('_')), names[0])}"
+        public = [name for name in names if not name.startswith("_")]
+        return f"in {[*public, *names][0]}"
     for frame in stack:
         for (file, name), what in _WAITS.items():
             if frame.name == name and frame.filename.endswith(file):
@@ -201,8 +203,9 @@ def digest(folder: Path, standings: Sequence[Standing]) -> str:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    print(digest(Path(asked["folder"]), [Standing(*standing) for standing in asked["standings"]]), flush=True)
+    request = json.load(sys.stdin)
+    standings = [Standing(*standing) for standing in request["standings"]]
+    print(digest(Path(request["folder"]), standings), flush=True)
     os._exit(0)  # a thread may hang in a read
 
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from toolkit import fsio, rundir
 
@@ -53,10 +53,12 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 def main_stack(text: str) -> Stack:
     """Return the main thread's stack in faulthandler's output: the last one that ``threading`` has not started."""
-    parts = _THREAD.split(text)[1:]
-    found = [[FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(part)] for part in parts]
-    mains = [frames for frames in found if frames and frames[-1].name != "_bootstrap"]
-    return mains[-1] if mains else []
+    main: Stack = []
+    for thread in _THREAD.split(text)[1:]:
+        frames = [FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
+        if frames and frames[-1].name != "_bootstrap":
+            main = frames
+    return main
 
 
 def answer(rank: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -115,22 +117,19 @@ def _follow_up(reader: int, fd: int, folder: Path, rank: int) -> None:
                 os.kill(child, ASK)
         with contextlib.suppress(OSError):
             _dump_flight_recorder(flight_path(folder, rank))
+        # Without fsync the supervisor's node would not see the files over NFS before this process has ended.
         with contextlib.suppress(OSError):
-            _sync_workers(folder, rank)
+            for path in folder.glob(stack_path(Path(), rank, "*").name):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             os.write(fd, ANSWERED.encode())
-            os.fsync(fd)  # over NFS the supervisor's node would not see it before this process has ended
+            os.fsync(fd)
 
 
 def _children() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has ended
             yield from map(int, (task / "children").read_text().split())
-
-
-def _sync_workers(folder: Path, rank: int) -> None:
-    for path in folder.glob(stack_path(Path(), rank, "*").name):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 #: Backends with their own recorder. torch 2.15's ``nccl`` is a new backend, nccl2, which feeds the one of its own name.
@@ -142,20 +141,16 @@ def _dump_flight_recorder(path: Path) -> None:
     dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
     if dist is None or c10d is None or not dist.is_initialized():
         return
-    dumps = list(_recorded(c10d))
+    # The recorders that a torch may have: the old NCCL backend's, and since 2.15 one for each backend.
+    calls: list[tuple[str, dict[str, str]]] = [("_dump_nccl_trace", {})]
+    calls += [("_dump_fr_trace", {"backend": name}) for name in _RECORDED]
+    calls.append(("_dump_fr_trace", {}))
+    dumps: list[bytes] = []
+    for function, arguments in calls:
+        with contextlib.suppress(AttributeError, TypeError):  # each version of torch has, and takes, something else
+            dumps.append(getattr(c10d, function)(**arguments))
     # Several recorders may exist and one be in use: prefer one that has entries.
     filled = (dump for dump in dumps if pickle.loads(dump).get("entries"))
     if dumps:
         with os.fdopen(fsio.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(next(filled, dumps[-1]))
-
-
-def _recorded(c10d: Any) -> Iterator[bytes]:
-    """Yield the dump of each recorder that this torch has.
-
-    These are the old NCCL backend's, and since 2.15 one for each backend.
-    """
-    calls = [("_dump_nccl_trace", {}), *(("_dump_fr_trace", {"backend": name}) for name in _RECORDED)]
-    for function, arguments in [*calls, ("_dump_fr_trace", {})]:
-        with contextlib.suppress(AttributeError, TypeError):  # each version of torch has, and takes, something else
-            yield getattr(c10d, function)(**arguments)
