@@ -33,10 +33,10 @@ class Finding:
     @staticmethod
     def parse(content: dict[str, Any]) -> Finding:
         """Return the finding in one parsed line of JSON. Raises TypeError or ValueError if it is none."""
-        found = Finding(**content)
-        if found.severity not in ("ok", "warning", "bad") or not isinstance(found.text, str):
+        finding = Finding(**content)
+        if finding.severity not in ("ok", "warning", "bad") or not isinstance(finding.text, str):
             raise ValueError(f"not a finding: {content}")
-        return found
+        return finding
 
 
 def ok(check: str, figure: str, value: float | None = None) -> Finding:

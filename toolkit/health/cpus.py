@@ -138,8 +138,9 @@ def _severity(cpus: float, asked: int) -> Severity:
 
 
 def _names(users: Mapping[Process, float]) -> str:
-    worst = sorted(users, key=lambda process: -users[process])[:3]
-    return ", ".join(f"{p.name}, pid {p.pid} of {_owner(p.pid)}: {users[p]:.1f}" for p in worst if users[p] >= 0.1)
+    by_use = sorted(users, key=lambda process: -users[process])
+    worst = [process for process in by_use[:3] if users[process] >= 0.1]
+    return ", ".join(f"{each.name}, pid {each.pid} of {_owner(each.pid)}: {users[each]:.1f}" for each in worst)
 
 
 def _owner(pid: int) -> str:
@@ -164,14 +165,15 @@ def measure_use(look_s: float = LOOK_S) -> Use:
 
 def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float]:
     """Return the CPUs that each process of the last look asked for in every interval since the first."""
-    return {
-        process: min(
-            max(0.0, later.demand_s - sooner.demand_s) / (later.seen_s - sooner.seen_s)
-            for sooner, later in itertools.pairwise(look[pid] for look in looks)
-        )
-        for pid, process in looks[-1].items()
-        if all(pid in look for look in looks)
-    }
+    demand: dict[Process, float] = {}
+    for pid, process in looks[-1].items():
+        if not all(pid in look for look in looks):
+            continue
+        cpus: list[float] = []
+        for sooner, later in itertools.pairwise(look[pid] for look in looks):
+            cpus.append(max(0.0, later.demand_s - sooner.demand_s) / (later.seen_s - sooner.seen_s))
+        demand[process] = min(cpus)
+    return demand
 
 
 def job_of(pid: int) -> str | None:
@@ -221,28 +223,28 @@ def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[int]:
         pid = table[pid].parent
 
 
-def processes(proc: Path = PROC) -> dict[int, Process]:
-    """Return every process that we can see, by pid."""
-    found = (_read_process(folder) for folder in proc.iterdir() if folder.name.isdigit())
-    return {process.pid: process for process in found if process is not None}
-
-
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def _read_process(folder: Path) -> Process | None:
-    try:
-        pid, _, rest = (folder / "stat").read_text(errors="replace").partition(" (")
-        demand_s, seen_s = _scheduled_s(folder), time.monotonic()
-    except OSError:  # it has just ended
-        return None
-    # The name in parentheses may hold spaces and parentheses, hence the last one.
-    name, _, rest = rest.rpartition(") ")
-    fields = rest.split()
-    # Without schedstat only the time on a CPU is known: utime and stime, fields 14 and 15 of stat.
-    if demand_s is None:
-        demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
-    return Process(int(pid), int(fields[1]), name, demand_s, seen_s)
+def processes(proc: Path = PROC) -> dict[int, Process]:
+    """Return every process that we can see, by pid."""
+    table: dict[int, Process] = {}
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            pid, _, rest = (folder / "stat").read_text(errors="replace").partition(" (")
+            demand_s, seen_s = _scheduled_s(folder), time.monotonic()
+        except OSError:  # it has just ended
+            continue
+        # The name in parentheses may hold spaces and parentheses, hence the last one.
+        name, _, rest = rest.rpartition(") ")
+        fields = rest.split()
+        # Without schedstat only the time on a CPU is known: utime and stime, fields 14 and 15 of stat.
+        if demand_s is None:
+            demand_s = (int(fields[11]) + int(fields[12])) * _TICK_S
+        table[int(pid)] = Process(int(pid), int(fields[1]), name, demand_s, seen_s)
+    return table
 
 
 def _scheduled_s(folder: Path) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +57,17 @@ def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: 
         return [Finding("gpus", "bad", f"0 of {asked}", text)]
     # Without nvidia-smi the device files are counted.
     if answer is None:
-        return [_count(asked, max(len(list(dev.glob(pattern))) for pattern in DEVICES), environ)]
-    visible = list(_visible(_parse(answer), environ))
-    return [_count(asked, len(visible), {}), *_leftovers(visible, ask)]
+        files = max(len(list(dev.glob(pattern))) for pattern in DEVICES)
+        return [_count(asked, files, environ)]
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    words = None if named is None else named.split(",")
+    visible: list[Gpu] = []
+    for line in answer.splitlines():
+        index, uuid, used, total = (word.strip() for word in line.split(","))
+        # The variable names GPUs by index, or by the beginning of their UUID.
+        if words is None or index in words or any(word and uuid.startswith(word) for word in words):
+            visible.append(Gpu(index, uuid, _number(used), _number(total)))
+    return [_count(asked, len(visible), {}), _leftovers(visible, ask)]
 
 
 def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
@@ -75,43 +83,25 @@ def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
     return Finding("gpus", "bad", f"{there} of {asked}", text)
 
 
-def _parse(answer: str) -> Iterator[Gpu]:
-    for line in answer.splitlines():
-        index, uuid, used, total = (word.strip() for word in line.split(","))
-        yield Gpu(index, uuid, _number(used), _number(total))
-
-
 def _number(text: str) -> float:
     """Return the number, 0 for ``[N/A]``, which nvidia-smi prints for a GPU without memory of its own."""
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
-def _visible(gpus: Iterator[Gpu], environ: Mapping[str, str]) -> Iterator[Gpu]:
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    words = None if named is None else named.split(",")
-    # The variable names GPUs by index, or by the beginning of their UUID.
-    for gpu in gpus:
-        if words is None or gpu.index in words or any(word and gpu.uuid.startswith(word) for word in words):
-            yield gpu
-
-
-def _leftovers(gpus: Sequence[Gpu], ask: Ask) -> Iterator[Finding]:
+def _leftovers(gpus: Sequence[Gpu], ask: Ask) -> Finding:
+    """Return a finding on memory that is in use already, with the processes that nvidia-smi names."""
     shares = {gpu: gpu.used / gpu.total for gpu in gpus if gpu.total}
     worst = max(shares.values(), default=0.0)
     if worst < LEFTOVER_WARNING:
-        yield ok("gpu memory", f"{worst:.0%}")
-        return
-    used = [f"GPU {gpu.index}: {gpu.used / 1024:.1f} GiB" for gpu, share in shares.items() if share >= LEFTOVER_WARNING]
-    text = f"GPU memory is in use already ({', '.join(used)}{_users(ask)}): end what uses it, or have the node drained"
-    yield Finding("gpu memory", "bad" if worst >= LEFTOVER_BAD else "warning", f"{worst:.0%}", text)
-
-
-def _users(ask: Ask) -> str:
+        return ok("gpu memory", f"{worst:.0%}")
     try:
-        answer = ask(["--query-compute-apps=pid,process_name"]) or ""
+        users = ask(["--query-compute-apps=pid,process_name"]) or ""
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return "".join(f"; pid {line.replace(',', '')}" for line in answer.splitlines()[:3])
+        users = ""
+    named = "".join(f"; pid {line.replace(',', '')}" for line in users.splitlines()[:3])
+    used = [f"GPU {gpu.index}: {gpu.used / 1024:.1f} GiB" for gpu, share in shares.items() if share >= LEFTOVER_WARNING]
+    text = f"GPU memory is in use already ({', '.join(used)}{named}): end what uses it, or have the node drained"
+    return Finding("gpu memory", "bad" if worst >= LEFTOVER_BAD else "warning", f"{worst:.0%}", text)
 
 
 def check_infiniband(sysfs: Path = network.SYSFS) -> list[Finding]:

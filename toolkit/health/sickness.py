@@ -42,11 +42,11 @@ class Sickness:
 
     def look(self) -> list[str]:
         """Look once, ``LOOK_EVERY_S`` after the last time; return what is new."""
-        found = [*self._memory(), *self._heat(), *self._disk()]
+        problems = [*self._memory(), *self._heat(), *self._disk()]
         if self._looks % LOOKS_PER_GPU_LOOK == 0:
-            found += self._gpus()
+            problems += self._gpus()
         self._looks += 1
-        new = [text for text in found if text not in self._reported]
+        new = [text for text in problems if text not in self._reported]
         self._reported |= {*new}
         return new
 

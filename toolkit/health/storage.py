@@ -25,8 +25,18 @@ def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WIT
 
     The caller reads the answer.
     """
-    wrong = _reading(folder, token, within_s) or _writing(folder / node, token)
-    return Finding("shared folder", "bad", "bad", wrong) if wrong else ok("shared folder", SAME)
+    wrong = _reading(folder, token, within_s)
+    if wrong is None:
+        try:
+            fd = os.open(folder / node, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.write(fd, token.encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            wrong = f"{folder.parent}: cannot be written to ({_words(error)}){_advice(error)}"
+    return ok("shared folder", SAME) if wrong is None else Finding("shared folder", "bad", "bad", wrong)
 
 
 def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str | None:
@@ -46,40 +56,25 @@ def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str |
 
 
 def _reading(folder: Path, token: str, within_s: float) -> str | None:
+    """Return what is wrong with the token in ``folder``, None if it can be read."""
     try:
-        found = read_soon(folder / TOKEN, token, within_s)
+        text = read_soon(folder / TOKEN, token, within_s)
     except OSError as error:
         return f"{folder.parent}: cannot be read ({_words(error)}){_advice(error)}"
-    # Tell a missing mount from a file that does not appear on a folder of the same name.
-    if found is None and not _is_dir(folder.parent):
-        return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
-    if found is None:
+    if text is None:
+        # Tell a missing mount from a file that does not appear on a folder of the same name.
+        try:
+            is_mounted = folder.parent.is_dir()
+        except OSError:
+            is_mounted = True
+        if not is_mounted:
+            return f"{folder.parent} does not exist here: its file system is not mounted; have it mounted"
         return (
             f"{folder.parent} is another folder here than on the batch host, or a stale one: what was written there is "
             f"not seen within {within_s:g} s; have its file system mounted anew"
         )
-    if found != token:
+    if text != token:
         return f"{folder / TOKEN} has other content here than on the batch host; have its file system mounted anew"
-    return None
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return True
-
-
-def _writing(path: Path, token: str) -> str | None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.write(fd, token.encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return f"{path.parent.parent}: cannot be written to ({_words(error)}){_advice(error)}"
     return None
 
 
@@ -105,7 +100,8 @@ def check_space(check: str, path: Path) -> Finding:
         return Finding(check, "bad", "?", f"{path}: {_words(error)}{_advice(error)}")
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     counted = stat.f_files > 0  # a file system such as btrfs makes inodes on demand
-    figure, there = _size(free), f"{path} has {_size(free)} and {inodes if counted else 'enough'} inodes free"
+    figure = _size(free)
+    there = f"{path} has {figure} and {inodes if counted else 'enough'} inodes free"
     if free < BAD_BYTES or (counted and inodes < BAD_INODES):
         return Finding(check, "bad", figure, f"{there}: it is full; make room, or choose another folder")
     if free < WARNING_BYTES or (counted and inodes < WARNING_INODES):

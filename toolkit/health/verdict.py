@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit import hostlist
-from toolkit.health import CheckAnswer, Finding, ok
+from toolkit.health import CheckAnswer, Finding, Severity, ok
 
 #: Seconds of difference from the other nodes: logs and time stamps of files are then wrong, and soon credentials are
 #: refused.
@@ -95,16 +95,25 @@ def judge(nodes: Sequence[Heard], took_s: float, errors: Sequence[str] = ()) -> 
     if errors and not any(node.findings or node.failure for node in nodes):
         return prevented([node.name for node in nodes], "; ".join(errors[-3:]), took_s)
     # Add the findings that need a comparison of the nodes.
-    found = {node.name: list(node.findings or ()) for node in nodes}
+    by_host = {node.name: list(node.findings or ()) for node in nodes}
     for host, finding in (*_unanswered(nodes, took_s), *_clocks(nodes), *_fabric(nodes)):
-        found[host].append(finding)
-    # What is bad on every node is not held against any single one.
-    common = {check: texts[0] for check, texts in _by_check(found).items() if _is_common(check, len(texts), len(nodes))}
+        by_host[host].append(finding)
+    bad_texts: dict[str, list[str]] = {}
+    for findings in by_host.values():
+        for finding in findings:
+            if finding.severity == "bad":
+                bad_texts.setdefault(finding.check, []).append(finding.text)
+    # What is bad on every node is not held against any single one. Where there is only one node, only some checks can
+    # say that the node is not the cause.
+    common: dict[str, str] = {}
+    for check, texts in bad_texts.items():
+        if len(texts) == len(nodes) and (len(nodes) > 1 or check in NOT_THE_NODES):
+            common[check] = texts[0]
     return NodesReport(
-        hosts=tuple(found),
-        findings={host: tuple(findings) for host, findings in found.items()},
-        bad=_texts(found, "bad", common),
-        warnings=_texts(found, "warning", common),
+        hosts=tuple(by_host),
+        findings={host: tuple(findings) for host, findings in by_host.items()},
+        bad=_texts(by_host, "bad", common),
+        warnings=_texts(by_host, "warning", common),
         common=tuple(common.values()),
         took_s=took_s,
         unknown=tuple(node.name for node in nodes if node.findings is None and not node.failure),
@@ -116,25 +125,14 @@ def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
     return NodesReport(tuple(hosts), {}, {}, {}, (f"the checks could not be made: {why}",), took_s)
 
 
-def _by_check(found: Mapping[str, Sequence[Finding]]) -> dict[str, list[str]]:
-    """Return the texts of all bad findings, by check."""
-    texts: dict[str, list[str]] = {}
-    for finding in (finding for findings in found.values() for finding in findings if finding.severity == "bad"):
-        texts.setdefault(finding.check, []).append(finding.text)
+def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
+    """Return for each host what has this severity there and is not common to all hosts."""
+    texts: dict[str, str] = {}
+    for host, findings in by_host.items():
+        text = "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)
+        if text:
+            texts[host] = text
     return texts
-
-
-def _is_common(check: str, bad: int, nodes: int) -> bool:
-    # Of a single node only some checks can say that the node is not the cause.
-    return bad == nodes and (nodes > 1 or check in NOT_THE_NODES)
-
-
-def _texts(found: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
-    texts = {
-        host: "; ".join(f.text for f in findings if f.severity == severity and f.check not in common)
-        for host, findings in found.items()
-    }
-    return {host: text for host, text in texts.items() if text}
 
 
 def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Finding]]:
@@ -160,14 +158,12 @@ def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
         if abs(lead_s) < WARNING_CLOCK_S:
             yield host, ok("clock", f"{lead_s:+.1f} s", lead_s)
             continue
+        direction = "ahead of" if lead_s > 0 else "behind"
         text = (
-            f"its clock is {abs(lead_s):.1f} s {'ahead of' if lead_s > 0 else 'behind'} the others': have its time "
-            "service (chrony, ntpd) looked at"
+            f"its clock is {abs(lead_s):.1f} s {direction} the others': have its time service (chrony, ntpd) looked at"
         )
-        yield (
-            host,
-            Finding("clock", "bad" if abs(lead_s) > BAD_CLOCK_S else "warning", f"{lead_s:+.1f} s", text, lead_s),
-        )
+        severity: Severity = "bad" if abs(lead_s) > BAD_CLOCK_S else "warning"
+        yield host, Finding("clock", severity, f"{lead_s:+.1f} s", text, lead_s)
 
 
 def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
@@ -177,7 +173,8 @@ def _usual_lead(bounds: Iterable[tuple[float, float]]) -> float:
     nodes that answer late, and nodes that answer at once would seem to be behind them.
     """
     # Sweep over the edges: ``within`` is the number of nodes whose bounds hold the stretch between two.
-    edges = sorted((edge for low, high in bounds for edge in ((low, 1), (high, -1))), key=lambda e: (e[0], -e[1]))
+    edges = [edge for low, high in bounds for edge in ((low, 1), (high, -1))]
+    edges.sort(key=lambda edge: (edge[0], -edge[1]))
     within = most = 0
     lead_s = 0.0
     for (at, change), (until, _) in itertools.pairwise(edges):
@@ -193,11 +190,10 @@ def _fabric(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
 
     Their ranks would meet over the wrong network, or not at all.
     """
-    ports = {
-        node.name: sum(finding.value or 0 for finding in node.findings if finding.check == "infiniband")
-        for node in nodes
-        if node.findings is not None
-    }
+    ports: dict[str, float] = {}
+    for node in nodes:
+        if node.findings is not None:
+            ports[node.name] = sum(each.value or 0 for each in node.findings if each.check == "infiniband")
     usual = statistics.mode(ports.values()) if ports else 0
     for host, count in ports.items():
         if count < usual:
