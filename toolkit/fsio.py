@@ -296,8 +296,12 @@ class PatientFile:
                 self._on_disk += written
         except OSError as error:
             self._note_failure(error)
-        else:
-            self._note_recovery()
+            return
+        # Log the failure again with its end: a log on the same disk could not take the line before.
+        if self._failed_since is not None:
+            late_s = time.monotonic() - self._failed_since
+            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)
+            self._failed_since = None
 
     def sync(self) -> None:
         """Flush, down to the disk."""
@@ -321,10 +325,3 @@ class PatientFile:
             self._failed_since = time.monotonic()
             self._error = error.strerror or str(error)
             _log.error("%s: %s; kept in memory and tried again", self._path, self._error)
-
-    def _note_recovery(self) -> None:
-        """Log the end of a failure, and the failure again: a log on the same disk could not take its line."""
-        if self._failed_since is not None:
-            late_s = time.monotonic() - self._failed_since
-            _log.warning("%s: written after %.0f s (%s); nothing is lost", self._path, late_s, self._error)
-            self._failed_since = None

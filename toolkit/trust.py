@@ -29,10 +29,18 @@ def refuse_of_others(path: Path, doing: str) -> None:
     why = reason_against(path)
     if why is not None:
         raise RequestError(f"{doing}: {why}; {_advice(path.stat())}")
-    for each in _way_to(path):
-        why = _reason_against_above(each)
-        if why is not None:
-            raise RequestError(f"{doing}: {why}; {_advice(each.lstat())}")
+    for above in _way_to(path):
+        status = above.lstat()
+        is_sticky = bool(status.st_mode & stat.S_ISVTX) or stat.S_ISLNK(status.st_mode)  # a link has no mode of its own
+        if not is_sticky and _others_write(status):
+            mode = f"{stat.S_IMODE(status.st_mode):04o}"
+            why = f"others may write into {above} (mode {mode}) and replace what lies in it"
+        # Closed or sticky: only the owner could replace what lies in it.
+        elif status.st_uid in _trusted_users() or status.st_uid == _file_system_owner(above, status.st_dev):
+            continue
+        else:
+            why = f"{above} belongs to {user_name(status.st_uid)}, who may replace what lies in it"
+        raise RequestError(f"{doing}: {why}; {_advice(status)}")
 
 
 def reason_against(path: Path) -> str | None:
@@ -41,34 +49,23 @@ def reason_against(path: Path) -> str | None:
     A link stands for its target. The folders above are not examined.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    if found.st_uid in _trusted_users() and not _others_write(found):
+    if status.st_uid in _trusted_users() and not _others_write(status):
         return None
     return (
-        f"{path} belongs to {user_name(found.st_uid)} and has mode {stat.S_IMODE(found.st_mode):04o}: somebody other "
+        f"{path} belongs to {user_name(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}: somebody other "
         f"than {user_name(os.geteuid())} may write there"
     )
 
 
-def _reason_against_above(path: Path) -> str | None:
-    found = path.lstat()
-    is_sticky = bool(found.st_mode & stat.S_ISVTX) or stat.S_ISLNK(found.st_mode)  # a link has no mode of its own
-    if not is_sticky and _others_write(found):
-        return f"others may write into {path} (mode {stat.S_IMODE(found.st_mode):04o}) and replace what lies in it"
-    # Closed or sticky: only the owner could replace what lies in it.
-    if found.st_uid in _trusted_users() or found.st_uid == _file_system_owner(path, found.st_dev):
-        return None
-    return f"{path} belongs to {user_name(found.st_uid)}, who may replace what lies in it"
-
-
-def _advice(found: os.stat_result) -> str:
-    trusted = [user_name(found.st_uid)] if found.st_uid not in _trusted_users() else []
-    is_open = not stat.S_ISLNK(found.st_mode) and _others_write(found)
+def _advice(status: os.stat_result) -> str:
+    trusted = [user_name(status.st_uid)] if status.st_uid not in _trusted_users() else []
+    is_open = not stat.S_ISLNK(status.st_mode) and _others_write(status)
     # If only the group may write, it is enough to trust the group.
-    if is_open and not found.st_mode & stat.S_IWOTH:
-        trusted.append(f"@{group_name(found.st_gid)}")
+    if is_open and not status.st_mode & stat.S_IWOTH:
+        trusted.append(f"@{group_name(status.st_gid)}")
     close = "close it (chmod go-w; chmod +t for a shared folder above)" if is_open else "use a folder of your own"
     names = ",".join(trusted)
     return f"{close}, or, if you trust {names}, set {TRUST_VARIABLE}={names}" if names else close
@@ -80,10 +77,10 @@ def own_part(folder: Path) -> Path:
     A folder is shared if it belongs to another user and this user may write into it.
     """
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return folder
-    is_shared = found.st_uid != os.geteuid() and found.st_mode & _OTHERS_WRITE
+    is_shared = status.st_uid != os.geteuid() and status.st_mode & _OTHERS_WRITE
     return folder / user_name(os.geteuid()) if is_shared else folder
 
 
@@ -127,10 +124,10 @@ def _trusted_users() -> set[int]:
     return trusted
 
 
-def _others_write(found: os.stat_result) -> bool:
-    if found.st_mode & stat.S_IWOTH:
+def _others_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _is_own_group(found.st_gid)
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
 
 
 def _is_own_group(gid: int) -> bool:

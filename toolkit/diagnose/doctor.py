@@ -137,12 +137,12 @@ def _folder() -> Path:
 def rows(report: NodesReport) -> list[tuple[str, ...]]:
     """Return a table: a head, and a row for each node."""
     figures = {host: {f.check: f.figure for f in findings} for host, findings in report.findings.items()}
-    columns = {head: check for head, check in COLUMNS.items() if any(check in known for known in figures.values())}
-    body = [
-        (host, _verdict(report, host), *(known.get(check, "-") for check in columns.values()))
-        for host, known in figures.items()
-    ]
-    return [("NODE", "VERDICT", *columns), *body]
+    known = {check for by_check in figures.values() for check in by_check}
+    columns = {head: check for head, check in COLUMNS.items() if check in known}
+    table: list[tuple[str, ...]] = [("NODE", "VERDICT", *columns)]
+    for host, by_check in figures.items():
+        table.append((host, _verdict(report, host), *(by_check.get(check, "-") for check in columns.values())))
+    return table
 
 
 def as_dict(report: NodesReport) -> dict[str, Any]:

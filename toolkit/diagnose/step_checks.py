@@ -40,7 +40,8 @@ def ask_nodes(
     """
     answers = _Answers(hosts, start(request, hosts), is_queued)
     answers.listen()
-    unreached = {match[1] for match in map(_UNREACHED.search, answers.errors) if match} & set(hosts)
+    failed = {match[1] for line in answers.errors if (match := _UNREACHED.search(line))}
+    unreached = failed & set(hosts)
     rest = [host for host in hosts if host not in unreached]
     if not unreached or not rest or all(node.findings is not None for node in answers.nodes):
         return answers.nodes, answers.errors, answers.took_s
@@ -54,12 +55,12 @@ def ask_nodes(
 class _Answers:
     """What the tasks of one step print, and what srun prints about them."""
 
-    def __init__(self, hosts: Sequence[str], talk: LineChannel, is_queued: bool) -> None:
+    def __init__(self, hosts: Sequence[str], channel: LineChannel, is_queued: bool) -> None:
         self.nodes = [Heard(host) for host in hosts]
         self._names = list(hosts)
         self.errors: list[str] = []
-        self._talk = talk
-        self._asked = talk.began
+        self._channel = channel
+        self._asked = channel.began
         self._deadline = None if is_queued else time.monotonic() + LIMIT_S
         self._has_begun = False
         self._awaited = set(range(len(hosts)))
@@ -81,33 +82,44 @@ class _Answers:
         except Empty:
             pass
         finally:
-            self._talk.end()
-        self._explain_silence()
+            self._channel.end()
+        # Note why a node has not answered. Each of srun's lines is read once: there may be thousands.
+        complaints: dict[str, str] = {}
+        for line in self.errors:
+            if not _CONSEQUENCE.search(line):
+                complaints |= {name: line for name in _NAME.findall(line) if name not in complaints}
+        for task, node in enumerate(self.nodes):
+            if node.findings is None:
+                node.failure = "; ".join(filter(None, [complaints.get(node.name), self._last_words.get(task)]))
 
     def _next(self) -> NodeLine | ErrorLine | ChannelEnded:
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        return self._talk.events.get(timeout=left_s)
+        return self._channel.events.get(timeout=left_s)
 
-    def _take(self, said: NodeLine) -> None:
-        if said.task >= len(self.nodes):
+    def _take(self, line: NodeLine) -> None:
+        if line.task >= len(self.nodes):
             return
         # The rest of an answer that srun has cut belongs behind its first part.
-        text = said.text if said.text.startswith(ANSWER_HEAD) else self._last_words.get(said.task, "") + said.text
+        text = line.text
+        if not text.startswith(ANSWER_HEAD):
+            text = self._last_words.get(line.task, "") + text
         try:
             answer = CheckAnswer.parse(text)
         except (ValueError, TypeError, KeyError):  # srun cuts a labeled line after 1,024 bytes
-            self._last_words[said.task] = text if text.startswith(ANSWER_HEAD) else said.text
+            self._last_words[line.task] = text if text.startswith(ANSWER_HEAD) else line.text
             return
         if not self._has_begun:
             self._has_begun, self._deadline = True, self._deadline or time.monotonic() + LIMIT_S
             # A job that waited for its nodes was asked long before they began.
-            self._asked = max(self._asked, said.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
-            for task, name in enumerate(hostlist.expand(answer.nodes)[: len(self.nodes)] if answer.nodes else []):
-                self._name(task, name)  # also of those that say nothing: without chosen nodes their names are unknown
-        self._name(said.task, answer.node)
-        node = self.nodes[said.task]
-        node.take(answer, self._asked, said.received, answer.began, answer.ended)
-        self._awaited.discard(said.task)
+            self._asked = max(self._asked, line.received - (answer.ended - answer.began) - LAUNCH_SPREAD_S)
+            # Also name the nodes that stay silent: without chosen nodes their names are unknown.
+            names = hostlist.expand(answer.nodes) if answer.nodes else []
+            for task, name in enumerate(names[: len(self.nodes)]):
+                self._name(task, name)
+        self._name(line.task, answer.node)
+        node = self.nodes[line.task]
+        node.take(answer, self._asked, line.received, answer.began, answer.ended)
+        self._awaited.discard(line.task)
 
     def _name(self, task: int, name: str) -> None:
         self.nodes[task].name = self._names[task] = name
@@ -123,14 +135,5 @@ class _Answers:
             return
         self.errors.append(text)
         event = parse_srun_line(text, self._names)
-        self._awaited -= {*event.ranks} if isinstance(event, (RankEnded, LaunchFailed)) else set()
-
-    def _explain_silence(self) -> None:
-        """Note why a node has not answered. Each of srun's lines is read once: there may be thousands."""
-        lines: dict[str, str] = {}
-        for line in self.errors:
-            if not _CONSEQUENCE.search(line):
-                lines |= {name: line for name in _NAME.findall(line) if name not in lines}
-        for task, node in enumerate(self.nodes):
-            if node.findings is None:
-                node.failure = "; ".join(filter(None, [lines.get(node.name), self._last_words.get(task)]))
+        if isinstance(event, (RankEnded, LaunchFailed)):
+            self._awaited -= {*event.ranks}

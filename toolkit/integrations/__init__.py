@@ -31,12 +31,6 @@ def __getattr__(name: str) -> Any:
     if name not in _LIBRARIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library, oldest = _LIBRARIES[name]
-    _refuse_without(library, oldest, name)
-    return getattr(import_module(f"toolkit.integrations.{library}"), name)
-
-
-def _refuse_without(library: str, oldest: tuple[int, int], name: str) -> None:
-    """Raise ConfigError where ``library`` is not installed, or is too old."""
     needed = ".".join(map(str, oldest))
     try:
         version = metadata.version(library)
@@ -47,3 +41,4 @@ def _refuse_without(library: str, oldest: tuple[int, int], name: str) -> None:
             f"{name} needs {library} {needed} or newer, and {version} is installed: "
             "pip install 'slurm-batch-toolkit[integrations]'"
         )
+    return getattr(import_module(f"toolkit.integrations.{library}"), name)

@@ -49,11 +49,11 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = trainer.estimated_stepping_batches
         self._run.begin(None if math.isinf(total) else int(total))
-        self._put_forward(trainer.fit_loop, trainer.current_epoch)
+        self._skip_done_batches(trainer.fit_loop, trainer.current_epoch)
         self._run.seed(self._run.step)
 
-    def _put_forward(self, loop: Any, epoch: int) -> None:
-        """Begin the epoch's data as in a run that nobody disturbed, and read again the batches that are done.
+    def _skip_done_batches(self, loop: Any, epoch: int) -> None:
+        """Begin the epoch's data as in an undisturbed run, and read again the batches that are done.
 
         Lightning would begin a plain loader at its first batch again, in the order of epoch 0.
         """
@@ -64,8 +64,8 @@ class LightningCallback(Callback):
             _set_sampler_epoch(loader, epoch)
         self._run.seed(-1 - epoch)
         iter(fetcher)
-        progress = loop.epoch_loop.batch_progress.current
-        for _ in range(progress.ready if progress.ready < loop.max_batches else 0):
+        done = loop.epoch_loop.batch_progress.current.ready
+        for _ in range(done if done < loop.max_batches else 0):
             next(fetcher)
             self._run.move()
         fetcher.fetched = 0
