@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.dist import test_trainer as trainer
@@ -29,6 +30,7 @@ from tests.dist.strategy_cases import (
     snapshot,
     token_loss,
 )
+from toolkit.checkpoint.manifest import file_name
 from toolkit.checkpoint.store import newest_step
 from toolkit.config import StrategyConfig, TrainConfig
 from toolkit.errors import ConfigError
@@ -230,6 +232,17 @@ def test_a_run_killed_between_checkpoints_ends_bit_for_bit_like_the_undisturbed_
     losses = [trainer.logged(tmp_path / folder, "train/loss") for folder in ("whole", "parts")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 10
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_package_safetensors_reads_what_each_rank_has_saved(name: str, tmp_path: Path) -> None:
+    ranks = run_ranks(2, partial(trainer.train, name=name), tmp_path)
+    folder = tmp_path / "checkpoints/step-00000010"
+    stored = [load_file(folder / file_name(rank)) for rank in range(2 if name == "fsdp" else 1)]
+    for found, (_, state) in zip(stored, ranks, strict=False):
+        assert [name for name, value in found.items() if name in state and not torch.equal(value, state[name])] == []
+    # All ranks together have saved every tensor of the model and of the optimizer.
+    assert {name for _, state in ranks for name in state} <= {name for found in stored for name in found}
 
 
 def test_ranks_signalled_at_different_times_stop_at_one_step(tmp_path: Path) -> None:

@@ -229,11 +229,12 @@ def test_the_first_weights_are_rank_0s_bit_for_bit_and_shared_ones_stay_shared(c
 def test_copied_shards_are_written_by_one_rank_and_the_files_hold_the_model_once(tmp_path: Path) -> None:
     run_ranks(4, partial(trainer.train, name="hsdp"), tmp_path)
     folder = tmp_path / "checkpoints/step-00000010"
-    files = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
-    assert sorted(files) == ["rank-00000.bin", "rank-00001.bin"]
-    assert abs(files["rank-00000.bin"] - files["rank-00001.bin"]) < 0.2 * files["rank-00000.bin"]
-    tensors = json.loads((folder / "manifest.json").read_text())["manifest"]["tensors"]
-    assert len(tensors["model/1.weight"]["parts"]) == 2
+    manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
+    headers = {header["file"]: header["size_bytes"] for header in manifest["headers"]}
+    first, second = (path.stat().st_size - headers[path.name] for path in sorted(folder.glob("*.safetensors")))
+    assert [*headers] == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert abs(first - second) < 0.2 * first
+    assert len(manifest["tensors"]["model/1.weight"]["parts"]) == 2
 
 
 # --------------------------------------------------------------------------------------------------- auto, offload

@@ -254,7 +254,7 @@ def test_where_the_newest_checkpoint_is_damaged_it_goes_on_from_the_one_before(k
     undisturbed = run_ranks(2, made, kind, tmp_path / "whole", [None])
     run_ranks(2, made, kind, tmp_path / "again", [13])
     newest, _, *_ = committed(tmp_path / "again/checkpoints")
-    (data, *_) = sorted(newest.glob("rank-*.bin"))
+    (data, *_) = sorted(newest.glob("rank-*.safetensors"))
     data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
     again = run_ranks(2, made, kind, tmp_path / "again", [None])
     for mine, other in zip(undisturbed, again, strict=True):

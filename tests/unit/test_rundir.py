@@ -207,7 +207,7 @@ def _write_error(run: RunDir) -> None:
 
 
 def _part(run: RunDir) -> Path:
-    return run.checkpoints / "step-00000005.tmp-1a2b3c4d/rank-00001.bin"
+    return run.checkpoints / "step-00000005.tmp-1a2b3c4d/rank-00001.safetensors"
 
 
 @pytest.mark.parametrize("is_mount_point", [True, False])

@@ -1,35 +1,25 @@
 """A checkpoint as a file that other programs read: safetensors, torch.save's, or a folder of torch's DCP.
 
 The digest of every byte read is verified, and tensors that were sharded over ranks are whole again. A safetensors file
-is written one tensor at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of length, a JSON header, the
-bytes without gaps). The other two writers need all tensors in memory.
+is written one tensor at a time. The other two writers need all tensors in memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from toolkit import __version__, fsio
-from toolkit.checkpoint import tensors, whole
+from toolkit.checkpoint import header, tensors, whole
 from toolkit.checkpoint.manifest import Manifest, TensorRecord
 from toolkit.errors import CheckpointError, listing
-
-#: safetensors' names of the dtypes that it has.
-_TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 def export(
@@ -99,31 +89,17 @@ class _Content:
 
 def _write_safetensors(path: Path, content: _Content) -> None:
     """Write a safetensors file. Wide dtypes come first, as in the package's own writer, to align every tensor."""
-    widths = {name: whole.dtype_of(content.folder, name, record).itemsize for name, record in content.records.items()}
-    names = sorted(widths, key=lambda name: (-widths[name], name))
-    fsio.write_stream(path, _stream(names, widths, content))
-
-
-def _stream(names: list[str], widths: Mapping[str, int], content: _Content) -> Iterator[bytes | memoryview]:
-    values = {"values": json.dumps(content.values)} if content.values else {}
-    # The header needs the place of every tensor, so it is complete before the first one is read.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **content.about, **values}}
-    end = 0
-    for name in names:
-        record = content.records[name]
-        start, end = end, end + math.prod(record.shape) * widths[name]
-        header[name] = {"dtype": _type(name, record), "shape": record.shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        yield tensors.to_bytes(name, content.tensor(name))
-
-
-def _type(name: str, record: TensorRecord) -> str:
-    if record.dtype not in _TYPES:
-        raise CheckpointError(f"{name} is of type {record.dtype}, which safetensors has not; export to a .pt file")
-    return _TYPES[record.dtype]
+    dtypes = {name: whole.dtype_of(content.folder, name, record) for name, record in content.records.items()}
+    # Stored as bytes instead, such a tensor could not be loaded into a model.
+    for name, dtype in dtypes.items():
+        if dtype not in header.TYPES:
+            kind = content.records[name].dtype
+            raise CheckpointError(f"{name} is of type {kind}, which safetensors has not; export to a .pt file")
+    names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
+    about = content.about | ({"values": json.dumps(content.values)} if content.values else {})
+    head = header.encode({name: (dtypes[name], content.records[name].shape) for name in names}, about)
+    data = (tensors.to_bytes(name, content.tensor(name)) for name in names)
+    fsio.write_stream(path, itertools.chain([head], data))
 
 
 def _write_torch(path: Path, content: _Content) -> None:

@@ -1,20 +1,23 @@
-"""The manifest of a checkpoint, format version 1: what is in the folder, and the digests that prove it.
+"""The manifest of a checkpoint, format version 2: what is in the folder, and the digests that prove it.
 
-A checkpoint folder holds one `rank-00000.bin` per rank that wrote (tensors one after the other, raw little-endian bytes
-without gaps), perhaps a folder of files that a library wrote, and `manifest.json`:
+A checkpoint folder holds one `rank-00000.safetensors` per rank that wrote (a header, and tensors one after the other:
+see `header`), perhaps a folder of files that a library wrote, and `manifest.json`:
 
-    {"format": 1, "crc32": "89abcdef", "manifest":
-    { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...} }
+    {"format": 2, "crc32": "89abcdef", "manifest":
+    { "step": 200, "world_size": 4, ..., "tensors": {...}, "values": {...}, "files": {...}, "headers": [...] }
     }
 
 The first line stays the same in every later version. Its crc32 covers the version and the text below it, so each byte
-of the folder is under a digest. A manifest is untrusted data: it is never unpickled, file names other than `rank-*.bin`
-and paths below the folder are refused, and every range is checked against the file's real size before memory is
-allocated for it. A library's file is a tensor of bytes, named `file/<path>`, that fills the whole file.
+of the folder is under a digest. A manifest is untrusted data: it is never unpickled, file names other than those of
+ranks and paths below the folder are refused, and every range is checked against the file's real size before memory is
+allocated for it. A library's file is a tensor of bytes, named `file/<path>`, that fills the whole file. The toolkit
+reads no header of a rank's file, only its digest: it finds a tensor by the manifest.
 
 A later version increases `FORMAT`, and `decode` must still read every version before it: it turns the fields of an
 older one into those of `Manifest` (with what an absent field meant then) before `_parse`. A checkpoint of each version
 is kept with the tests. Its bytes are never generated again, and it must load bit for bit.
+
+In format 1 a rank's file was `rank-00000.bin`, the same without a header.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -34,13 +37,13 @@ from typing import Any
 from toolkit import fsio
 from toolkit.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 #: Prefix of the names of tensors that are a library's files. The library reads them itself.
 FILES = "file/"
 _HEAD = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "manifest":\n')
 _TAIL = b"\n}\n"
-_FILE_NAME = re.compile(r"rank-\d{5,}\.bin|(?!\.{1,2}/)[^/\0]+(/(?!\.{1,2}(/|$))[^/\0]+)+")
+_FILE_NAME = re.compile(r"rank-\d{5,}\.(bin|safetensors)|(?!\.{1,2}/)[^/\0]+(/(?!\.{1,2}(/|$))[^/\0]+)+")
 _KINDS = ("replicated", "per_rank", "sharded")
 _CHUNK_BYTES = 1 << 24
 
@@ -95,6 +98,15 @@ class Manifest:
     files: Mapping[str, int]  # name to size in bytes
     tensors: Mapping[str, TensorRecord]
     values: Mapping[str, ValueRecord]
+    headers: tuple[TensorPart, ...] = ()  # of the ranks' files: the bytes before the tensors
+
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
+        """Yield every range of bytes in the files, with the name of what it holds."""
+        for header in self.headers:
+            yield "its header", header
+        for name, record in self.tensors.items():
+            for part in record.parts:
+                yield name, part
 
     def encode(self) -> bytes:
         """Return the content of the manifest's file. Raises CheckpointError for a value that is not JSON."""
@@ -134,9 +146,12 @@ def decode(raw: bytes, where: Path) -> Manifest:
             "update the toolkit, or resume with the version that wrote it"
         )
     try:
-        return _parse(json.loads(body))
+        fields = json.loads(body)
+        if version == 1:
+            fields["headers"] = []
+        return _parse(fields)
     except _OF_ANOTHER_SHAPE as error:
-        raise CorruptCheckpointError(f"{where} is no manifest of format {FORMAT}: {error!r}") from error
+        raise CorruptCheckpointError(f"{where} is no manifest of format {version}: {error!r}") from error
 
 
 #: What :func:`_parse` raises for JSON of another shape.
@@ -153,6 +168,7 @@ def _parse(fields: Any) -> Manifest:
         files={_file_name(name): _count(size) for name, size in fields["files"].items()},
         tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
         values={name: parse_value(record) for name, record in fields["values"].items()},
+        headers=parse_parts(fields["headers"]),
     )
     _check_layout(manifest)
     return manifest
@@ -173,7 +189,7 @@ def parse_tensor(record: Any) -> TensorRecord:
         kind=_kind(record["kind"]),
         dtype=str(record["dtype"]),
         shape=_counts(record["shape"]),
-        parts=tuple(_part(part) for part in record["parts"]),
+        parts=parse_parts(record["parts"]),
     )
 
 
@@ -182,14 +198,18 @@ def parse_value(record: Any) -> ValueRecord:
     return ValueRecord(kind=_kind(record["kind"]), rank=_count(record["rank"]), value=record["value"])
 
 
-def _part(fields: Any) -> TensorPart:
-    return TensorPart(
-        file=_file_name(fields["file"]),
-        start=_count(fields["start"]),
-        size_bytes=_count(fields["size_bytes"]),
-        offsets=_counts(fields["offsets"]),
-        shape=_counts(fields["shape"]),
-        crc32=_count(fields["crc32"]),
+def parse_parts(parts: Any) -> tuple[TensorPart, ...]:
+    """Return checked parts from JSON. Raises ValueError, TypeError or KeyError for what is wrong."""
+    return tuple(
+        TensorPart(
+            file=_file_name(fields["file"]),
+            start=_count(fields["start"]),
+            size_bytes=_count(fields["size_bytes"]),
+            offsets=_counts(fields["offsets"]),
+            shape=_counts(fields["shape"]),
+            crc32=_count(fields["crc32"]),
+        )
+        for fields in parts
     )
 
 
@@ -211,7 +231,12 @@ def _counts(numbers: Any) -> tuple[int, ...]:
 
 def file_name(rank: int) -> str:
     """Return the name of the file that `rank` writes."""
-    return f"rank-{rank:05d}.bin"
+    return f"rank-{rank:05d}.safetensors"
+
+
+def is_of_rank(part: TensorPart, rank: int) -> bool:
+    """True if `rank` wrote the part, in whichever format."""
+    return part.file.startswith(f"rank-{rank:05d}.")
 
 
 def library_files(folder: Path) -> dict[str, TensorRecord]:
@@ -235,14 +260,14 @@ def library_files(folder: Path) -> dict[str, TensorRecord]:
 def _file_name(name: Any) -> str:
     """Return `name` if `writer` could have given it or it is a path below the folder. Others could point outside."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"file name {name!r} is not of the form rank-00000.bin")
+        raise ValueError(f"file name {name!r} is not of the form {file_name(0)}")
     return name
 
 
 def _check_layout(manifest: Manifest) -> None:
     """Check that parts lie end to end in their files and cover their tensors. So no byte is outside a digest."""
     ends = dict.fromkeys(manifest.files, 0)
-    parts = [part for record in manifest.tensors.values() for part in record.parts]
+    parts = [part for _, part in manifest.parts()]
     # The next part of a file must begin where the one before ended.
     for part in sorted(parts, key=lambda part: (part.file, part.start, part.size_bytes)):
         if ends[part.file] != part.start:
@@ -309,12 +334,16 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def check_digests(folder: Path, manifest: Manifest) -> None:
     """Read every byte. Raises CorruptCheckpointError with the name of the first tensor whose bytes are wrong."""
     check_sizes(folder, manifest)
+    check_parts(folder, manifest.parts())
+
+
+def check_parts(folder: Path, parts: Iterable[tuple[str, TensorPart]]) -> None:
+    """Read every byte of some parts, each with its name. Raises CorruptCheckpointError as `check_digests` does."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for name, record in manifest.tensors.items():
-        for part in record.parts:
-            with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
-                found = _crc_of(file, part.size_bytes, buffer)
-            check_crc(folder, name, part, found)
+    for name, part in parts:
+        with unreadable_is_corrupt(folder / part.file), open_part(folder, part) as file:
+            found = _crc_of(file, part.size_bytes, buffer)
+        check_crc(folder, name, part, found)
 
 
 def _crc_of(file: FileIO, size_bytes: int, buffer: memoryview) -> int:

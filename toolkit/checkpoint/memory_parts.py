@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Mapping
 
 import torch
 
 from toolkit.checkpoint import tensors
-from toolkit.checkpoint.manifest import TensorPart, TensorRecord, file_name
+from toolkit.checkpoint.manifest import file_name
 from toolkit.checkpoint.memory_file import ALIGNMENT, START, MemoryFile, Pair
-from toolkit.checkpoint.writer import KINDS
-from toolkit.ranks.state import Entry, Json, Replicated, Sharded, State
+from toolkit.checkpoint.writer import KINDS, parts_of, record_of
+from toolkit.ranks.state import Entry, Json, Replicated, State
 
 
 def split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
@@ -58,8 +57,11 @@ class PartWriter:
 
     def seal(self) -> None:
         """Compute the digests, and mark the file complete."""
-        records = {name: _record(name, entry, self._rank, self._starts[name]) for name, entry in self._copies.items()}
-        described = json.dumps({name: dataclasses.asdict(record) for name, record in records.items()})
+        records: dict[str, dict[str, Json]] = {}
+        for name, entry in self._copies.items():
+            parts = [part for _, part in parts_of(name, entry, file_name(self._rank), self._starts[name])]
+            records[name] = dataclasses.asdict(record_of(entry, parts))
+        described = json.dumps(records)
         self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)
         self._pair.turn()  # skipped on an error: the other file holds the newest state then
 
@@ -75,19 +77,3 @@ def _copy(name: str, entry: Entry, file: MemoryFile, start: int) -> Entry:
     kept = file.bytes_at(start, live.numel() * live.element_size())
     kept.copy_(live.contiguous().reshape(-1).view(torch.uint8), non_blocking=True)
     return dataclasses.replace(entry, value=kept.view(live.dtype).reshape(live.shape))
-
-
-def _record(name: str, entry: Entry, rank: int, start: int) -> TensorRecord:
-    """Describe the copy that begins at ``start``."""
-    value = entry.value
-    assert isinstance(value, torch.Tensor)
-    shape = tuple(value.shape)
-    whole, pieces = shape, [(value, (0,) * len(shape))]
-    if isinstance(entry, Sharded):
-        whole, pieces = entry.global_shape, [*entry.pieces()]
-    parts = []
-    for piece, offsets in pieces:
-        data = tensors.to_bytes(name, piece)
-        parts.append(TensorPart(file_name(rank), start, len(data), offsets, tuple(piece.shape), zlib.crc32(data)))
-        start += len(data)
-    return TensorRecord(KINDS[type(entry)], tensors.dtype_name(value), whole, tuple(parts))

@@ -30,13 +30,13 @@ from toolkit.checkpoint.manifest import (
     Manifest,
     TensorRecord,
     ValueRecord,
-    check_digests,
-    file_name,
+    check_parts,
+    is_of_rank,
 )
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.checkpoint.writer import KINDS
 from toolkit.errors import CheckpointError, listing
-from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State
+from toolkit.ranks.state import OPTIONAL, Entry, Json, PerRank, Sharded, State, pieces_of
 
 #: Number of tensors that a rank reads at the same time.
 READERS = 4
@@ -106,8 +106,11 @@ class _RankReader:
         path = self.store.named(name)
         # Rank 0 checks for all ranks what does not depend on the rank: file sizes, and a library's files.
         manifest = self.store.manifest(path, sizes=self.rank == 0)
-        if self.rank == 0 and (files := _library_files(manifest)):
-            check_digests(path, replace(manifest, tensors=files))
+        records = manifest.tensors.items() if self.rank == 0 else ()
+        files = {name: record for name, record in records if name.startswith(FILES)}
+        # The ranks divide the headers: otherwise a thousand ranks would open a thousand files each.
+        headers = manifest.headers[self.rank :: self.world_size]
+        check_parts(path, replace(manifest, tensors=files, headers=headers).parts())
         return fill_state(self.places, manifest, path, self.rank, self.world_size, self.store.moved)
 
 
@@ -214,10 +217,6 @@ def _follow(reader: _RankReader, talk: Exchange) -> Loaded | None:
     return Loaded(loaded.step, loaded.meta, loaded.values, loaded.path, word["skipped"])
 
 
-def _library_files(manifest: Manifest) -> dict[str, TensorRecord]:
-    return {name: record for name, record in manifest.tensors.items() if name.startswith(FILES)}
-
-
 def _sources(name: str, entry: Entry, manifest: Manifest, rank: int, world_size: int) -> list[str]:
     """Return the checkpoint's names of what belongs into `entry`: its own, or those of all ranks to be averaged.
 
@@ -233,8 +232,7 @@ def _fill(entry: Entry, live: torch.Tensor, folder: Path, records: Mapping[str, 
     if len(records) > 1:
         _fill_with_mean(live, folder, records)
         return
-    pieces = entry.pieces() if isinstance(entry, Sharded) else [(live, (0,) * live.ndim)]
-    for value, offsets in pieces:
+    for value, offsets in pieces_of(entry):
         place = offsets, tuple(value.shape)
         for name, record in records.items():
             same = next((part for part in record.parts if (part.offsets, part.shape) == place), None)
@@ -286,7 +284,7 @@ def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
         return True
     if isinstance(record, ValueRecord):
         return record.rank == rank
-    return record.parts[0].file == file_name(rank)
+    return is_of_rank(record.parts[0], rank)
 
 
 def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:

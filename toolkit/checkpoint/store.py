@@ -245,7 +245,7 @@ class CheckpointStore:
                 manifest = self.valid(path)
                 if manifest is None:
                     continue
-                self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={})
+                self._figures[path] = dataclasses.replace(manifest, files={}, tensors={}, values={}, headers=())
             valid[path] = self._figures[path]
         self._figures = dict(valid)
         stay = self.keep.steps([*valid.values()])

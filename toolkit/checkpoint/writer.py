@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from toolkit import logs
+from toolkit.checkpoint import header, tensors
 from toolkit.checkpoint import manifest as manifests
-from toolkit.checkpoint import tensors
 from toolkit.checkpoint.exchange import Exchange, KeyValue, describe, failures_told
 from toolkit.checkpoint.manifest import (
     Manifest,
@@ -28,12 +28,13 @@ from toolkit.checkpoint.manifest import (
     ValueRecord,
     check_cover,
     file_name,
+    parse_parts,
     parse_tensor,
     parse_value,
 )
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, listing
-from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by
+from toolkit.ranks.state import Entry, Json, PerRank, Replicated, Sharded, State, is_written_by, pieces_of
 
 log = logs.get(__name__)
 
@@ -177,6 +178,7 @@ class _WrittenPart:
     files: Mapping[str, int]
     tensors: Mapping[str, TensorRecord]
     values: Mapping[str, ValueRecord]
+    headers: tuple[TensorPart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -187,43 +189,78 @@ class _WrittenPart:
             files=fields["files"],
             tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
             values={name: parse_value(record) for name, record in fields["values"].items()},
+            headers=parse_parts(fields["headers"]),
         )
 
 
 def _write_own(store: CheckpointStore, folder: Path, rank: int, state: State) -> _WrittenPart:
     """Write this rank's tensors into `folder`. A rank without tensors (all but rank 0 under ddp) makes no file."""
-    own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
-    records: dict[str, TensorRecord] = {}
-    path = folder / file_name(rank)
-    if any(isinstance(entry.value, torch.Tensor) for entry in own.values()):
-        store.write(path, _stream(own, path.name, records))
-    sizes = [part.start + part.size_bytes for record in records.values() for part in record.parts]
-    values = {
-        name: ValueRecord(KINDS[type(entry)], rank, entry.value)
-        for name, entry in own.items()
-        if not isinstance(entry.value, torch.Tensor)
-    }
-    return _WrittenPart({path.name: max(sizes)} if sizes else {}, records, values)
-
-
-def _stream(own: Mapping[str, Entry], file: str, records: dict[str, TensorRecord]) -> Iterator[memoryview]:
-    """Yield the bytes of one tensor after the other, and record each in `records` as it is yielded."""
-    start = 0
-    for name, entry in own.items():
-        if not isinstance(entry.value, torch.Tensor):
+    held: dict[str, Entry] = {}
+    widths: dict[str, int] = {}
+    values: dict[str, ValueRecord] = {}
+    for name, entry in state.items():
+        if not is_written_by(entry, rank):
             continue
-        # A tensor that is not sharded is one piece, which begins at 0 in each dimension.
-        shape = tuple(entry.value.shape)
-        whole, pieces = shape, [(entry.value, (0,) * len(shape))]
-        if isinstance(entry, Sharded):
-            whole, pieces = entry.global_shape, [*entry.pieces()]
-        parts: list[TensorPart] = []
+        if isinstance(entry.value, torch.Tensor):
+            held[name], widths[name] = entry, entry.value.element_size()
+        else:
+            values[name] = ValueRecord(KINDS[type(entry)], rank, entry.value)
+    if not held:
+        return _WrittenPart({}, {}, values)
+    # Wide dtypes first: then each tensor is aligned to its width, for programs that map the file.
+    wide_first = {name: held[name] for name in sorted(held, key=lambda name: -widths[name])}
+    head = _head(wide_first)
+    written: dict[str, TensorRecord] = {}
+    path = folder / file_name(rank)
+    store.write(path, _stream(wide_first, path.name, head, written))
+    # The manifest keeps the order of the state, and so do exports.
+    records = {name: written[name] for name in held}
+    size_bytes = len(head) + sum(part.size_bytes for record in records.values() for part in record.parts)
+    header_part = TensorPart(path.name, 0, len(head), (0,), (len(head),), zlib.crc32(head))
+    return _WrittenPart({path.name: size_bytes}, records, values, (header_part,))
+
+
+def _head(held: Mapping[str, Entry]) -> bytes:
+    """Return the file's header: all shapes and dtypes are known before any tensor is copied to the host."""
+    inside: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, entry in held.items():
+        pieces = pieces_of(entry)
         for value, offsets in pieces:
-            data = tensors.to_bytes(name, value)
-            parts.append(TensorPart(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data)))
-            start += len(data)
+            spans = [f"{start}:{start + size}" for start, size in zip(offsets, value.shape, strict=True)]
+            # Several pieces of one tensor are told apart by their places in it.
+            label = name if len(pieces) == 1 else f"{name}[{', '.join(spans)}]"
+            inside[label] = value.dtype, tuple(value.shape)
+    return header.encode(inside)
+
+
+def _stream(
+    held: Mapping[str, Entry], file: str, head: bytes, records: dict[str, TensorRecord]
+) -> Iterator[memoryview]:
+    """Yield the header and the bytes of one tensor after the other; record each in `records` as it is yielded."""
+    yield memoryview(head)
+    start = len(head)
+    for name, entry in held.items():
+        parts: list[TensorPart] = []
+        for data, part in parts_of(name, entry, file, start):
+            parts.append(part)
+            start += part.size_bytes
             yield data
-        records[name] = TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), whole, tuple(parts))
+        records[name] = record_of(entry, parts)
+
+
+def parts_of(name: str, entry: Entry, file: str, start: int) -> Iterator[tuple[memoryview, TensorPart]]:
+    """Yield the bytes of each piece of a tensor, and the part that they are in `file`, from byte `start` on."""
+    for value, offsets in pieces_of(entry):
+        data = tensors.to_bytes(name, value)
+        yield data, TensorPart(file, start, len(data), offsets, tuple(value.shape), zlib.crc32(data))
+        start += len(data)
+
+
+def record_of(entry: Entry, parts: Iterable[TensorPart]) -> TensorRecord:
+    """Describe a tensor whose bytes are in `parts`."""
+    assert isinstance(entry.value, torch.Tensor)
+    shape = entry.global_shape if isinstance(entry, Sharded) else tuple(entry.value.shape)
+    return TensorRecord(KINDS[type(entry)], tensors.dtype_name(entry.value), shape, tuple(parts))
 
 
 def _replicated(state: State) -> list[tuple[str, Replicated]]:
@@ -292,11 +329,13 @@ def _check_copies(manifest: Manifest, rank: int, found: Mapping[str, Any] | None
 def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable[_WrittenPart]) -> Manifest:
     """Merge what all ranks wrote into one manifest. Raises CheckpointError where parts do not make up whole tensors."""
     files: dict[str, int] = {}
+    headers: list[TensorPart] = []
     values: dict[str, ValueRecord] = {}
     firsts: dict[str, TensorRecord] = {}
     pieces: dict[str, list[TensorPart]] = {}
     for part in parts:
         files |= part.files
+        headers += part.headers
         for name, value in part.values.items():
             _check_new(name, values, firsts)
             values[name] = value
@@ -308,7 +347,7 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
     for name, record in merged.items():
         _check_whole(name, record)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return Manifest(step, world_size, versions, meta, files, merged, values)
+    return Manifest(step, world_size, versions, meta, files, merged, values, tuple(headers))
 
 
 def _check_new(name: str, *known: Mapping[str, object]) -> None:

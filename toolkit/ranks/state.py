@@ -92,3 +92,11 @@ State: TypeAlias = Mapping[str, Entry]
 def is_written_by(entry: Entry, rank: int) -> bool:
     """True if `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
     return rank == 0 if isinstance(entry, Replicated) else not (isinstance(entry, Sharded) and entry.is_copy)
+
+
+def pieces_of(entry: Entry) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Return the rectangles of the global tensor that `entry` holds, live, each with its offsets."""
+    if isinstance(entry, Sharded):
+        return [*entry.pieces()]
+    assert isinstance(entry.value, torch.Tensor)
+    return [(entry.value, (0,) * entry.value.dim())]

@@ -54,6 +54,11 @@ def tensor_of(entry: Entry) -> torch.Tensor:
     return entry.value
 
 
+def blank(path: Path) -> None:
+    """Make every byte of the file 0."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 class Killed(BaseException):
     """The process is dead: no handler of an Exception sees it."""
 

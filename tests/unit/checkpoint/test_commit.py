@@ -72,7 +72,7 @@ def test_an_old_checkpoint_is_not_deleted_before_the_new_one_is_durable(tmp_path
     )
     durable = seen.index(("fsync", "checkpoints"), committed)
     flushed = [path for name, path in seen[:committed] if name == "fsync"]
-    assert flushed[0] == "rank-00000.bin"
+    assert flushed[0] == "rank-00000.safetensors"
     assert flushed[1].startswith(".manifest.json.tmp")  # the manifest last
     assert flushed[-1].startswith("step-00000300.tmp")  # then the folder, all before the rename
     touched = [i for i, (name, path) in enumerate(seen) if "step-00000100" in path or name in ("unlink", "rmdir")]
@@ -86,7 +86,7 @@ def test_a_left_over_temporary_folder_does_not_block_later_saves(tmp_path: Path)
     store = filled(tmp_path, 100)
     left = store.folder / "step-00000200.tmp-0badcafe"
     left.mkdir()
-    (left / "rank-00000.bin").write_bytes(b"half")
+    (left / "rank-00000.safetensors").write_bytes(b"half")
     alone(store, 200, weights(200.0))
     assert newest_step(store.folder) == 200
     assert left.exists()  # only the start of an attempt may conclude that its writer is dead
@@ -111,7 +111,7 @@ def test_saving_a_committed_step_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_keep_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     store = filled(tmp_path, 100, 200)
-    os.truncate(store.path(200) / "rank-00000.bin", 3)
+    os.truncate(store.path(200) / "rank-00000.safetensors", 3)
     alone(store, 300, weights(300.0))
     assert [path.name for path in store.list()] == ["step-00000300", "step-00000200", "step-00000100"]
     alone(store, 400, weights(400.0))
@@ -164,7 +164,7 @@ def test_of_the_newest_checkpoints_one_that_was_damaged_since_does_not_count(tmp
     for step in (1, 2):
         alone(store, step, weights(float(step)))
         store.prune()
-    (store.path(2) / "rank-00000.bin").write_bytes(b"")
+    (store.path(2) / "rank-00000.safetensors").write_bytes(b"")
     alone(store, 3, weights(3.0))
     store.prune()
     assert [path.name for path in store.list()] == ["step-00000003", "step-00000002", "step-00000001"]

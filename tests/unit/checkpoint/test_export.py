@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.ranks import alone, file_operations, on_ranks
-from toolkit.checkpoint import export as exports
-from toolkit.checkpoint import whole
+from toolkit.checkpoint import header, whole
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import CorruptCheckpointError
 from toolkit.checkpoint.store import CheckpointStore
@@ -152,8 +151,8 @@ def test_safetensors_say_which_step_of_which_run_they_are(tmp_path: Path) -> Non
 
 def test_every_type_that_safetensors_has_comes_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
     state: dict[str, Entry] = {}
-    for name in exports._TYPES:
-        dtype = getattr(torch, name)
+    for dtype in header.TYPES:
+        name = str(dtype).removeprefix("torch.")
         bits = torch.randint(0, 2 if dtype is torch.bool else 256, (3 * dtype.itemsize,), dtype=torch.uint8)
         state[f"model/{name}"] = Replicated(bits.view(dtype))
         state[f"model/{name}/empty"] = Replicated(torch.empty(0, 3, dtype=dtype))
@@ -203,7 +202,7 @@ def test_safetensors_are_written_one_tensor_at_a_time(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("form", FORMS)
 def test_of_a_damaged_checkpoint_nothing_is_exported(tmp_path: Path, form: str) -> None:
     path = alone(CheckpointStore(tmp_path / "checkpoints"), 200, entries(Tied()))
-    file = path / "rank-00000.bin"
+    file = path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-40] + bytes(40))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CorruptCheckpointError, match="is damaged"):

@@ -16,7 +16,7 @@ from toolkit.checkpoint.reader import load
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
 
-PLACES = [".", "step-00000200", "step-00000200/manifest.json", "step-00000200/rank-00000.bin"]
+PLACES = [".", "step-00000200", "step-00000200/manifest.json", "step-00000200/rank-00000.safetensors"]
 
 
 @pytest.fixture

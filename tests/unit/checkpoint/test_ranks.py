@@ -32,7 +32,8 @@ def messages(outcomes: list[object]) -> list[str]:
 def test_two_ranks_save_and_both_get_the_path(tmp_path: Path) -> None:
     paths = on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, own(r), {}, rank=r, world_size=2, kv=kv))
     assert paths == [tmp_path / "step-00000003"] * 2
-    assert sorted(p.name for p in paths[0].iterdir()) == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+    names = sorted(p.name for p in paths[0].iterdir())
+    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def test_at_a_resume_rank_0_alone_looks_at_the_files_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,7 @@ def test_at_a_resume_rank_0_alone_looks_at_the_files_of_all(tmp_path: Path, monk
 
 def test_a_rank_that_holds_only_replicas_writes_no_file(tmp_path: Path) -> None:
     on_ranks(2, lambda r, kv: save(CheckpointStore(tmp_path), 3, weights(1.0), {}, rank=r, world_size=2, kv=kv))
-    assert sorted(p.name for p in (tmp_path / "step-00000003").iterdir()) == ["manifest.json", "rank-00000.bin"]
+    assert sorted(p.name for p in (tmp_path / "step-00000003").iterdir()) == ["manifest.json", "rank-00000.safetensors"]
 
 
 def test_the_store_holds_no_more_keys_after_many_saves_than_after_one(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_a_rank_that_cannot_write_is_reported_to_all(tmp_path: Path, failing: in
 
     texts = messages(on_ranks(3, run))
     assert len(set(texts)) == 1
-    assert f"rank-0000{failing}.bin failed (No space left on device)" in texts[0]
+    assert f"rank-0000{failing}.safetensors failed (No space left on device)" in texts[0]
     assert "free space there" in texts[0]
     assert failing == 0 or f"rank {failing} on " in texts[0]
     assert CheckpointStore(tmp_path).list() == []
@@ -238,7 +239,7 @@ def test_a_part_that_several_ranks_hold_is_written_once_and_read_by_all(tmp_path
     for rank, value in enumerate(on_ranks(4, run)):
         assert torch.equal(value, torch.full((2, 3), 1.0 + rank % 2))
     names = sorted(path.name for path in (tmp_path / "step-00000003").iterdir())
-    assert names == ["manifest.json", "rank-00000.bin", "rank-00001.bin"]
+    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def test_copies_of_a_part_that_have_drifted_apart_are_refused_with_name_and_rank(tmp_path: Path) -> None:

@@ -143,15 +143,15 @@ def test_each_part_that_is_needed_is_read_once_and_no_other(
     (cut,) = rows(start, stop)
     ((_, value),) = got(tmp_path, whole, [cut])
     assert np.array_equal(value, whole[cut])
-    assert parts_read == [f"rank-{rank:05d}.bin" for rank in files]
+    assert parts_read == [f"rank-{rank:05d}.safetensors" for rank in files]
 
 
 def test_damage_in_a_part_that_one_rank_needs_makes_all_ranks_fall_back(tmp_path: Path) -> None:
     whole = np.arange(12.0).reshape(6, 2)
     for step in (1, 2):
         put(tmp_path, step, whole + 100 * step, rows(0, 2, 4, 6))
-    file = tmp_path / "step-00000002" / "rank-00002.bin"
-    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    file = tmp_path / "step-00000002" / "rank-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     cuts = rows(0, 3, 4, 6)
     for (step, value), cut in zip(got(tmp_path, whole, cuts), cuts, strict=True):
         assert step == 1

@@ -65,7 +65,7 @@ def test_so_many_copies_stay_as_at_home(home: CheckpointStore, second: SecondPla
 def test_a_damaged_checkpoint_is_not_copied(
     home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flip(home.path(200) / "rank-00000.bin", 77)
+    flip(home.path(200) / "rank-00000.safetensors", 77)
     copied(second, home, 200)
     assert list((tmp_path / "second").iterdir()) == []
     assert "has no copy in" in caplog.text
@@ -139,7 +139,7 @@ def test_what_home_has_itself_is_not_fetched(home: CheckpointStore, second: Seco
 
 def test_a_damaged_one_of_which_half_a_file_is_missing_is_replaced(home: CheckpointStore, second: SecondPlace) -> None:
     copied(second, home, 200)
-    os.truncate(home.path(200) / "rank-00000.bin", 7)
+    os.truncate(home.path(200) / "rank-00000.safetensors", 7)
     second.fetch(home)
     assert steps(home.folder) == [200, 100, 50]
 
@@ -148,7 +148,7 @@ def test_a_damaged_copy_does_not_come_home(
     home: CheckpointStore, second: SecondPlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copied(second, home, 200)
-    flip(tmp_path / "second" / home.path(200).name / "rank-00000.bin", 77)
+    flip(tmp_path / "second" / home.path(200).name / "rank-00000.safetensors", 77)
     shutil.rmtree(home.path(200))
     second.fetch(home)
     assert steps(home.folder) == [100, 50]

@@ -55,7 +55,7 @@ def test_a_late_rank_does_not_make_a_folder_anew_that_was_removed(tmp_path: Path
     folder = old.begin(300)
     assert new.sweep() == [folder]
     with pytest.raises(CheckpointError, match="has vanished"):
-        old.write(folder / "rank-00001.bin", [])
+        old.write(folder / "rank-00001.safetensors", [])
     assert not folder.exists()
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.unit.checkpoint.ranks import alone, weights
+from tests.unit.checkpoint.ranks import alone, blank, weights
 from toolkit import origin, rundir
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.store import CheckpointStore
@@ -79,11 +79,10 @@ def test_a_run_is_found_by_its_folder_id_prefix_and_name(run: RunDir, monkeypatc
 
 
 def test_of_a_run_the_newest_good_checkpoint_is_read_and_nothing_is_moved(run: RunDir) -> None:
-    file = run.checkpoints / "step-00000200/rank-00000.bin"
-    file.write_bytes(bytes(48))
+    blank(run.checkpoints / "step-00000200/rank-00000.safetensors")
     path, found, _ = read(origin.find("digits"))
     assert (path.name, value(found)) == ("step-00000100", 100.0)
-    (run.checkpoints / "step-00000100/rank-00000.bin").write_bytes(bytes(48))
+    blank(run.checkpoints / "step-00000100/rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="none of 2 checkpoints is good"):
         read(origin.find("digits"))
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000100", "step-00000200"]
@@ -93,7 +92,7 @@ def test_a_checkpoint_is_read_wherever_its_folder_was_copied_to(run: RunDir, tmp
     (run.checkpoints / "step-00000100").rename(tmp_path / "best")
     path, found, _ = read(origin.find(str(tmp_path / "best")))
     assert (path, value(found)) == (tmp_path / "best", 100.0)
-    (tmp_path / "best/rank-00000.bin").write_bytes(bytes(48))
+    blank(tmp_path / "best/rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="is damaged"):
         read(origin.find(str(tmp_path / "best")))
 

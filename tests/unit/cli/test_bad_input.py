@@ -144,10 +144,12 @@ MANIFEST: dict[str, Any] = {
     "files": {},
     "tensors": {},
     "values": {},
+    "headers": [],
 }
 
 
 NO_META = [{"metrics": [1]}, {"metrics": {"x": "y"}}, {"identity": 5}]
+NO_HEADERS: list[Any] = [None, [1], [[]], [{}], 5, "x"]
 NO_OBJECTS = [None, [], [1], 5, "x"]
 
 
@@ -156,10 +158,11 @@ NO_OBJECTS = [None, [], [1], 5, "x"]
     [
         *((key, odd) for key in ("versions", "meta", "files", "tensors", "values") for odd in NO_OBJECTS),
         *(("meta", odd) for odd in NO_META),
-        *((key, {"rank-00000.bin": odd}) for key in ("files", "tensors", "values") for odd in NO_OBJECTS),
+        *(("headers", odd) for odd in NO_HEADERS),
+        *((key, {"rank-00000.safetensors": odd}) for key in ("files", "tensors", "values") for odd in NO_OBJECTS),
     ],
 )
 def test_a_manifest_of_another_shape_is_damage(key: str, odd: Any) -> None:
-    raw = manifests._frame(1, json.dumps({**MANIFEST, key: odd}).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is no manifest of format 1"):
+    raw = manifests._frame(2, json.dumps({**MANIFEST, key: odd}).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is no manifest of format 2"):
         manifests.decode(raw, Path("manifest.json"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.checkpoint.ranks import weights
+from tests.unit.checkpoint.ranks import blank, weights
 from toolkit import rundir
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
@@ -26,9 +26,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run = made("digits", 10, 20, 30, 40)
     (run.checkpoints / "step-00000010").rename(run.checkpoints / "step-00000010.bad-1a2b3c4d")
     (run.checkpoints / "step-00000050.tmp-1a2b3c4d").mkdir()
-    file = run.checkpoints / "step-00000030/rank-00000.bin"
+    file = run.checkpoints / "step-00000030/rank-00000.safetensors"
     data = bytearray(file.read_bytes())
-    data[5] ^= 1
+    data[-5] ^= 1
     file.write_bytes(data)
     return run
 
@@ -55,7 +55,8 @@ def test_the_list_shows_what_is_there_newest_first_and_what_is_odd(
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["CHECKPOINT", "SIZE", "RANKS", "TORCH", "SAVED"]
     assert [line.split()[0] for line in lines[:3]] == ["step-00000040", "step-00000030", "step-00000020"]
-    assert lines[0].split()[1:5] == ["48", "B", "1", torch.__version__]
+    size_bytes = (run.checkpoints / "step-00000040/rank-00000.safetensors").stat().st_size
+    assert lines[0].split()[1:5] == [f"{size_bytes}", "B", "1", torch.__version__]
     assert lines[-2:] == [
         "step-00000010.bad-1a2b3c4d: was found damaged, and moved aside",
         "step-00000050.tmp-1a2b3c4d: is being written, or was left over",
@@ -92,7 +93,7 @@ def test_the_newest_good_checkpoint_is_exported_for_other_programs(
     assert cli.main(["checkpoint", "export", run.id, "--to", str(out)]) == EXIT_DONE
     assert capsys.readouterr().out.startswith(f"{out}: 1 tensors of step-00000040, ")
     assert torch.equal(load_file(out)["weight"], torch.full((3, 4), 40.0))
-    (run.checkpoints / "step-00000040/rank-00000.bin").write_bytes(bytes(48))
+    blank(run.checkpoints / "step-00000040/rank-00000.safetensors")
     assert cli.main(["checkpoint", "export", run.id, "--to", str(tmp_path / "older"), "--as", "torch"]) == EXIT_DONE
     told = capsys.readouterr()
     assert "1 tensors of step-00000020" in told.out  # 30 has a flipped bit

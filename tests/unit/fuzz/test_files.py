@@ -15,7 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests.unit.fuzz.damage import Damaged, damaged
 from tests.unit.fuzz.harness import ACCEPTED, CLEAR, COUNTS, MANY, NAMED, ROOT, SilentError, command, fuzz, seclude
@@ -54,7 +56,7 @@ NAMED_BY = {
     "nodes.json": "why RUN",
     "logs/attempt-001/error-1.json": "why RUN",
     "checkpoints/step-00000020/manifest.json": "checkpoint list RUN",
-    "checkpoints/step-00000020/rank-00000.bin": "checkpoint verify RUN",
+    "checkpoints/step-00000020/rank-00000.safetensors": "checkpoint verify RUN",
     "tensorboard/metrics.jsonl": "a resumed rank 0",
     "command.json": "a rank of a foreign script",
     "config.yaml": "resume RUN",
@@ -124,14 +126,17 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
 def _checkpoint(run: RunDir, step: int) -> None:
     store = CheckpointStore(run.checkpoints)
     folder = store.begin(step)
-    data = bytes(range(1, 49))
-    store.write(folder / "rank-00000.bin", [memoryview(data)])
-    part = TensorPart("rank-00000.bin", 0, 48, (0, 0), (3, 4), zlib.crc32(data))
+    file, data = "rank-00000.safetensors", bytes(range(1, 49))
+    head = safetensors.numpy.save({"w": np.frombuffer(data, np.float32).reshape(3, 4)}).removesuffix(data)
+    store.write(folder / file, [memoryview(head), memoryview(data)])
+    header = TensorPart(file, 0, len(head), (0,), (len(head),), zlib.crc32(head))
+    part = TensorPart(file, len(head), 48, (0, 0), (3, 4), zlib.crc32(data))
     record = TensorRecord("replicated", "float32", (3, 4), (part,))
     value = ValueRecord("replicated", 0, {"a": [1, 2.5, None]})
     meta = {"metrics": {"eval/accuracy": 0.5}, "evaluated": step, "samples": 64 * step, "identity": {"job": "x"}}
     versions = {"torch": "2.0", "toolkit": "0.1"}
-    store.commit(folder, Manifest(step, 1, versions, meta, {"rank-00000.bin": 48}, {"w": record}, {"v": value}))
+    files = {file: len(head) + 48}
+    store.commit(folder, Manifest(step, 1, versions, meta, files, {"w": record}, {"v": value}, (header,)))
 
 
 class Folder:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.models import lenet
+from tests.unit.checkpoint.ranks import blank
 from tests.unit.owners import STRANGER, give
 from toolkit import config as configs
 from toolkit import origin, rundir
@@ -108,8 +109,7 @@ def test_the_figures_are_those_of_the_weights_that_were_asked_for(
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run.checkpoints / "step-00000030/rank-00000.bin"
-    file.write_bytes(bytes(file.stat().st_size))
+    blank(run.checkpoints / "step-00000030/rank-00000.safetensors")
     assert answer(capsys, "evaluate", run.id)["step"] == 20
     assert cli.main(["evaluate", run.id, "--checkpoint", "30"]) == EXIT_FAILED
 

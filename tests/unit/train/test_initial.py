@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-from tests.unit.checkpoint.ranks import alone, on_ranks, weights
+from tests.unit.checkpoint.ranks import alone, blank, on_ranks, weights
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config import ModelConfig
@@ -179,7 +179,7 @@ def test_no_rank_reads_weights_from_a_place_that_the_config_does_not_name(tmp_pa
 
 
 def test_no_rank_waits_for_a_rank_0_that_cannot_read(tmp_path: Path) -> None:
-    (source_run(tmp_path).path(10) / "rank-00000.bin").write_bytes(bytes(48))
+    blank(source_run(tmp_path).path(10) / "rank-00000.safetensors")
 
     def start(rank: int, kv: HashStore) -> nn.Module:
         return initialised(linear, ModelConfig(init_from=str(tmp_path)), session_of(tmp_path / "run", rank, kv))
