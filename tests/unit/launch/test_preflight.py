@@ -254,7 +254,9 @@ def test_a_signal_ends_the_wait_and_is_not_lost(tmp_path: Path) -> None:
     assert report.bad == {}
 
 
-def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_thousand_nodes_of_which_many_are_late_or_silent_are_never_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A third answers after all others, and a hundred do not at all. Before, 1,580 healthy ones were bad."""
     nodes = 3_000
     hosts = [f"node{number}" for number in range(nodes)]
