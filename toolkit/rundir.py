@@ -33,6 +33,7 @@ from toolkit.records import (
     OrNull,
     Record,
 )
+from toolkit.run_files import AttemptStatus, RunStatus
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -45,18 +46,6 @@ _METRICS = MapOf(OrNull(NUMBER))
 #: Seconds by name, see `toolkit.metrics.goodput`.
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
 _STRAGGLER = Record({"host": WORD, "ranks": ListOf(COUNT), "ratio": NUMBER, "since": MOMENT, "until": OrNull(MOMENT)})
-#: Rank 0's report, see `toolkit.train.loop`.
-PROGRESS = Record(
-    {
-        **dict.fromkeys(("step", "step_start", "total_steps", "epoch", "epochs"), Maybe(COUNT)),
-        **dict.fromkeys(("loss", "samples_per_s", "data_wait_fraction", "save_s", "eta_s"), Maybe(OrNull(NUMBER))),
-        "phase": Maybe(TEXT),
-        "expendable": Maybe(ListOf(COUNT)),
-        "spent": Maybe(_SECONDS),
-        "stragglers": Maybe(ListOf(_STRAGGLER)),
-        "metrics": Maybe(_METRICS),
-    }
-)
 
 
 @lru_cache(maxsize=16)
@@ -68,27 +57,6 @@ def _hosts(text: str) -> tuple[str, ...] | None:
         return None
 
 
-#: The files of a run, see `toolkit.launch.record.journal`.
-_START = Record({"since": MOMENT, "submitted": OrNull(MOMENT), "queue_s": NUMBER, "ready": MOMENT, "best_step": COUNT})
-_STATUS_KEYS = Record(
-    {
-        **dict.fromkeys(("state", "run", "host", "why"), Maybe(TEXT)),
-        **dict.fromkeys(("job_id", "stop"), Maybe(OrNull(TEXT))),
-        **dict.fromkeys(("pid", "attempt", "world_size", "restart_count"), Maybe(COUNT)),
-        **dict.fromkeys(("started", "updated", "ended"), Maybe(MOMENT)),
-        "submitted": Maybe(OrNull(MOMENT)),
-        "start": Maybe(OrNull(_START)),
-        "nodes": Maybe(ListOf(WORD)),
-        "tasks": Maybe(ListOf(COUNT)),
-        "lost_ranks": Maybe(MapOf(TEXT)),
-        "bad_nodes": Maybe(MapOf(TEXT)),
-        "ailing_nodes": Maybe(MapOf(TEXT)),
-        "progress": Maybe(PROGRESS),
-        "goodput": Maybe(_SECONDS),
-    }
-)
-#: ``status.json``; ``left_over`` is the status of an attempt that was never closed, see `RunDir.left_over`.
-_STATUS = Record({**_STATUS_KEYS.keys, "left_over": Maybe(_STATUS_KEYS)})
 #: A line of ``attempts.jsonl``: one closed attempt.
 _ATTEMPT = Record(
     {
@@ -237,32 +205,31 @@ class RunDir:
         """Return the file of a failing rank's report, see `toolkit.error_file`."""
         return self.attempt_logs(attempt) / f"error-{rank}.json"
 
-    def status(self, damage: list[str] | None = None) -> dict[str, Any]:
+    def status(self, damage: list[str] | None = None) -> RunStatus:
         """Return ``status.json`` as far as it can be read; empty before the first start.
 
         It is never flushed: after a power cut it may be damaged, and a requeued job must start all the same.
         Here and below ``damage`` gets what cannot be read; without it that goes into the log.
         """
-        status: dict[str, Any] = records.read_or(self.path / "status.json", _STATUS, {}, damage)
-        return status
+        return RunStatus.read_or_none(self.path / "status.json", damage) or RunStatus()
 
-    def left_over(self) -> dict[str, Any] | None:
+    def left_over(self) -> AttemptStatus | None:
         """Return the status of an attempt whose supervisor died before it wrote the attempt's line; else None.
 
         `toolkit resume` replaces the status, and keeps such a one as a part of the new one.
         """
         status = self.status()
-        status = status.get("left_over", status)
-        number = status.get("attempt")
-        return status if number and all(line["attempt"] != number for line in self.attempts()) else None
+        left = status.left_over or status
+        is_open = left.attempt and all(line["attempt"] != left.attempt for line in self.attempts())
+        return left if is_open else None
 
     def step(self) -> int:
         """Return the last step that rank 0 has reported to the supervisor; 0 before the first."""
-        return (self.status().get("progress") or {}).get("step") or 0
+        return self.status().progress.step or 0
 
-    def write_status(self, status: dict[str, Any]) -> None:
+    def write_status(self, status: RunStatus) -> None:
         """Replace ``status.json``. It is rewritten twice a second, so not flushed to disk."""
-        fsio.write_json(self.path / "status.json", status, durable=False)
+        fsio.write_json(self.path / "status.json", status.to_file(), durable=False)
 
     def result(self, damage: list[str] | None = None) -> dict[str, Any] | None:
         """Return ``result.json``, or None while the run has not ended.

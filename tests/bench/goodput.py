@@ -81,13 +81,13 @@ def start(site: Site, memory: str) -> RunDir:
 def kill_a_rank(site: Site, run: RunDir) -> float:
     """Seconds until the next attempt has made a step."""
     status, killed = run.status(), time.monotonic()
-    os.kill(ranks_on(site, random.choice(status["nodes"]))[0], signal.SIGKILL)
+    os.kill(ranks_on(site, random.choice(status.nodes))[0], signal.SIGKILL)
 
     def trains() -> bool:
         now = run.status()
         assert run.result() is None, run.result()
-        progress = now["progress"]
-        return now["attempt"] > status["attempt"] and progress.get("step", 0) > progress.get("step_start", 0)
+        progress = now.progress
+        return (now.attempt or 0) > (status.attempt or 0) and (progress.step or 0) > (progress.step_start or 0)
 
     wait_for(trains, END_S, "a step after the kill")
     return time.monotonic() - killed
@@ -111,7 +111,7 @@ def measure(site: Site, minutes: float, every_s: float, memory: str) -> None:
     time.sleep(max(0.0, began + 60 * minutes - time.monotonic()))
     wall_s, steps = time.monotonic() - began, run.step() - first
     attempts = run.attempts()
-    starts = [a["step_start"] for a in attempts[1:]] + [run.status()["progress"]["step_start"]]
+    starts = [a["step_start"] for a in attempts[1:]] + [run.status().progress.step_start]
     again = sum(a["step_end"] - start for a, start in zip(attempts, starts, strict=True))
     imported_s = statistics.mean(imports_s(run, a["attempt"] + 1) for a in attempts)
     back_s = statistics.mean(recoveries)

@@ -28,13 +28,13 @@ def test_a_killed_worker_is_named_and_the_attempt_goes_on_until_the_last_one_die
         run = the_run(env)
         reached(run, 20)
         os.kill(ranks(env)[1], signal.SIGKILL)
-        status = wait_for(lambda: run.status() if run.status().get("lost_ranks") else None, 10, "the lost rank")
-        assert status["lost_ranks"] == {"1": "killed by SIGKILL"}
+        status = wait_for(lambda: run.status() if run.status().lost_ranks else None, 10, "the lost rank")
+        assert status.lost_ranks == {"1": "killed by SIGKILL"}
         shown = subprocess.run(
             [*TOOLKIT, "status", run.id], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )
         assert "rank 1 died (killed by SIGKILL); the run went on without it" in shown.stdout
-        reached(run, status["progress"]["step"] + 60)
+        reached(run, status.progress.step + 60)
         os.kill(ranks(env)[2], signal.SIGKILL)
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out

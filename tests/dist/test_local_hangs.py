@@ -225,4 +225,4 @@ def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp
     run = the_run(env)
     (attempt,) = run.attempts()
     assert attempt["cause"] == "completed"
-    assert run.status()["progress"]["save_s"] > TIMEOUT_S / 2
+    assert run.status().progress.save_s > TIMEOUT_S / 2

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.store import newest_step
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
@@ -57,12 +57,12 @@ def the_run(env: dict[str, str]) -> RunDir:
     return wait_for(only, START_S, "a run folder")
 
 
-def reached(run: RunDir, step: int) -> dict[str, Any]:
+def reached(run: RunDir, step: int) -> RunStatus:
     """The status once the run has passed ``step``."""
 
-    def passed() -> dict[str, Any] | None:
+    def passed() -> RunStatus | None:
         status = run.status()
-        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
+        return status if (status.progress.step or 0) >= step else None
 
     return wait_for(passed, START_S, f"step {step}")
 
@@ -159,7 +159,7 @@ def test_nothing_outlives_a_supervisor_killed_with_sigkill(env: dict[str, str]) 
     with start(env, *LONG) as process:
         run = the_run(env)
         status = reached(run, 20)
-        os.kill(status["pid"], signal.SIGKILL)
+        os.kill(status.pid, signal.SIGKILL)
         out, _ = process.communicate(timeout=START_S)
     assert process.returncode == 1
     assert "wrote no result" in out
@@ -268,10 +268,10 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     wait_for(lambda: nobody_left(env), START_S, "the end of the first supervisor")
     resumes = [subprocess.Popen([*TOOLKIT, "resume", run.id], cwd=ROOT, env=env, text=True) for _ in range(2)]
     assert sorted(process.wait(START_S) for process in resumes) == [0, 2]
-    wait_for(lambda: run.status().get("state") == "starting", START_S, "the start of the ranks")
+    wait_for(lambda: run.status().state == "starting", START_S, "the start of the ranks")
     assert toolkit(env, "stop", run.id)[0] == 0
     assert wait_for(run.result, START_S, "a result")["state"] == "stopped"
-    assert [line["attempt"] for line in run.attempts()] == [run.status()["attempt"]]
+    assert [line["attempt"] for line in run.attempts()] == [run.status().attempt]
 
 
 @pytest.mark.soak  # on Slurm the same holds for all launchers

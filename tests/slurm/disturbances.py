@@ -83,7 +83,7 @@ def kill_the_batch_host(it: Watched) -> None:
 def some_node(it: Watched) -> str:
     """The batch host, or one of the run's other nodes."""
     status = it.run.status()
-    nodes = [*status.get("nodes", []), status.get("host")]
+    nodes = [*status.nodes, status.host]
     return str(it.dice.choice([node for node in nodes if node in it.cluster.site.box.spec.node_names] or ["node1"]))
 
 
@@ -99,7 +99,7 @@ WEIGHTS = {**dict.fromkeys(RUN_ACTIONS, 2), **dict.fromkeys(CLUSTER_ACTIONS, 3),
 
 
 def act(it: Watched, action: str) -> None:
-    it.note(f"--- {action} (jobs {it.jobs}, state {it.run.status().get('state')}, step {it.run.step()})")
+    it.note(f"--- {action} (jobs {it.jobs}, state {it.run.status().state}, step {it.run.step()})")
     if action in RUN_ACTIONS:
         RUN_ACTIONS[action](it)
         return

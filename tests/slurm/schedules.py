@@ -105,7 +105,7 @@ MOMENTS = (
 def wait_for_the_moment(it: Watched) -> None:
     """A random time after the run has come into a random state, if it does within some seconds."""
     state, deadline = it.dice.choice(MOMENTS), time.monotonic() + it.dice.uniform(0, 15)
-    while state is not None and it.run.status().get("state") != state and time.monotonic() < deadline:
+    while state is not None and it.run.status().state != state and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(it.dice.choice([0.0, it.dice.uniform(0, 1), it.dice.uniform(0, 6)]))
 
@@ -185,7 +185,7 @@ def settle(it: Watched) -> None:
         if "toolkit resume" not in it.output:
             raise Violation(f"nobody goes on with it and `why` does not say what to do: {it.output[-1500:]}")
         if not it.ended:
-            it.note(f"NEEDED A PERSON: {(result or it.run.status()).get('why')}")
+            it.note(f"NEEDED A PERSON: {result['why'] if result else it.run.status().why}")
         it.resume()  # on a full disk, say, a person tries again
     raise Violation(f"resumed {ADVICE} times, and not completed")
 

@@ -12,6 +12,7 @@ from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
 from toolkit.launch.record import ownership
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 START_S = 60
@@ -88,10 +89,10 @@ class Site:
         return folder
 
 
-def reached(run: RunDir, step: int) -> dict[str, Any]:
-    def passed() -> dict[str, Any] | None:
+def reached(run: RunDir, step: int) -> RunStatus:
+    def passed() -> RunStatus | None:
         status = run.status()
-        return status if ((status.get("progress") or {}).get("step") or 0) >= step else None
+        return status if (status.progress.step or 0) >= step else None
 
     return wait_for(passed, START_S, f"step {step}")
 
@@ -111,7 +112,7 @@ def nothing_lost(run: RunDir) -> None:
 
 def pid_of_supervisor(site: Site, run: RunDir) -> int:
     """As we see it: status.json has the pid of the node's own namespace."""
-    inner, host = run.status()["pid"], run.status()["host"]
+    inner, host = run.status().pid, run.status().host
 
     def is_it(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -25,6 +25,7 @@ from tests.slurm.site import END_S, START_S, Site, pid_of_supervisor
 from tests.slurm.test_stop import completed, ranks_on
 from tests.waiting import wait_for
 from toolkit.checkpoint.store import CheckpointStore, newest_step
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
@@ -78,12 +79,12 @@ class Disturber:
         self._looked = 0.0
 
     @property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         return self.run.status()
 
     def some_rank(self) -> int:
         """Its pid."""
-        node = self.dice.choice(self.status["nodes"])
+        node = self.dice.choice(self.status.nodes)
         return wait_for(lambda: ranks_on(self.site, node), START_S, f"a rank on {node}")[0]
 
     def disturb(self, kind: str) -> None:
@@ -92,7 +93,7 @@ class Disturber:
         self._await(moment)
         closed, best = len(self.run.attempts()), self._best()
         began = time.monotonic()
-        say(f"{kind}, at step {self.run.step()} of attempt {self.status['attempt']} ({moment}, {self.status['nodes']})")
+        say(f"{kind}, at step {self.run.step()} of attempt {self.status.attempt} ({moment}, {self.status.nodes})")
         mend = FAULTS[kind](self)
         ends = kind not in PASSING
 
@@ -128,20 +129,20 @@ class Disturber:
 
     def _await(self, moment: str) -> None:
         if moment == "starting":
-            attempt = self.status["attempt"]
+            attempt = self.status.attempt
             kill_a_rank(self)
-            wait_for(lambda: self.status["attempt"] > attempt and self.status["state"] == moment, END_S, "a start")
+            wait_for(lambda: self.status.attempt > attempt and self.status.state == moment, END_S, "a start")
             time.sleep(self.dice.uniform(0, 6))  # the random moment itself
         elif moment == "checkpoint":  # which is written while the training goes on
             wait_for(lambda: self._is_training() and [*self.run.checkpoints.glob("step-*.tmp-*")], END_S, moment)
         else:
-            wait_for(lambda: self._is_training() and self.status["progress"]["phase"] == moment, END_S, moment)
+            wait_for(lambda: self._is_training() and self.status.progress.phase == moment, END_S, moment)
 
     def _best(self) -> int:
         return max(self.run.step(), *(a["step_end"] or 0 for a in self.run.attempts()), 0)
 
     def _is_training(self) -> bool:
-        return self.status.get("state") == "running" and "phase" in self.status["progress"]
+        return self.status.state == "running" and self.status.progress.phase is not None
 
     def _release_if_held(self) -> None:
         """As an administrator does. A node that was cut off for so long that the job went on elsewhere may refuse its
@@ -149,7 +150,7 @@ class Disturber:
         if time.monotonic() < self._looked + 5:
             return
         self._looked = time.monotonic()
-        job = self.status["job_id"]
+        job = self.status.job_id
         if self.site.box.job(job).get("Reason") == "launch_failed_requeued_held":
             say("    Slurm holds the job, since a node refused it; released")
             drained = self.site.box.run(["sinfo", "--noheader", "--states=drain", "--format=%N"]).stdout.split()
@@ -182,15 +183,15 @@ def kill_node(it: Disturber, node: str) -> Mend:
 
 
 def kill_a_ranks_node(it: Disturber) -> Mend:
-    return kill_node(it, it.dice.choice([node for node in it.status["nodes"] if node != it.status["host"]]))
+    return kill_node(it, it.dice.choice([node for node in it.status.nodes if node != it.status.host]))
 
 
 def kill_the_batch_host(it: Disturber) -> Mend:
-    return kill_node(it, it.status["host"])
+    return kill_node(it, it.status.host)
 
 
 def cut_a_node_off(it: Disturber) -> Mend:
-    node = it.dice.choice(sorted({*it.status["nodes"], it.status["host"]}))
+    node = it.dice.choice(sorted({*it.status.nodes, it.status.host}))
     it.site.box.cut_node(node)
     return lambda: it.site.box.join_node(node)
 
@@ -200,11 +201,11 @@ def preempt(it: Disturber) -> None:
 
 
 def requeue(it: Disturber) -> None:
-    it.site.run("scontrol", "requeue", it.status["job_id"])
+    it.site.run("scontrol", "requeue", it.status.job_id)
 
 
 def signal_the_batch_host(it: Disturber) -> None:
-    it.site.run("scancel", "--batch", "--signal=USR1", it.status["job_id"])
+    it.site.run("scancel", "--batch", "--signal=USR1", it.status.job_id)
 
 
 def restart_the_controller(it: Disturber) -> None:

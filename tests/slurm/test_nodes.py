@@ -55,7 +55,7 @@ def ended_as_undisturbed(site: Site, run: RunDir) -> list[dict[str, Any]]:
     """The attempts of a run that completed, each going on from a checkpoint of the one before."""
     result = completed(site, run)
     assert result["step"] == STEPS
-    assert run.status()["progress"]["step"] == STEPS
+    assert run.status().progress.step == STEPS
     attempts = run.attempts()
     for before, after in itertools.pairwise(attempts):
         assert (before["step_end"] or 0) - 40 <= (after["step_start"] or 0) <= (before["step_end"] or 0) + 40
@@ -68,8 +68,8 @@ def first_new_step(run: RunDir, since: float) -> float:
 
     def training() -> bool:
         status = run.status()
-        progress = status.get("progress") or {}
-        return status.get("attempt") == 2 and progress.get("step", 0) > progress.get("step_start", 10**9)
+        progress = status.progress
+        return status.attempt == 2 and run.step() > (10**9 if progress.step_start is None else progress.step_start)
 
     wait_for(training, END_S, "a step of the second attempt")
     return time.time() - since
@@ -231,14 +231,14 @@ def test_a_job_that_gave_a_node_back_survives_its_supervisor_and_requeues_in_ful
 
     def works_in_attempt(number: int) -> bool:
         status = run.status()
-        return status.get("attempt") == number and status["state"] == "running"
+        return status.attempt == number and status.state == "running"
 
     with drained(site, "node2", "new fan, please"):
         wait_for(lambda: works_in_attempt(2), END_S, "the second attempt")
         assert hosts_of(site, job) == ["node1", "node3"]
         os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
         wait_for(lambda: works_in_attempt(3), END_S, "the third attempt")
-        assert run.status()["nodes"] == ["node1", "node3"]
+        assert run.status().nodes == ("node1", "node3")
     site.run("scontrol", "requeue", job)
     wait_for(lambda: works_in_attempt(4), END_S, "the fourth attempt")
     assert len(hosts_of(site, job)) == 3
@@ -263,7 +263,7 @@ def test_state_in_memory_saves_the_steps_of_a_killed_rank_and_of_a_dead_node(sit
     since = time.time()
     os.kill(ranks[0], signal.SIGKILL)
     print(f"first new step after {first_new_step(run, since):.1f} s")
-    reached(run, run.status()["progress"]["step"] + 50)
+    reached(run, run.status().progress.step + 50)
     with killed(site, "node2"):
         first, second, last = ended_as_undisturbed(site, run)
     assert second["step_start"] >= first["step_end"] - 1  # the last report may be older than the last step
@@ -318,7 +318,7 @@ def hosts_of(site: Site, job: str) -> list[str]:
 
 def is_another(run: RunDir, pid: int) -> bool:
     """The supervisor is no longer the one with ``pid``."""
-    return run.status()["pid"] != pid
+    return run.status().pid != pid
 
 
 def test_a_killed_supervisor_is_replaced_while_ranks_train_also_in_a_requeued_job(site: Site) -> None:
@@ -328,8 +328,8 @@ def test_a_killed_supervisor_is_replaced_while_ranks_train_also_in_a_requeued_jo
         before = run.status()
         os.kill(pid_of_supervisor(site, run), signal.SIGKILL)
         since = time.time()
-        wait_for(partial(is_another, run, before["pid"]), 30, "another supervisor")
-        reached(run, before["progress"]["step"] + 25)
+        wait_for(partial(is_another, run, before.pid), 30, "another supervisor")
+        reached(run, before.progress.step + 25)
         print(f"25 more steps {time.time() - since:.1f} s after the supervisor's death")
     assert all(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert run.attempts() == []

@@ -176,7 +176,7 @@ def test_a_job_swaps_a_sick_node_for_a_spare_before_its_ranks_start(site: Site) 
         completed(site, run)
     (only,) = run.attempts()
     assert only["nodes"] == ["node1", "node2", "node4"]
-    assert "Read-only file system" in run.status()["bad_nodes"][SICK]
+    assert "Read-only file system" in run.status().bad_nodes[SICK]
     assert f"bad node: {SICK}" in site.run("toolkit", "why", run.id)
 
 

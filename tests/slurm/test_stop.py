@@ -98,7 +98,7 @@ def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
     moments = random.Random(seed)
     run = submit(site, slow_project(site, 0.02), "train.max_steps=1500")
     for number in range(1, times + 1):
-        wait_for(lambda n=number: run.status().get("attempt") == n, END_S, f"attempt {number}")  # type: ignore[misc]
+        wait_for(lambda n=number: run.status().attempt == n, END_S, f"attempt {number}")  # type: ignore[misc]
         time.sleep(moments.uniform(0.0, 12.0))
         if run.result() is not None:
             break
@@ -226,7 +226,7 @@ def test_a_job_that_is_preempted_before_its_supervisor_is_up_is_followed_by_anot
 def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run(site: Site) -> None:
     run = submit(site, slow_project(site, 0.02), "train.max_steps=600", "cluster.partition=cancel")
     for number in range(1, 4):
-        wait_for(lambda n=number: run.status().get("attempt") == n, END_S, f"attempt {number}")  # type: ignore[misc]
+        wait_for(lambda n=number: run.status().attempt == n, END_S, f"attempt {number}")  # type: ignore[misc]
         time.sleep(random.uniform(0.0, 12.0))
         site.preempt()
         attempts_of(run, number)
@@ -256,7 +256,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     assert "it can be resumed when it has ended" in site.run("toolkit", "resume", run.id, check=False)
     site.box.run(["scancel", intruder])
     # it runs: it is the one that is told, twice
-    wait_for(lambda: run.status().get("attempt") == 2 and run.step() >= 100, END_S, "step 100 of attempt 2")
+    wait_for(lambda: run.status().attempt == 2 and run.step() >= 100, END_S, "step 100 of attempt 2")
     assert site.job_of(run) == first
     assert "can be resumed when" in site.run("toolkit", "resume", run.id, check=False)
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
     # resumed, taken away again, and its follow-up job cancelled: the run says what to do
     site.run("toolkit", "resume", run.id)
-    wait_for(lambda: run.status().get("attempt") == 3, END_S, "attempt 3")
+    wait_for(lambda: run.status().attempt == 3, END_S, "attempt 3")
     owner = ownership.read(run)
     assert owner is not None
     site.run("scancel", owner.follow_ups[0])
@@ -381,7 +381,7 @@ def test_a_run_of_four_limits_loses_nothing_with_and_without_a_signal(site: Site
 
 
 def in_the_queue(site: Site, run: RunDir) -> None:
-    assert run.status()["state"] == "queued"
+    assert run.status().state == "queued"
     assert f"scontrol release {site.job_of(run)}" in site.run("toolkit", "status", run.id)
 
 
@@ -390,7 +390,7 @@ def in_the_preflight(site: Site, run: RunDir) -> None:
 
 
 def at_the_start(site: Site, run: RunDir) -> None:
-    wait_for(lambda: run.status().get("state") == "starting", START_S, "the start")
+    wait_for(lambda: run.status().state == "starting", START_S, "the start")
 
 
 def in_training(site: Site, run: RunDir) -> None:
@@ -438,7 +438,7 @@ def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(sit
     assert row["JobState"] == "CANCELLED"
     assert run.attempts()[0]["decision"] == "requeue"
     if row["Restarts"] == "0":  # else the requeue was quicker than we, and Slurm has cancelled a job that waits
-        assert (run.result() or {})["state"] == run.status()["state"] == "cancelled"
+        assert (run.result() or {})["state"] == run.status().state == "cancelled"
 
 
 def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -> None:

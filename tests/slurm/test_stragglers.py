@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.box import Box
 from tests.slurm.site import END_S, Site
 from tests.slurm.test_stop import slow_project
 from tests.waiting import wait_for
+from toolkit.run_files import Straggler
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
@@ -59,9 +59,9 @@ def rank_on(box: Box, node: str) -> int:
     return next(pid for pid, command in box.processes(node) if "toolkit run" in command)
 
 
-def slow_now(run: RunDir) -> list[dict[str, Any]]:
-    told = (run.status().get("progress") or {}).get("stragglers") or []
-    return [entry for entry in told if entry["until"] is None]
+def slow_now(run: RunDir) -> list[Straggler]:
+    told = run.status().progress.stragglers
+    return [entry for entry in told if entry.until is None]
 
 
 def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: Site) -> None:
@@ -70,13 +70,13 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     size = ["cluster.nodes=4", "job=jobs.quick", "train.log_every=20", "notify=[sh, -c, 'echo $TOOLKIT_STATE']"]
     site.run("toolkit", "submit", "slow.yaml", *size, cwd=project)
     run = site.only_run()
-    wait_for(lambda: (run.status().get("progress") or {}).get("step", 0) >= 40, END_S, "step 40")
+    wait_for(lambda: run.step() >= 40, END_S, "step 40")
     with throttled(rank_on(site.box, "node3")):
         (entry,) = wait_for(lambda: slow_now(run), END_S, "the slow node's name")
         status = site.run("toolkit", "status", run.id)
         print(status)
-    assert (entry["host"], entry["ranks"]) == ("node3", [2])
-    assert entry["ratio"] > 1.3
+    assert (entry.host, entry.ranks) == ("node3", (2,))
+    assert entry.ratio > 1.3
     assert "node3 (rank 2) is " in status
     wait_for(lambda: not slow_now(run), END_S, "its recovery")
     assert " times slower" not in site.run("toolkit", "status", run.id)

@@ -55,7 +55,7 @@ def test_what_a_stranger_writes_into_the_store_neither_ends_nor_steers_the_run(s
     environ = variables_of_a_rank(site)
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     own = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
-    assert listening(site, run.status()["host"], port) == {f"{own}:{port:04X}"}  # and no wildcard
+    assert listening(site, run.status().host, port) == {f"{own}:{port:04X}"}  # and no wildcard
     attack = ["python", "-c", ATTACK, host, str(port)]
     assert int(site.box.run(attack, node="node4", user=STRANGER, timeout=END_S).stdout) > 5
     reached(run, run.step() + 50)

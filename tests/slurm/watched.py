@@ -121,7 +121,7 @@ class Watched:
                 self._violated(f"two jobs of one run are running: {running}")
             with suppress(Exception):
                 status = self.run.status()
-                writer = (status.get("job_id"), status["host"], status["pid"])
+                writer = (status.job_id, status.host, status.pid)
                 if writer not in self.writers:
                     self.writers.append(writer)
                 elif writer != self.writers[-1]:
@@ -146,8 +146,8 @@ class Watched:
 
     def signature(self) -> tuple[Any, ...]:
         status = self.run.status()
-        keys = ("state", "attempt", "job_id", "pid")
-        return (len(self.trace()), *(status.get(key) for key in keys), tuple(self.jobs), self.run.result() is None)
+        writer = (status.state, status.attempt, status.job_id, status.pid)
+        return (len(self.trace()), *writer, tuple(self.jobs), self.run.result() is None)
 
     def wait_until_at_rest(self) -> None:
         """No job of the run for a while, longer than a requeue takes. Raises Violation where it is stuck."""

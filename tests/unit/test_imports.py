@@ -22,7 +22,7 @@ PACKAGE = ROOT / "toolkit"
 FLOORS = [
     [
         *("chaos", "durations", "error_file", "errors", "fsio", "hostlist", "logs", "open_files", "origin", "records"),
-        *("rundir", "signals", "trust"),
+        *("run_files", "rundir", "signals", "trust"),
     ],
     ["slurm"],
     ["config", "health", "testing"],

@@ -19,6 +19,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.launch.start.children import open_log
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -90,7 +91,7 @@ def test_a_damaged_status_is_none_yet_and_is_named(tmp_path: Path, text: str) ->
     run = rundir.create("name", tmp_path)
     damage: list[str] = []
     (run.path / "status.json").write_bytes(text.encode("latin-1"))
-    assert run.status(damage) == {}
+    assert run.status(damage) == RunStatus()
     assert str(run.path / "status.json") in damage[0]
 
 
@@ -115,9 +116,12 @@ def test_a_damaged_result_is_kept_when_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_what_fits_of_a_status_is_kept_and_the_rest_is_named(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
-    run.write_status({"state": "running", "nodes": "node1", "progress": {"step": 7, "loss": "x"}, "later": [1]})
+    written = {"state": "running", "nodes": "node1", "progress": {"step": 7, "loss": "x"}, "later": [1]}
+    fsio.write_json(run.path / "status.json", written)
     damage: list[str] = []
-    assert run.status(damage) == {"state": "running", "progress": {"step": 7}, "later": [1]}
+    kept = {"state": "running", "progress": {"step": 7}, "later": [1]}
+    assert run.status(damage) == RunStatus.from_json(kept)
+    assert run.status([]).to_json() == kept
     assert [line.removeprefix(f"{run.path / 'status.json'}: ") for line in damage] == [
         'nodes: "node1" is not a list; left out',
         'progress.loss: "x" is not a number; left out',
@@ -199,7 +203,7 @@ def test_a_file_replaced_on_another_node_is_read_again(tmp_path: Path, monkeypat
         return answer
 
     monkeypatch.setattr(Path, "read_bytes", read)
-    assert run.status() == {"state": "running"}
+    assert run.status() == RunStatus(state=RunState.RUNNING)
 
 
 def _write_error(run: RunDir) -> None:

@@ -12,7 +12,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.policy import Keep
 from toolkit.checkpoint.store import CheckpointStore, is_name_of_committed, step_of
 from toolkit.cli.arguments import new_path
-from toolkit.cli.show import ACTIVE, table
+from toolkit.cli.show import table
 from toolkit.config import load_config
 from toolkit.errors import CheckpointError, RequestError
 from toolkit.rundir import RunDir
@@ -204,8 +204,9 @@ def prune(run: RunDir, keep: int) -> list[Path]:
 
     Also removes what was damaged or never finished. Raises RequestError for a run that may still be writing.
     """
-    if run.result() is None and run.status().get("state") in ACTIVE:
-        raise RequestError(f"run {run.id} is {run.status().get('state')}: prune it when it has ended")
+    state = run.status().state
+    if run.result() is None and state is not None and not state.is_over:
+        raise RequestError(f"run {run.id} is {state}: prune it when it has ended")
     config = load_config(run.config, site=False).checkpoint
     # --keep replaces only the number of newest ones; the config's other rules hold.
     store = CheckpointStore(run.checkpoints, Keep(keep, config.keep_every, config.keep_best))

@@ -17,6 +17,7 @@ from toolkit.durations import as_clock
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics import goodput
+from toolkit.run_files import RunProgress, RunState, RunStatus
 
 #: Seconds that a local run may take to end after Ctrl-C before the user is told that it has not.
 STOP_WAIT_S = 180.0
@@ -75,13 +76,13 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def _update(progress: Progress, task: TaskID, status: dict[str, Any], waited_s: float) -> None:
-    at = status.get("progress") or {}
+def _update(progress: Progress, task: TaskID, status: RunStatus, waited_s: float) -> None:
+    at = status.progress
     progress.update(
         task,
         description=escape(describe(status)),
-        total=at.get("total_steps"),
-        completed=at.get("step") or 0,
+        total=at.total_steps,
+        completed=at.step or 0,
         figures=figures(at),
         clock=clock(at, waited_s),
     )
@@ -93,23 +94,22 @@ def _watch_in_lines(run: Run) -> None:
     for status in run.watch():
         line = describe(status)
         if line != last:
-            print(f"  {line}  {figures(status.get('progress') or {})}".rstrip(), flush=True)
+            print(f"  {line}  {figures(status.progress)}".rstrip(), flush=True)
             last = line
 
 
-def describe(status: dict[str, Any]) -> str:
+def describe(status: RunStatus) -> str:
     """Describe in a few words what goes on.
 
     That is the epoch while training, else the state and what it waits for.
     """
-    at = status.get("progress") or {}
-    state = str(status.get("state", "queued"))
-    words = [_STARTING.format(status.get("world_size", "the")) if state == "starting" else state]
-    if state == "running" and at.get("epoch") is not None:
-        words = [f"epoch {at['epoch']}/{at.get('epochs', '?')}"]
-        words += [_PHASES[at["phase"]]] if at.get("phase") in _PHASES else []
-    if status.get("attempt", 1) > 1:
-        words.append(f"attempt {status['attempt']}")
+    at, state = status.progress, status.state or RunState.QUEUED
+    words: list[str] = [_STARTING.format(status.world_size or "the") if state is RunState.STARTING else state]
+    if state is RunState.RUNNING and at.epoch is not None:
+        words = [f"epoch {at.epoch}/{'?' if at.epochs is None else at.epochs}"]
+        words += [_PHASES[at.phase]] if at.phase in _PHASES else []
+    if (status.attempt or 1) > 1:
+        words.append(f"attempt {status.attempt}")
     return ", ".join(words)
 
 
@@ -117,20 +117,19 @@ _STARTING = "starting {} ranks (importing torch takes some seconds)"
 _PHASES = {"evaluate": "evaluating", "checkpoint": "saving", "done": "finishing"}
 
 
-def figures(at: dict[str, Any]) -> str:
+def figures(at: RunProgress) -> str:
     """Return loss, rate and accuracy on the test set, as far as they are known."""
     known = (
-        ("loss {:.4f}", at.get("loss")),
-        ("{:,.0f} samples/s", at.get("samples_per_s")),
-        ("acc {:.4f}", (at.get("metrics") or {}).get("eval/accuracy")),
+        ("loss {:.4f}", at.loss),
+        ("{:,.0f} samples/s", at.samples_per_s),
+        ("acc {:.4f}", at.metrics.get("eval/accuracy")),
     )
     return "  ".join(text.format(value) for text, value in known if value is not None)
 
 
-def clock(at: dict[str, Any], waited_s: float) -> str:
+def clock(at: RunProgress, waited_s: float) -> str:
     """Return the time left as the ranks estimate it; until they can, the time waited."""
-    eta_s = at.get("eta_s")
-    return f"{as_clock(waited_s)} elapsed" if eta_s is None else f"{as_clock(eta_s)} left"
+    return f"{as_clock(waited_s)} elapsed" if at.eta_s is None else f"{as_clock(at.eta_s)} left"
 
 
 def _interrupted(run: Run, console: Console) -> int:
@@ -153,7 +152,7 @@ def _interrupted(run: Run, console: Console) -> int:
         run.wait(STOP_WAIT_S)
     except TimeoutError:
         console.print(
-            f"[red]run {run.id} has not ended; its supervisor is pid {run.status().get('pid')}[/]", soft_wrap=True
+            f"[red]run {run.id} has not ended; its supervisor is pid {run.dir.status().pid}[/]", soft_wrap=True
         )
     except JobFailedError:  # the run ended before it could write its result
         pass

@@ -14,6 +14,7 @@ from toolkit.cli import slow
 from toolkit.errors import ToolkitError
 from toolkit.launch.record import ownership, request
 from toolkit.metrics import goodput
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
 if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is asked
@@ -22,9 +23,6 @@ if TYPE_CHECKING:  # the module that asks Slurm is imported only when Slurm is a
 #: A supervisor rewrites its status twice a second. After QUIET_S without a new one Slurm is asked whether the job is
 #: over; after SILENT_S the table shows that the supervisor is silent. Shared folders show files seconds late.
 QUIET_S, SILENT_S = 5.0, 30.0
-#: States of runs that wait for Slurm, and of all runs that have not ended.
-WAITING = ("queued", "requeued")
-ACTIVE = (*WAITING, "starting", "running", "stopping", "restarting")
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
@@ -47,7 +45,10 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 
 def _is_to_be_asked(row: dict[str, Any]) -> bool:
-    return row["state"] in WAITING or (row["state"] in ACTIVE and _quiet_s(row["updated"]) > QUIET_S)
+    state = row["state"]
+    if not isinstance(state, RunState):  # neither status nor result says how it stands
+        return False
+    return state.is_waiting or (not state.is_over and _quiet_s(row["updated"]) > QUIET_S)
 
 
 def _quiet_s(updated: float | None) -> float:
@@ -64,31 +65,30 @@ def _row(run: RunDir) -> dict[str, Any]:
     # Damaged files are reported in the row, not raised.
     status, result, sent = run.status(damage), run.result(damage) or {}, run.submission(damage)
     jobs, asked = ownership.jobs_of(run, damage), request.asked(run, damage)
-    progress = status.get("progress") or {}
-    state = result.get("state") or status.get("state") or "unknown"
+    progress, state = status.progress, RunState(result["state"]) if result else status.state
     return {
         "run": run.id,
         "name": run.name,
-        "state": state,
-        "job_id": jobs[0] if jobs else status.get("job_id"),
+        "state": state or "unknown",
+        "job_id": jobs[0] if jobs else status.job_id,
         "follow_ups": jobs[1:],
         "asked": asked and asked.value,
-        "executor": sent.get("executor") or ("slurm" if status.get("job_id") else "local"),
-        "attempt": status.get("attempt", 0),
-        "step": result.get("step", progress.get("step")),
-        "total_steps": progress.get("total_steps"),
-        "loss": progress.get("loss"),
-        "metrics": result.get("metrics") or progress.get("metrics") or {},
-        "nodes": status.get("nodes", []),
-        "bad_nodes": status.get("bad_nodes", {}),
-        "ailing_nodes": status.get("ailing_nodes", {}),
-        "lost_ranks": status.get("lost_ranks", {}),
+        "executor": sent.get("executor") or ("slurm" if status.job_id else "local"),
+        "attempt": status.attempt or 0,
+        "step": result.get("step", progress.step),
+        "total_steps": progress.total_steps,
+        "loss": progress.loss,
+        "metrics": result.get("metrics") or progress.metrics,
+        "nodes": list(status.nodes),
+        "bad_nodes": status.bad_nodes,
+        "ailing_nodes": status.ailing_nodes,
+        "lost_ranks": status.lost_ranks,
         "stragglers": slow.stragglers(status),
         "goodput": goodput.of_files(run, damage),
-        "pid": status.get("pid"),
-        "host": status.get("host"),
-        "updated": status.get("updated"),
-        "silent": state in ACTIVE and _quiet_s(status.get("updated")) > SILENT_S,
+        "pid": status.pid,
+        "host": status.host,
+        "updated": status.updated,
+        "silent": state is not None and not state.is_over and _quiet_s(status.updated) > SILENT_S,
         "slurm": None,
         "reason": None,
         "why": result.get("why"),
@@ -115,7 +115,7 @@ def _honest_state(row: dict[str, Any]) -> str:
     from toolkit.slurm import states
     from toolkit.slurm.states import Phase
 
-    state = str(row["state"])
+    state: str = row["state"]
     # Slurm has said nothing of it, and its own status is recent.
     if row["slurm"] is None and not row["silent"]:
         return state
@@ -124,7 +124,8 @@ def _honest_state(row: dict[str, Any]) -> str:
         if row["slurm"] is None:
             return f"{state}? (silent)"
         expected = (Phase.RUNNING, Phase.ENDED_WELL)  # the result of a job that has just ended may not be visible yet
-        if state not in WAITING and not row["silent"] and states.phase(row["slurm"]) in expected:
+        is_waiting = isinstance(state, RunState) and state.is_waiting
+        if not is_waiting and not row["silent"] and states.phase(row["slurm"]) in expected:
             return state
         if states.is_over(row["slurm"]):
             return {"stop": "stopped", "cancel": "cancelled"}.get(row["asked"], f"lost ({row['slurm']})")

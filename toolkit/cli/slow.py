@@ -7,17 +7,18 @@ from typing import Any
 
 from toolkit import hostlist
 from toolkit.durations import in_one_unit
+from toolkit.run_files import RunStatus
 
 
-def stragglers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def stragglers(status: RunStatus) -> list[dict[str, Any]]:
     """Return the newest attempt's stragglers, with ``slow_s``; ``until`` is None for those that are slow now."""
-    now, told = status.get("updated") or 0.0, (status.get("progress") or {}).get("stragglers") or []
-    # A straggler of an attempt that has ended was slow until that end.
-    untils = [entry["until"] or status.get("ended") for entry in told]
-    return [
-        {**entry, "until": until, "slow_s": round((until or now) - entry["since"], 1)}
-        for entry, until in zip(told, untils, strict=True)
-    ]
+    now, rows = status.updated or 0.0, list[dict[str, Any]]()
+    for straggler in status.progress.stragglers:
+        # A straggler of an attempt that has ended was slow until that end.
+        until = straggler.until or status.ended
+        slow_s = round((until or now) - straggler.since, 1)
+        rows.append({**straggler.to_json(), "until": until, "slow_s": slow_s})
+    return rows
 
 
 def remark(slow: Sequence[Mapping[str, Any]]) -> str:

@@ -36,7 +36,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     # A run can be over without a result of its own: then its row, for which Slurm was asked, says so.
     row = status_rows([run])[0]
     is_over = row["state"].startswith("lost") or (not result and row["state"] in ("stopped", "cancelled"))
-    state = row["state"] if is_over else result.get("state") or status.get("state") or "unknown"
+    state = row["state"] if is_over else result.get("state") or status.state or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
     last = attempts[-1] if attempts else {}
@@ -45,18 +45,18 @@ def facts(run: RunDir) -> dict[str, Any]:
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": result.get("why") or row["why"] or over or status.get("why") or last.get("line"),
+        "why": result.get("why") or row["why"] or over or status.why or last.get("line"),
         "cause": last.get("cause"),
         "first_failure": _first_failure(run, attempts, damage),
-        "loss": loss_remark(result.get("metrics") or (status.get("progress") or {}).get("metrics")),
-        "nodes": status.get("nodes", []),
+        "loss": loss_remark(result.get("metrics") or status.progress.metrics),
+        "nodes": list(status.nodes),
         "stragglers": slow.stragglers(status),
         "last_checkpoint": saved,
         "step_reached": reached,
         "steps_lost": max(0, lost),
         "attempts": attempts,
         "goodput": goodput.of_files(run, damage),
-        "ailing_nodes": status.get("ailing_nodes", {}),
+        "ailing_nodes": status.ailing_nodes,
         "bad_nodes": {host: bad.why for host, bad in nodes.remembered(run, damage).items()},
         "damage": list(dict.fromkeys([*row["damage"], *damage])),
         "next": _ADVICE.get(state.split()[0], "`toolkit status {run}` says how it stands").format(run=run.id),

@@ -7,11 +7,11 @@ differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeAlias
 
 from toolkit.durations import in_units
+from toolkit.run_files import RunProgress, Start
 from toolkit.rundir import RunDir
 
 #: The parts that rank 0 measures, from its first step on; see `toolkit.metrics.timesheet`.
@@ -33,28 +33,17 @@ _WORDS = {
 Ledger: TypeAlias = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Start:
-    """What led to an attempt. Times in seconds since the epoch."""
-
-    since: float  #: the end of the last attempt, or the run's submission
-    submitted: float | None  #: when the job was submitted or requeued; None for a restart within the job
-    queue_s: float
-    ready: float  #: the start of the job, or the decision to start again
-    best_step: int  #: the furthest step of any earlier attempt
-
-
-def of_attempt(start: Start, first_step: float | None, progress: Mapping[str, Any], until: float) -> Ledger:
+def of_attempt(start: Start, first_step: float | None, progress: RunProgress, until: float) -> Ledger:
     """Return where the time from ``start.since`` to ``until`` went.
 
     ``first_step`` is when the first step began, None before it; ``progress`` is rank 0's report. Steps that an earlier
     attempt had already made count as replay: their share of all steps made is taken from the steps' time, data
     included.
     """
-    ledger = dict.fromkeys(PARTS, 0.0) | (progress.get("spent") or {})
+    ledger = dict.fromkeys(PARTS, 0.0) | dict(progress.spent)
     ledger["queue"] = start.queue_s
     ledger["start_up"] = (until if first_step is None else first_step) - start.ready
-    share = _share_made_again(progress.get("step_start") or 0, progress.get("step") or 0, start.best_step)
+    share = _share_made_again(progress.step_start or 0, progress.step or 0, start.best_step)
     ledger["replay"] = share * (ledger["training"] + ledger["data_wait"])
     ledger["training"] *= 1 - share
     ledger["data_wait"] *= 1 - share
@@ -65,18 +54,17 @@ def _share_made_again(first: int, last: int, best: int) -> float:
     return max(0, min(last, best) - first) / (last - first) if last > first else 0.0
 
 
-def gained_s(progress: Mapping[str, Any], saved: int, saved_before: int) -> float:
+def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:
     """Return the loop seconds of the steps that this attempt was the first to save.
 
     ``progress`` is rank 0's last report, which may be older than the checkpoint of step ``saved``, the newest after the
     attempt. ``saved_before`` is the newest ever before it. Evaluations and saves count by their steps.
     """
-    first, last = progress.get("step_start"), max(progress.get("step") or 0, saved)
+    first, last = progress.step_start, max(progress.step or 0, saved)
     if first is None or last <= first:
         return 0.0
     gained = max(0, saved - max(first, saved_before))
-    loop_s = sum((progress.get("spent") or {}).values())
-    return float(loop_s * gained / (last - first))
+    return sum(progress.spent.values()) * gained / (last - first)
 
 
 def of_run(attempts: Sequence[Mapping[str, Any]], submitted: float, now: float) -> Ledger:
@@ -127,9 +115,10 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] |
         return dict(told)
     lines, status = run.attempts(damage), run.status(damage)
     # The attempt that runs now has no line yet: take it from the status.
-    is_new = all(line["attempt"] != status.get("attempt") for line in lines)
-    if is_new and status.get("goodput") and {"started", "updated"} <= status.keys():
-        lines.append({**status, "ended": status["updated"]})
+    is_new = all(line["attempt"] != status.attempt for line in lines)
+    if is_new and status.goodput and status.started is not None and status.updated is not None:
+        times = {"started": status.started, "submitted": status.submitted, "ended": status.updated}
+        lines.append({**times, "goodput": status.goodput})
     if not any(line.get("goodput") for line in lines):
         return None
     return as_json(of_run(lines, submission(lines[0]), moment(lines[-1]["ended"])))

@@ -7,9 +7,10 @@ from typing import Any
 
 from toolkit import hostlist
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import PARTS, Start
+from toolkit.metrics.goodput import PARTS
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
+from toolkit.run_files import RunProgress, Start
 from toolkit.rundir import RunDir
 
 _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "steps lost")
@@ -23,8 +24,7 @@ class History:
         self._first_step = first_step
         self._sheet = sheet
         run = RunDir(session.run_dir)
-        status = run.status() if self._is_main else {}
-        self._nodes = status.get("nodes") or []
+        self._nodes = run.status().nodes if self._is_main else ()
         self._lines = run.attempts() if self._is_main else []
         self._before = goodput.of_files(run) if self._is_main else None
         self._table_is_due = bool(self._lines)
@@ -43,7 +43,7 @@ class History:
         here = goodput.of_attempt(
             Start(0.0, None, 0.0, 0.0, best),
             0.0,
-            {"spent": spent, "step_start": self._first_step, "step": step},
+            RunProgress(spent=spent, step_start=self._first_step, step=step),
             sum(spent.values()),
         )
         both = {part: here[part] + (self._before or {}).get(part, 0.0) for part in PARTS}

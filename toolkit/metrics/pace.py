@@ -50,7 +50,7 @@ class Pace:
     @property
     def stragglers(self) -> list[dict[str, Any]]:
         """Return the nodes that are or were slow for long."""
-        return [straggler.as_json() for straggler in self._stragglers.named()]
+        return [straggler.to_json() for straggler in self._stragglers.named()]
 
     def _host_of(self, rank: int) -> str:
         return self._store.get(_host_key(rank)).decode()

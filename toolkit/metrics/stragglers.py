@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+
+from toolkit.run_files import Straggler
 
 #: A rank is slow above this multiple of the other ranks' median. Ranks on equal hardware differ by a few percent, on a
 #: busy shared node by ten or twenty; a throttled GPU, a failing disk or another user's job on the CPUs costs more.
@@ -33,21 +34,6 @@ class _Streak:
     @property
     def ratio(self) -> float:
         return self.ratios / self.windows
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A node with ranks that are, or were, slow for long. Times in seconds since the epoch."""
-
-    host: str
-    ranks: tuple[int, ...]
-    ratio: float  #: to the other ranks: a mean from ``since`` to ``until`` for each of its ranks, of these the median
-    since: float
-    until: float | None  #: None while it is slow
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the straggler as JSON, for the rank's report."""
-        return {**asdict(self), "ranks": list(self.ranks), "ratio": round(self.ratio, 2)}
 
 
 class Stragglers:
@@ -105,7 +91,8 @@ class Stragglers:
         still = [rank for rank in ranks if self._named[rank].until is None] or ranks
         streaks = [self._named[rank] for rank in still]
         until = max((s.until for s in streaks if s.until is not None), default=None)
-        return Straggler(host, tuple(still), median(s.ratio for s in streaks), min(s.since for s in streaks), until)
+        ratio = round(median(s.ratio for s in streaks), 2)
+        return Straggler(host, tuple(still), ratio, min(s.since for s in streaks), until)
 
 
 def usual_of(own_s: Sequence[float]) -> float:

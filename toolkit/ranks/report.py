@@ -15,6 +15,7 @@ from toolkit.agent.progress import MAX_BYTES, RankReport
 from toolkit.agent.reports import AgentGoneError, Outbox
 from toolkit.errors import EXIT_FAILED
 from toolkit.hang.activity import Activity
+from toolkit.run_files import RunProgress, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 #: Seconds between two reports of rank 0.
@@ -123,29 +124,30 @@ class AgentReporter(_Latest):
 class FileReporter(_Latest):
     """Writes ``status.json`` and ``result.json`` itself, on rank 0 of an unsupervised run."""
 
-    def __init__(self, run: RunDir, status: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunDir, status: RunStatus) -> None:
         super().__init__(HEARTBEAT_S)
         self._run_dir = run
-        self._status = dict(status)
+        self._status = status
         self._started = time.time()
         self._run_dir.clear_result()
         self._thread.start()
 
     def _publish(self, fields: dict[str, Any], wait_s: float = 0.0) -> None:
-        status = {**self._status, "state": "running", "updated": time.time(), "progress": fields}
+        progress = RunProgress.load(fields)
+        status = self._status.replace(state=RunState.RUNNING, updated=time.time(), progress=progress)
         with contextlib.suppress(OSError):  # a full disk; the next one is a second away
             self._run_dir.write_status(status)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         wall_s = round(time.time() - self._started, 3)
         self._run_dir.write_result({"state": "completed", "attempts": 1, **result, "wall_s": wall_s})
-        self._status["ended"] = time.time()
+        self._status = self._status.replace(ended=time.time())
 
     def close(self) -> None:
         super().close()
-        state = "completed" if "ended" in self._status else "failed"
+        state = RunState.FAILED if self._status.ended is None else RunState.COMPLETED
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-            self._run_dir.write_status({**self._run_dir.status(), "state": state})
+            self._run_dir.write_status(self._run_dir.status().replace(state=state))
 
 
 class NullReporter(Reporter):

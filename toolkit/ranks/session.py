@@ -27,6 +27,7 @@ from toolkit.ranks import rendezvous, timeouts
 from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter, Reporter
 from toolkit.ranks.stop import STOP, Gate, Hang
 from toolkit.ranks.stop.torch_store import StoreTransport, connector
+from toolkit.run_files import RunStatus
 
 #: The number of this attempt, counted from 1.
 ATTEMPT_VARIABLE = "TOOLKIT_ATTEMPT"
@@ -274,7 +275,8 @@ def _build_reporter(run: rundir.RunDir, rank: int, world_size: int, attempt: int
             raise ConfigError(f"TOOLKIT_SUPERVISED=1 is set, and {reports.VARIABLE} is not: hand all variables on")
         return AgentReporter(reports.Outbox(reports.address(token)), attempt, rank, activity)
     if rank == 0:
-        return FileReporter(run, {"supervised": False, "world_size": world_size, "attempt": 1, "pid": os.getpid()})
+        status = RunStatus(supervised=False, world_size=world_size, attempt=1, pid=os.getpid())
+        return FileReporter(run, status)
     return NullReporter()
 
 

@@ -16,6 +16,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.writer import save
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEST
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -36,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def made(name: str, *steps: int) -> RunDir:
     run = rundir.create(name)
     run.config.write_text("")
-    run.write_status({"state": "completed"})
+    run.write_status(RunStatus.from_json({"state": "completed"}))
     run.write_result({"state": "completed"})
     store = CheckpointStore(run.checkpoints, Keep(9))
     for step in steps:
@@ -134,7 +135,7 @@ def test_pruning_keeps_the_newest_and_takes_what_is_no_use(run: RunDir) -> None:
 
 def test_a_run_that_may_be_writing_is_not_pruned(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.clear_result()
-    run.write_status({"state": "running"})
+    run.write_status(RunStatus.from_json({"state": "running"}))
     before = names(run)
     assert cli.main(["checkpoint", "prune", run.id]) == EXIT_REQUEST
     assert "is running: prune it when it has ended" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from toolkit.cli.commands import logs as logs_command
 from toolkit.errors import EXIT_DONE, EXIT_REQUEST
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
+from toolkit.run_files import RunStatus
 from toolkit.slurm import commands
 from toolkit.slurm.jobs import JobStatus
 
@@ -27,7 +28,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     made = rundir.create("digits")
     made.config.write_text("")
-    made.write_status({"state": "completed", "attempt": 1, "progress": {"step": 3, "loss": float("nan")}})
+    made.write_status(
+        RunStatus.from_json({"state": "completed", "attempt": 1, "progress": {"step": 3, "loss": float("nan")}})
+    )
     made.write_result({"state": "completed", "metrics": {"eval/accuracy": float("inf")}})
     return made
 
@@ -66,7 +69,7 @@ def test_status_says_what_slurm_lets_a_job_wait_for(
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     waits = rundir.create("digits")
     waits.config.write_text("")
-    waits.write_status({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()})
+    waits.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "PENDING", reason)})
     assert cli.main(["status"]) == EXIT_DONE
     out = capsys.readouterr().out
@@ -81,7 +84,7 @@ def test_a_job_that_slurm_could_not_start_says_on_which_node_and_what_to_do(
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
-    run.write_status({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()})
+    run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "job_id": "7", "updated": time.time()}))
     failed = JobStatus("7", "FAILED", "JobLaunchFailure", "node[2-3]")
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": failed})
     assert cli.main([command, run.id]) == EXIT_DONE
@@ -108,7 +111,9 @@ def test_slurm_is_asked_soon_after_a_supervisor_has_fallen_silent(
     """One whose supervisor was killed is told as lost at once, and not half a minute later."""
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
-    run.write_status({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
+    run.write_status(
+        RunStatus.from_json({"state": "running", "attempt": 1, "job_id": "7", "updated": time.time() - quiet_s})
+    )
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", slurm, None)})
     assert show.status_rows([run])[0]["state"] == shown
 
@@ -121,7 +126,9 @@ def test_a_job_in_a_state_that_holds_it_is_told_with_what_lets_it_go_on(
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
-    run.write_status({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
+    run.write_status(
+        RunStatus.from_json({"state": "starting", "attempt": 1, "job_id": "7", "updated": time.time() - 600})
+    )
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "REQUEUE_HOLD", reason)})
     assert cli.main(["status"]) == EXIT_DONE
     out = capsys.readouterr().out
@@ -137,7 +144,7 @@ def test_a_run_ended_before_its_supervisor_could_record_it_says_what_to_do(
     monkeypatch.setenv("TOOLKIT_RUNS", str(tmp_path / "runs"))
     run = rundir.create("digits")
     run.config.write_text("")
-    run.write_status({"state": "queued", "job_id": "7", "updated": time.time()})
+    run.write_status(RunStatus.from_json({"state": "queued", "job_id": "7", "updated": time.time()}))
     request.ask(run, wish)
     monkeypatch.setattr(commands.Slurm, "show_jobs", lambda _, ids: {"7": JobStatus("7", "CANCELLED", None)})
     assert cli.main(["why", run.id]) == EXIT_DONE

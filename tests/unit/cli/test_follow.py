@@ -14,6 +14,7 @@ from toolkit.cli import follow
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, JobFailedError
 from toolkit.launch.submission.handle import Run
 from toolkit.metrics.goodput import PARTS
+from toolkit.run_files import RunProgress, RunStatus
 
 TRAINING: dict[str, Any] = {
     "state": "running",
@@ -32,11 +33,11 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def bar_of(status: dict[str, Any], width: int, waited_s: float = 5.0) -> str:
+def bar_of(keys: dict[str, Any], width: int, waited_s: float = 5.0) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     progress = follow._bar(console)
     task = progress.add_task("queued", total=None, figures="", clock="")
-    follow._update(progress, task, status, waited_s)
+    follow._update(progress, task, RunStatus.from_json(keys), waited_s)
     console.print(progress.get_renderable())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("\n") == 1, text
@@ -62,12 +63,12 @@ def test_while_it_starts_the_bar_says_what_is_waited_for() -> None:
 
 
 def test_before_there_is_a_status_the_run_is_queued() -> None:
-    assert follow.describe({}) == "queued"
+    assert follow.describe(RunStatus()) == "queued"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.7, "1:00"), (3661.0, "1:01:01")])
 def test_times_read_like_a_clock(seconds: float, text: str) -> None:
-    assert follow.clock({"eta_s": seconds}, 0.0) == f"{text} left"
+    assert follow.clock(RunProgress(eta_s=seconds), 0.0) == f"{text} left"
 
 
 TIMES = dict.fromkeys(PARTS, 0.0) | {"training": 6.0, "start_up": 1.0}

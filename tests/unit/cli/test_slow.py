@@ -13,6 +13,7 @@ from toolkit import rundir
 from toolkit.cli import main as cli
 from toolkit.cli import show
 from toolkit.errors import EXIT_DONE
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 NOW = time.time()
@@ -32,7 +33,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def stands(run: RunDir, *stragglers: dict[str, Any], nodes: list[str] = NODES, **more: Any) -> None:
     progress = {"step": 30, "stragglers": list(stragglers)}
-    run.write_status({"state": "running", "nodes": nodes, "updated": NOW, "progress": progress, **more})
+    run.write_status(
+        RunStatus.from_json({"state": "running", "nodes": nodes, "updated": NOW, "progress": progress, **more})
+    )
 
 
 def told(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:

@@ -15,6 +15,7 @@ from toolkit import fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -154,7 +155,7 @@ def test_an_earlier_crash_is_still_told_when_the_last_attempt_was_taken_away(
     failure = {"rank": 1, "host": "node1", "how": "killed by SIGKILL"}
     run.add_attempt(attempt(1, "crashed", "restart", first_failure=failure))
     run.add_attempt(attempt(2, "preempted", "requeue", step_end=5))
-    run.write_status({"state": "requeued", "attempt": 2, "updated": time.time()})
+    run.write_status(RunStatus.from_json({"state": "requeued", "attempt": 2, "updated": time.time()}))
     lines = page(run, capsys)
     assert lines[0] == f"digits/{run.id}: requeued"
     assert lines[1] == "  preempted, so requeue"
@@ -167,7 +168,7 @@ def test_a_run_that_never_started_says_so(
     run: RunDir, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if status:
-        run.write_status({**status, "updated": time.time()})
+        run.write_status(RunStatus.from_json({**status, "updated": time.time()}))
     assert page(run, capsys) == [
         f"digits/{run.id}: {status.get('state', 'unknown')}",
         "  not started yet",

@@ -43,6 +43,7 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Cause, Decision, Ending, RankFailure
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.metrics.sinks import JsonlSink
+from toolkit.run_files import RunProgress, RunState, Straggler
 from toolkit.rundir import RunDir
 
 #: The command, or other reader, that names a file which nobody can take for what was written.
@@ -82,23 +83,23 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
     )
     allocation = Allocation(("here",), (2,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
-    slow = [{"host": "here", "ranks": [1], "ratio": 1.5, "since": 1.8e9, "until": None}]
+    slow = (Straggler("here", (1,), 1.5, 1.8e9, None),)
     for number in (1, 2):
         attempt = Attempt(number, 1.8e9, allocation, journal.begin(None), ended=1.8e9 + 60)
-        attempt.progress = {
-            "step": 20 * number,
-            "step_start": 0,
-            "total_steps": 60,
-            "epoch": 0,
-            "epochs": 2,
-            "loss": 0.5,
-            "metrics": {"eval/accuracy": 0.5},
-            "spent": {"training": 30.0},
-            "stragglers": slow,
-            "phase": "train",
-        }
+        attempt.progress = RunProgress(
+            step=20 * number,
+            step_start=0,
+            total_steps=60,
+            epoch=0,
+            epochs=2,
+            loss=0.5,
+            metrics={"eval/accuracy": 0.5},
+            spent={"training": 30.0},
+            stragglers=slow,
+            phase="train",
+        )
         failure = RankFailure(1, "here", "ValueError: x", 1.8e9 + 59)
-        journal.set_status("running", attempt)
+        journal.set_status(RunState.RUNNING, attempt)
         fsio.make_dir(run.attempt_logs(number))
         run.rank_log(number, 1).write_text("a log\n")
         said = {"rank": 1, "host": "here", "time": 1.8e9, "type": "ValueError", "message": "x", "traceback": "T\nx"}
@@ -106,7 +107,7 @@ def _made(run: RunDir, *, is_open: bool) -> RunDir:
         if number == 1:
             journal.add(attempt, Ending(Cause.CRASHED, Decision.RESTART, "rank 1: ValueError: x", failure))
     if not is_open:
-        journal.write_result(attempt, "stopped", "stopped by the user")
+        journal.write_result(attempt, RunState.STOPPED, "stopped by the user")
     run.take_number(1)
     run.write_owner(asdict(Owner(1, "0123", "local", socket.gethostname(), 7, 1.8e9)))
     nodes.remember(run, "node9", "sick")

@@ -22,6 +22,7 @@ from toolkit.launch.watch.batch_host_watch import (
     WatchedJob,
     WatchOver,
 )
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -44,7 +45,7 @@ class World:
 
     def speak(self, state: str = "running") -> None:
         self.updated += 0.5
-        self.run.write_status({"state": state, "updated": self.updated})
+        self.run.write_status(RunStatus.from_json({"state": state, "updated": self.updated}))
 
     def looks(self, seconds: float, *, speaking: bool) -> str | None:
         """What is said within ``seconds``."""
@@ -126,9 +127,9 @@ def test_a_controller_that_does_not_answer_changes_nothing(world: World) -> None
 
 
 def test_the_watch_ends_when_another_supervisor_has_taken_over(world: World) -> None:
-    world.run.write_status({"state": "running", "updated": 9.0, "pid": 77})
+    world.run.write_status(RunStatus.from_json({"state": "running", "updated": 9.0, "pid": 77}))
     assert world.watch.look() is None
-    world.run.write_status({"state": "running", "updated": 9.5, "pid": 78})
+    world.run.write_status(RunStatus.from_json({"state": "running", "updated": 9.5, "pid": 78}))
     with pytest.raises(WatchOver, match="another supervisor"):
         world.watch.look()
 
@@ -159,6 +160,7 @@ from pathlib import Path
 from toolkit.slurm.fake import FakeSlurm
 from toolkit.launch.watch import batch_host_watch
 from toolkit.rundir import RunDir
+from toolkit.run_files import RunStatus
 
 slurm = FakeSlurm()
 job = slurm.sbatch(["job.sh"])

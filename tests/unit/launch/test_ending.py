@@ -13,6 +13,7 @@ from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.supervise.ending import has_completed, judge, unfit_nodes
 from toolkit.launch.supervise.facts import Budgets, Cause, Decision, Facts, Past, RankFailure, Stop, first_failure
 from toolkit.metrics import goodput
+from toolkit.run_files import RunProgress
 from toolkit.slurm.jobs import JobRow
 
 KILLED = RankFailure(3, "node2", "killed by SIGKILL", 11.0, by_signal=True)
@@ -397,7 +398,7 @@ def attempt_of(since: int, saved_before: int, life_s: float, start_up_s: float, 
     made = int(max(0.0, life_s - start_up_s) / step_s)
     step_end = since + made if made else None
     saved = max(saved_before, (since + made) // every * every)
-    report = {"step_start": since, "step": step_end, "spent": {"training": made * step_s}}
+    report = RunProgress(step_start=since, step=step_end, spent={"training": made * step_s})
     gained_s = goodput.gained_s(report, saved, saved_before)
     place = {"step_start": None if life_s < start_up_s else since, "step_saved": saved}
     return Past("crashed", "restart", step_end, **place, gained_s=gained_s, lost_s=life_s - gained_s)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from toolkit.launch.job.follow_up import (
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import sbatch
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import REQUEUE_DELAY_S, FakeSlurm, Sent
 from toolkit.slurm.jobs import JobRow
@@ -279,7 +280,7 @@ def predecessor(what_became_of_it: Callable[[FakeSlurm], None], accounting: bool
 
 
 def test_a_job_that_nobody_knows_any_more_is_over_and_its_run_goes_on(run: RunDir) -> None:
-    run.write_status({"state": "running"})
+    run.write_status(RunStatus.from_json({"state": "running"}))
     fate = predecessor(forgotten, accounting=False)
     assert fate is JobFate.UNKNOWN
     assert takes_over(run, [fate])
@@ -311,7 +312,7 @@ def test_the_follow_up_job_gets_what_slurm_does_not_tell_from_the_config(run: Ru
 def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
     run: RunDir, end: Callable[[FakeSlurm], None], wanted: bool
 ) -> None:
-    run.write_status({"state": "running"})
+    run.write_status(RunStatus.from_json({"state": "running"}))
     assert takes_over(run, [predecessor(end)]) is wanted
 
 
@@ -321,13 +322,13 @@ def test_what_was_taken_away_goes_on_and_what_was_ended_does_not(
 def test_a_run_that_was_ended_too_fast_to_say_so_gets_a_result(run: RunDir, wish: Intent | None, state: str) -> None:
     """Its batch host was dead when somebody cancelled the job, say."""
     owner = ownership.submit_as(run, "slurm", ownership.take(run, 0))
-    run.write_status({"state": "starting"})
+    run.write_status(RunStatus.from_json({"state": "starting"}))
     if wish is not None:
         request.ask(run, wish)
     follow_up.close(run, "1", owner.token, FakeSlurm(), "2")
     result = run.result()
     assert result is not None
-    assert (result["state"], run.status()["state"]) == (state, state)
+    assert (result["state"], run.status().state) == (state, state)
     assert result["why"] == f"job 1 was {state}, and could not say so itself"
 
 
@@ -342,20 +343,20 @@ def test_a_run_that_was_resumed_meanwhile_gets_no_result_of_its_old_job(run: Run
 def test_a_run_whose_supervisor_has_left_it_to_be_continued_goes_on(
     run: RunDir, end: Callable[[FakeSlurm], None]
 ) -> None:
-    run.write_status({"state": "requeued"})
+    run.write_status(RunStatus.from_json({"state": "requeued"}))
     assert takes_over(run, [predecessor(end)])
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "stopped", "cancelled"])
 def test_a_run_that_has_a_result_is_not_revived(run: RunDir, state: str) -> None:
-    run.write_status({"state": "requeued"})
+    run.write_status(RunStatus.from_json({"state": "requeued"}))
     run.write_result({"state": state})
     assert not takes_over(run, [predecessor(preempted)])
 
 
 @pytest.mark.parametrize("wish", Intent)
 def test_a_run_that_its_user_has_ended_is_not_revived(run: RunDir, wish: Intent) -> None:
-    run.write_status({"state": "requeued"})
+    run.write_status(RunStatus.from_json({"state": "requeued"}))
     request.ask(run, wish)
     assert not takes_over(run, [predecessor(preempted)])
     request.clear(run)
@@ -371,7 +372,7 @@ def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
     row = running(slurm, "--time=10")
     submitted(run, slurm, row), submitted(run, slurm, row, "2")
     run.write_owner({**asdict(owner), "jobs": ["1"], "follow_ups": ["2", "3"]})
-    run.write_status({"state": "running"})
+    run.write_status(RunStatus.from_json({"state": "running"}))
     return ["1", "2"]
 
 
@@ -394,7 +395,7 @@ def test_a_follow_up_job_that_somebody_has_cancelled_has_no_follow_up_either(run
     """While it waits, `toolkit status` shows it as the run's job: whoever cancels it means the run."""
     slurm = FakeSlurm(preempt_mode="CANCEL")
     before = chain(run, slurm)
-    run.write_status({"state": state})
+    run.write_status(RunStatus.from_json({"state": state}))
     take_away(slurm, "1")
     slurm.cancel("2")
     assert not takes_over(run, fates(run, before, slurm))
@@ -419,7 +420,7 @@ def test_a_job_that_was_requeued_once_and_then_cancelled_is_not_revived(run: Run
     slurm.start(job)
     slurm.cancel(job)
     slurm.advance(1)
-    run.write_status({"state": "running"})
+    run.write_status(RunStatus.from_json({"state": "running"}))
     assert fate_of(job, slurm) is JobFate.CANCELLED
 
 

@@ -24,7 +24,8 @@ from toolkit.launch.record.journal import Journal
 from toolkit.launch.start.steps import StepEnded
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, Start, moment, of_attempt, of_files, of_run, sentence
+from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, moment, of_attempt, of_files, of_run, sentence
+from toolkit.run_files import RunProgress, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -41,20 +42,20 @@ def run(tmp_path: Path) -> RunDir:
 SECONDS = st.floats(0.0, 1e6)
 STEPS = st.integers(0, 200)
 #: What rank 0 says it has spent, and its first and last step.
-REPORTS = st.fixed_dictionaries(
-    {"spent": st.fixed_dictionaries(dict.fromkeys(MEASURED, SECONDS)), "step_start": STEPS, "step": STEPS}
+REPORTS = st.builds(
+    RunProgress, spent=st.fixed_dictionaries(dict.fromkeys(MEASURED, SECONDS)), step_start=STEPS, step=STEPS
 )
 
 
 @st.composite
-def attempts(draw: st.DrawFn) -> tuple[Start, float | None, dict[str, Any], float]:
+def attempts(draw: st.DrawFn) -> tuple[Start, float | None, RunProgress, float]:
     """Arguments of of_attempt; the times in order unless a clock was set back, rank 0's seconds not bound to fit."""
     queue_s, idle_s, start_up_s, loop_s = (draw(SECONDS) for _ in range(4))
     set_back_s = draw(st.sampled_from([0.0, 3600.0]))
     ready = SUBMITTED + queue_s + idle_s
     first_step = draw(st.sampled_from([None, ready + start_up_s - set_back_s]))
     start = Start(SUBMITTED, None, queue_s, ready, draw(STEPS))
-    return start, first_step, draw(st.sampled_from([{}, draw(REPORTS)])), ready + start_up_s + loop_s
+    return start, first_step, draw(st.sampled_from([RunProgress(), draw(REPORTS)])), ready + start_up_s + loop_s
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,9 +93,10 @@ def test_replay_is_the_time_of_the_steps_that_were_made_again(
     first: int, count: int, best: int, step_s: float, wait_s: float
 ) -> None:
     again = len(set(range(first, first + count)) & set(range(best)))
-    report = {"spent": {"training": count * step_s, "data_wait": count * wait_s}, "step_start": first}
+    seconds = {"training": count * step_s, "data_wait": count * wait_s}
+    report = RunProgress(spent=seconds, step_start=first, step=first + count)
     start = Start(SUBMITTED, None, 0.0, SUBMITTED, best)
-    ledger = of_attempt(start, SUBMITTED, {**report, "step": first + count}, SUBMITTED + 1e4)
+    ledger = of_attempt(start, SUBMITTED, report, SUBMITTED + 1e4)
     assert ledger["replay"] == pytest.approx(again * (step_s + wait_s))
     assert ledger["training"] == pytest.approx((count - again) * step_s)
     assert ledger["data_wait"] == pytest.approx((count - again) * wait_s, abs=1e-9)
@@ -118,13 +120,14 @@ def test_replay_is_the_time_of_the_steps_that_were_made_again(
 def test_an_attempts_gain_is_the_time_of_the_steps_that_it_was_first_to_save(
     first: int | None, last: int | None, saved: int, saved_before: int, gained_s: float
 ) -> None:
-    report = {"step_start": first, "step": last, "spent": spent(training=60.0, data_wait=30.0, checkpoint=10.0)}
+    seconds = spent(training=60.0, data_wait=30.0, checkpoint=10.0)
+    report = RunProgress(step_start=first, step=last, spent=seconds)
     assert goodput.gained_s(report, saved, saved_before) == pytest.approx(gained_s)
-    assert goodput.gained_s({**report, "spent": None}, saved, saved_before) == 0.0
+    assert goodput.gained_s(report.replace(spent={}), saved, saved_before) == 0.0
 
 
 def test_an_attempt_that_never_made_a_step_was_start_up_to_its_end() -> None:
-    ledger = of_attempt(Start(100.0, 100.0, 5.0, 107.0, 0), None, {}, 110.0)
+    ledger = of_attempt(Start(100.0, 100.0, 5.0, 107.0, 0), None, RunProgress(), 110.0)
     assert {part: seconds for part, seconds in ledger.items() if seconds} == {
         "queue": 5.0,
         "start_up": 3.0,
@@ -183,7 +186,7 @@ def parts_of(line: dict[str, Any]) -> Ledger:
 
 def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir) -> None:
     submitted = time.time() - 3.0
-    run.write_status({"state": "queued", "updated": submitted, "progress": {}})
+    run.write_status(RunStatus.from_json({"state": "queued", "updated": submitted, "progress": {}}))
     assert supervise(run, Ranks(dies, goes_on)) == 0
     first, second = run.attempts()
     assert moment(first["submitted"]) == pytest.approx(submitted, abs=1e-3)
@@ -207,7 +210,11 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     died = time.time() - 100.0
     told = goodput.as_json(of_attempt(Start(died - 20, died - 20, 2.0, died - 18, 0), died - 10, GOOD_REPORT, died))
     left = {"state": "running", "attempt": 1, "nodes": ["here"], "tasks": [4], "started": died - 18, "updated": died}
-    run.write_status({**left, "progress": GOOD_REPORT, "submitted": died - 20, "goodput": told, "stop": None})
+    run.write_status(
+        RunStatus.from_json(
+            {**left, "progress": GOOD_REPORT.to_json(), "submitted": died - 20, "goodput": told, "stop": None}
+        )
+    )
     assert supervise(run, Ranks(goes_on)) == 0
     first, second = run.attempts()
     assert first["goodput"] == told
@@ -219,7 +226,7 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     assert (result["goodput"]["queue"], result["goodput"]["start_up"]) == pytest.approx((2.0, 8.0), abs=0.5)
 
 
-GOOD_REPORT = {"step": 50, "step_start": 0, "spent": spent(training=9.0, evaluation=1.0)}
+GOOD_REPORT = RunProgress(step=50, step_start=0, spent=spent(training=9.0, evaluation=1.0))
 
 
 def test_lines_of_an_older_version_are_read_and_their_time_is_idle(run: RunDir) -> None:
@@ -267,7 +274,7 @@ def test_the_first_step_is_dated_by_the_report_that_came_fastest(monkeypatch: py
     attempt = Attempt(1, 1000.0, Allocation(("here",), (1,), 1))
     for now, seconds in ((1013.0, 2.0), (1015.1, 5.0), (1030.0, 6.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        attempt.hear_progress({"spent": spent(training=seconds)})
+        attempt.hear_progress(RunProgress(spent=spent(training=seconds)))
     assert attempt.first_step == pytest.approx(1010.1)
 
 
@@ -279,7 +286,7 @@ def test_status_and_why_tell_where_the_time_went_while_it_runs_and_after(
 ) -> None:
     ledger = {**HOUR, "ratio": 0.87}
     live = {"attempt": 1, "goodput": ledger, "submitted": SUBMITTED, "updated": SUBMITTED + 4320.0, "started": 0.0}
-    run.write_status({"state": "running", "progress": {}, **live})
+    run.write_status(RunStatus.from_json({"state": "running", "progress": {}, **live}))
     assert of_files(run) == pytest.approx(ledger, abs=1e-3)
     for command in ("status", "why"):
         assert cli.main([command, str(run.path)]) == EXIT_DONE

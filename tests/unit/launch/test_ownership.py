@@ -34,6 +34,7 @@ from toolkit.launch.record.request import Intent
 from toolkit.launch.submission import executors, handle, submit
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm import commands
 from toolkit.slurm.commands import Settings
@@ -87,7 +88,9 @@ def start(run: RunDir, slurm: FakeSlurm, job: str) -> Claim:
     claim = Claim.of_job(run, allocation(job), token_of(run))
     nodes = Nodes(run, allocation(job), spare=0, allow_fewer=False)
     JobRequeue(run, allocation(job), slurm, nodes).prepare(slurm.show_job(job), Settings(), claim)
-    run.write_status({"state": "running", "job_id": job, "attempt": 1, "updated": 0.0, "progress": {}})
+    run.write_status(
+        RunStatus.from_json({"state": "running", "job_id": job, "attempt": 1, "updated": 0.0, "progress": {}})
+    )
     return claim
 
 
@@ -97,7 +100,7 @@ def preempted(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.preempt("1")
     slurm.advance(1)
     slurm.advance(1)
-    run.write_status({**run.status(), "state": "requeued"})
+    run.write_status(run.status().replace(state=RunState.REQUEUED))
 
 
 def row_of(run: RunDir) -> dict[str, object]:
@@ -113,7 +116,7 @@ def test_while_the_follow_up_job_waits_the_run_is_its_and_who_waits_goes_on(run:
     row = row_of(run)
     assert (row["state"], row["job_id"]) == ("requeued (PENDING, Priority)", "2")
     watching = attach(run).watch()
-    assert [next(watching)["state"] for _ in range(3)] == ["requeued"] * 3
+    assert [next(watching).state for _ in range(3)] == ["requeued"] * 3
 
 
 def test_a_run_whose_follow_up_job_waits_or_runs_is_not_submitted_a_second_time(run: RunDir, slurm: FakeSlurm) -> None:

@@ -21,6 +21,7 @@ from toolkit.launch.submission import executors, handle, sbatch, submit
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.resume import resume
 from toolkit.launch.submission.sbatch import sbatch_script
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.fake import FakeSlurm
 
@@ -121,7 +122,7 @@ def test_environment_comes_back_after_submitting(monkeypatch: pytest.MonkeyPatch
 
 def make_run(tmp_path: Path, **status: object) -> Run:
     run = rundir.create("test", tmp_path)
-    run.write_status(dict(status))
+    run.write_status(RunStatus.from_json(dict(status)))
     return Run(run, "local", "1")
 
 
@@ -208,7 +209,7 @@ def test_a_resume_that_sbatch_refuses_leaves_the_run_as_it_was(
     with pytest.raises(SlurmError):
         resume(run, executor="slurm")
     assert run.result() == {"state": "failed", "why": "boom"}
-    assert run.status() == {"state": "failed"}
+    assert run.status() == RunStatus(state=RunState.FAILED)
 
 
 def test_a_job_whose_sources_would_not_be_copied_is_refused(project: Path, tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_a_job_that_is_over_gets_time_for_its_last_file_to_arrive(
     over(monkeypatch)
     run = Run(make_run(tmp_path, state="running").dir, "slurm", "7")
     watching = run.watch()
-    assert [next(watching)["state"] for _ in range(3)] == ["running"] * 3
+    assert [next(watching).state for _ in range(3)] == ["running"] * 3
     run.dir.write_result({"state": "completed"})
     assert list(watching) == []
 

@@ -37,6 +37,7 @@ from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.launch.watch import silence
 from toolkit.launch.watch.silence import SilenceWatch
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -266,7 +267,7 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
     (line,) = run.attempts()
     assert (line["cause"], line["first_failure"]) == ("completed", None)
     assert line["lost_ranks"] == {"2": "killed by SIGKILL", "3": "exit code 1"}
-    assert run.status()["lost_ranks"] == line["lost_ranks"]
+    assert run.status().lost_ranks == line["lost_ranks"]
 
 
 def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
@@ -466,7 +467,7 @@ def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | No
     progress = {"step": 30, "step_start": 10, "spent": {"training": 4.0}}
     place = {"nodes": ["a"], "tasks": [2]}
     status = {"state": "running", "attempt": 1, "started": 1.0, "updated": 9.0, "stop": stop, "progress": progress}
-    run.write_status({**status, **place})
+    run.write_status(RunStatus.from_json({**status, **place}))
     saves(run, 20)
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
@@ -479,14 +480,16 @@ def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
 ) -> None:
     """Before, its number was given again, and its old error file made a completed attempt a crashed one."""
     place = {"nodes": ["a"], "tasks": [2], "progress": {"step": 30, "step_start": 10}}
-    run.write_status({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
+    run.write_status(
+        RunStatus.from_json({"state": "running", "attempt": 1, "started": 1.0, "updated": 2.0, "stop": None, **place})
+    )
     fsio.make_dir(run.attempt_logs(1))
     fsio.write_json(run.error_file(1, 0), {"rank": 0, "host": "a", "time": 1.5, "type": "OSError", "message": "old"})
     monkeypatch.setattr(Run, "is_over", lambda *_, **__: True)
     monkeypatch.setattr(executors, "_send_to_local", lambda *_: "1")
     fsio.write_json(run.submitit / "submission.json", {"executor": "local", "job_id": "1"})
     resume(run, executor="local")
-    assert run.status()["state"] == "queued"
+    assert run.status().state == "queued"
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
     assert (first["attempt"], first["cause"], first["step_end"]) == (1, "node_failure", 30)

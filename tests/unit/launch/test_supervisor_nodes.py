@@ -34,6 +34,7 @@ from toolkit.launch.supervise.facts import Ending
 from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings
 from toolkit.slurm.fake import FakeSlurm
@@ -228,7 +229,7 @@ def test_a_node_is_not_excluded_where_the_job_could_then_never_start(run: RunDir
 
 def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm: FakeSlurm) -> None:
     left = {"attempt": 1, "started": time.time(), "updated": time.time(), "nodes": list(HOSTS), "tasks": [1, 1, 1]}
-    run.write_status(left)
+    run.write_status(RunStatus.from_json(left))
     nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, second = run.attempts()
@@ -265,7 +266,7 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
     assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
     assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node3"]
     assert list(nodes.remembered(run)) == ["node1"]
-    assert run.status()["bad_nodes"] == {"node1": "ended 2 attempts"}
+    assert run.status().bad_nodes == {"node1": "ended 2 attempts"}
 
 
 def test_the_lines_of_earlier_attempts_are_read_once(
@@ -333,7 +334,7 @@ def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slur
     first, _ = run.attempts()
     assert (first["cause"], first["lost_nodes"], first["suspect"]) == ("crashed", [], None)
     assert "Unable to create step for job 1: Requested nodes are busy" in first["line"]
-    assert run.status()["bad_nodes"] == {}
+    assert run.status().bad_nodes == {}
 
 
 def dies_mute(*ranks_and_hosts: tuple[int, str]) -> Callable[[Ranks], None]:
@@ -376,7 +377,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
 
     slurm.requeue = cancelled_first
     supervise(run, slurm, Ranks(stops))
-    assert (run.result() or {})["state"] == run.status()["state"] == "cancelled"
+    assert (run.result() or {})["state"] == run.status().state == "cancelled"
     assert run.attempts()[0]["decision"] == "requeue"
     row = slurm.show_job("1")
     assert row is not None
@@ -398,7 +399,9 @@ def test_a_supervisor_that_was_overtaken_leaves_everything_alone(run: RunDir, sl
 
 def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slurm: FakeSlurm) -> None:
     place = {"nodes": ["a"], "tasks": [2]}
-    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "progress": {"step": 5}, **place})
+    )
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     earlier_death = "the supervisor was killed by SIGKILL"
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(earlier_death) == 0
@@ -426,7 +429,11 @@ def leave(run: RunDir, **more: Any) -> int:
     started = {"started": time.time() - 20, "updated": time.time(), "progress": {"step": 5, "step_start": 0}}
     start = {"since": time.time() - 30, "submitted": None, "queue_s": 2.0, "ready": time.time() - 25, "best_step": 0}
     place = {"nodes": ["node1", "node2"], "tasks": [1, 1], "job_id": "1", "restart_count": 0}
-    run.write_status({"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more})
+    run.write_status(
+        RunStatus.from_json(
+            {"state": "running", "attempt": 3, "stop": None, "start": start, **started, **place, **more}
+        )
+    )
     return claim.number
 
 
@@ -492,16 +499,20 @@ def test_a_job_whose_supervisors_all_end_without_a_word_is_given_up(run: RunDir,
     config.retry.max_requeues = 2
     supervisor_of = partial(Supervisor, run, config, Allocation(HOSTS, (1, 1, 1), 1, job_id="1"))
     for attempt in (1, 2):
-        run.write_status({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+        run.write_status(
+            RunStatus.from_json({"attempt": attempt, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+        )
         left_over.close(supervisor_of(Ranks(), slurm)._context, None)
-    run.write_status({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]})
+    run.write_status(RunStatus.from_json({"attempt": 3, "started": 1.0, "updated": 2.0, "nodes": ["a"], "tasks": [2]}))
     with pytest.raises(ToolkitError, match="given up after 2 requeues"):
         supervisor_of(Ranks(), slurm).run()
 
 
 def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm: FakeSlurm) -> None:
     place = {"nodes": ["node1", "dead"], "tasks": [1, 1]}
-    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    )
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, _ = run.attempts()
     assert (first["cause"], first["lost_nodes"], first["line"]) == ("node_failure", ["dead"], "lost dead")
@@ -522,7 +533,7 @@ def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlur
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
     assert preflight.asked == [(HOSTS, (1, 1, 0))]
     assert run.attempts()[0]["nodes"] == ["node2", "node3"]
-    assert run.status()["bad_nodes"] == {"node1": "the disk is full"}
+    assert run.status().bad_nodes == {"node1": "the disk is full"}
 
 
 def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
@@ -569,7 +580,7 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     assert supervise(run, slurm, Ranks()) == code
     (line,) = run.attempts()
     assert (line["cause"], line["step_end"]) == (cause, None)
-    assert run.status()["bad_nodes"] == {}
+    assert run.status().bad_nodes == {}
     assert slurm.excluded == {}
     row = slurm.show_job("1")
     assert row is not None
@@ -749,7 +760,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
     assert run.attempts()[0]["nodes"] == ["node1", "node3" if is_dead else "node2"]
-    assert list(run.status()["bad_nodes"]) == (["node2"] if is_dead else [])
+    assert list(run.status().bad_nodes) == (["node2"] if is_dead else [])
 
 
 def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced(
@@ -800,7 +811,9 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
     slurm.advance(1)
     place = {"nodes": ["node1"], "tasks": [1]}
     times = {"started": 1.0, "updated": 2.0}
-    run.write_status({"attempt": 1, "job_id": "1", "restart_count": 3, **times, "progress": {}, **place})
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "job_id": "1", "restart_count": 3, **times, "progress": {}, **place})
+    )
     allocation = Allocation(("node1",), (1,), 1, job_id="2")
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run() == 0
     first, second = run.attempts()
@@ -816,7 +829,9 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
 ) -> None:
     """Each of its files is refused once: owner, size, job, the line that the last start left over, the result."""
     place = {"nodes": ["node1"], "tasks": [1]}
-    run.write_status({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    run.write_status(
+        RunStatus.from_json({"attempt": 1, "started": 1.0, "updated": 2.0, "stop": "signal", "progress": {}, **place})
+    )
     monkeypatch.setattr(outages, "RETRY_EVERY_S", 0.001)
     plain, refused = os.fsync, set()
 

@@ -12,6 +12,7 @@ from toolkit import rundir
 from toolkit.metrics.goodput import MEASURED, PARTS, moment
 from toolkit.metrics.history import History
 from toolkit.metrics.timesheet import Timesheet
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -47,7 +48,9 @@ def test_the_shares_are_of_the_time_since_the_submission_over_all_attempts(run: 
     before = ledger(queue=10.0, training=90.0, data_wait=6.0, idle=14.0)
     run.add_attempt(line(1, 0, 100, submitted="2026-11-20T15:00:00.000+00:00", goodput=before))
     at = moment("2026-11-20T15:02:20.000+00:00")
-    run.write_status({"attempt": 2, "updated": at, "started": at, "goodput": ledger(start_up=18.0, idle=2.0)})
+    run.write_status(
+        RunStatus.from_json({"attempt": 2, "updated": at, "started": at, "goodput": ledger(start_up=18.0, idle=2.0)})
+    )
     seen = history(run, 2, 80, training=54.0, data_wait=6.0).scalars(120)  # 40 steps, 20 of them again
     assert seen.pop("run/attempt") == 2.0
     shares = ledger(queue=10.0, start_up=18.0, training=90.0 + 27.0, data_wait=6.0 + 3.0, replay=30.0, idle=16.0)
@@ -67,7 +70,7 @@ def test_the_first_attempt_has_no_restarts_to_tell_of(run: RunDir) -> None:
 def test_each_restart_is_a_row_that_says_what_it_cost(run: RunDir) -> None:
     run.add_attempt(line(1, 0, 170))
     run.add_attempt(line(2, None, None, line="rank 0: a|b\nnot found", nodes=["node1", "node3"]))
-    run.write_status({"attempt": 3, "nodes": ["node1"]})
+    run.write_status(RunStatus.from_json({"attempt": 3, "nodes": ["node1"]}))
     seen = history(run, 3, 100)
     assert (seen.take_table() or "").splitlines() == [
         "| attempt | from step | nodes | why the attempt before it ended | steps lost |",
@@ -83,7 +86,7 @@ def told_of(run: RunDir) -> str:
     """As if the second attempt had got as far as its first step."""
     (run.path / "attempts.jsonl").unlink()
     run.add_attempt(line(1, 0, 170))
-    run.write_status({"attempt": 2, "nodes": ["node1", "node2"]})
+    run.write_status(RunStatus.from_json({"attempt": 2, "nodes": ["node1", "node2"]}))
     return history(run, 2, 60).take_table() or ""
 
 

@@ -31,7 +31,7 @@ class World:
             self._stragglers.update(own_s)
 
     def named(self) -> list[dict[str, Any]]:
-        return [straggler.as_json() for straggler in self._stragglers.named()]
+        return [straggler.to_json() for straggler in self._stragglers.named()]
 
     def slow(self) -> dict[str, list[int]]:
         return {entry["host"]: entry["ranks"] for entry in self.named() if entry["until"] is None}

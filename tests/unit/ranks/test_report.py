@@ -31,6 +31,7 @@ from toolkit.ranks.report import AgentReporter, FileReporter, NullReporter
 from toolkit.ranks.stop import PREFIX, STOP, propose
 from toolkit.ranks.stop.rounds import Round
 from toolkit.ranks.stop.torch_store import StoreTransport, in_pieces
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 
 TIMEOUT_S = 20
@@ -219,25 +220,25 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_an_unsupervised_run_has_a_status_while_it_goes_on_and_a_result_at_its_end(run: RunDir) -> None:
     run.write_result({"state": "failed"})
-    reporter = FileReporter(run, {"supervised": False, "pid": 7})
+    reporter = FileReporter(run, RunStatus(supervised=False, pid=7))
     assert run.result() is None  # the last start's: whoever waits would take it for this one's
     reporter.progress(step=5, loss=float("nan"))
-    status = wait_for(lambda: run.status() if run.status().get("progress") else None, TIMEOUT_S, "a status")
-    assert (status["state"], status["pid"], status["progress"]["step"]) == ("running", 7, 5)
-    assert status["progress"]["loss"] is None
+    status = wait_for(lambda: run.status() if run.step() else None, TIMEOUT_S, "a status")
+    assert (status.state, status.pid, status.progress.step) == ("running", 7, 5)
+    assert status.progress.loss is None
     reporter.finish({"step": 9, "metrics": {"eval/accuracy": 1.0}})
     reporter.close()
     result = run.result() or {}
     assert result.pop("wall_s") >= 0
     assert result == {"state": "completed", "attempts": 1, "step": 9, "metrics": {"eval/accuracy": 1.0}}
-    assert (run.status()["state"], run.status()["progress"]["step"]) == ("completed", 5)
+    assert (run.status().state, run.status().progress.step) == ("completed", 5)
 
 
 def test_an_unsupervised_run_that_ends_without_a_result_has_failed(run: RunDir) -> None:
-    reporter = FileReporter(run, {})
+    reporter = FileReporter(run, RunStatus())
     reporter.progress(step=5)
     reporter.close()
-    assert (run.status()["state"], run.status()["progress"]["step"]) == ("failed", 5)
+    assert (run.status().state, run.status().progress.step) == ("failed", 5)
     assert run.result() is None
 
 
@@ -246,17 +247,17 @@ def test_a_full_disk_costs_an_unsupervised_run_some_of_its_status_and_nothing_el
 ) -> None:
     refused, write = threading.Event(), RunDir.write_status
 
-    def full(self: RunDir, status: dict[str, Any]) -> None:
+    def full(self: RunDir, status: RunStatus) -> None:
         refused.set()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunDir, "write_status", full)
-    reporter = FileReporter(run, {})
+    reporter = FileReporter(run, RunStatus())
     reporter.progress(step=5)
     assert refused.wait(PATIENCE * TIMEOUT_S)
     monkeypatch.setattr(RunDir, "write_status", write)
     reporter.progress(step=6)
-    wait_for(lambda: (run.status().get("progress") or {}).get("step") == 6, TIMEOUT_S, "the next status")
+    wait_for(lambda: run.step() == 6, TIMEOUT_S, "the next status")
     monkeypatch.setattr(RunDir, "write_status", full)
     reporter.close()
 

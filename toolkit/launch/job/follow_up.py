@@ -26,6 +26,7 @@ from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.submission import snapshot
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Settings, SlurmCommands
 from toolkit.slurm.jobs import JobRow
@@ -215,7 +216,7 @@ def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:
         return False
     served, *others = fates
     # Its supervisor has left it to be continued, or Slurm took its last job away.
-    is_left = run.status().get("state") == "requeued" or served in _TAKEN_AWAY
+    is_left = run.status().state is RunState.REQUEUED or served in _TAKEN_AWAY
     return is_left and all(fate in _TAKEN_AWAY for fate in others)
 
 

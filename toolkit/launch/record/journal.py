@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,8 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Ending, Past
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import Start, moment
+from toolkit.metrics.goodput import moment
+from toolkit.run_files import RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -37,8 +37,8 @@ class Journal:
         self._began = time.time()
         self._is_first = True  # attempt of this job, or since its supervisor was killed
         status = run.status()
-        waits = status.get("state") in ("queued", "requeued")
-        self._submitted: float = status.get("updated", self._began) if waits else self._began
+        is_waiting = status.state is not None and status.state.is_waiting
+        self._submitted = status.updated if is_waiting and status.updated is not None else self._began
         self._number = 0  #: of the last attempt
 
     def read(self) -> None:
@@ -76,7 +76,8 @@ class Journal:
         """Return where the time went up to ``until``. For a left-over attempt its status tells."""
         start = attempt.start
         if start is None:
-            return {key: attempt.left_over[key] for key in ("submitted", "goodput") if key in attempt.left_over}
+            left = {} if attempt.left_over is None else attempt.left_over.to_json()
+            return {key: left[key] for key in ("submitted", "goodput") if key in left}
         ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
 
@@ -114,14 +115,14 @@ class Journal:
         attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
-        first, slow = verdict.first_failure, attempt.progress.get("stragglers")
+        first, slow, left = verdict.first_failure, attempt.progress.stragglers, attempt.left_over
         account = self._account(attempt, attempt.ended)
         submitted = account.get("submitted")
         line = {
             "attempt": attempt.number,
             # A left-over attempt keeps the job id of the job that made it.
-            "job_id": attempt.left_over.get("job_id", self._allocation.job_id),
-            "restart_count": attempt.left_over.get("restart_count", self._allocation.restart_count),
+            "job_id": self._allocation.job_id if left is None else left.job_id,
+            "restart_count": self._allocation.restart_count if left is None else left.restart_count,
             "nodes": list(attempt.plan.hosts),
             "world_size": attempt.plan.world_size,
             "started": _iso(attempt.started),
@@ -129,8 +130,8 @@ class Journal:
             "ended": _iso(attempt.ended),
             "cause": verdict.cause,
             "decision": verdict.decision,
-            "step_start": attempt.progress.get("step_start"),
-            "step_end": attempt.progress.get("step"),
+            "step_start": attempt.progress.step_start,
+            "step_end": attempt.progress.step,
             "step_saved": attempt.step_saved,
             "gained_s": round(attempt.gained_s, 3),
             "lost_nodes": sorted(attempt.lost_nodes),
@@ -140,7 +141,7 @@ class Journal:
             **({"left_nodes": sorted(attempt.left_nodes)} if attempt.left_nodes else {}),
             "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
             "line": verdict.line,
-            **({"slow_nodes": slow} if slow else {}),
+            **({"slow_nodes": [straggler.to_json() for straggler in slow]} if slow else {}),
             **account,
             **({"submitted": _iso(submitted)} if submitted else {}),
         }
@@ -148,11 +149,11 @@ class Journal:
         self._run.add_attempt(line)
         lines.append(line)
 
-    def write_result(self, attempt: Attempt, state: str, why: str) -> None:
+    def write_result(self, attempt: Attempt, state: RunState, why: str) -> None:
         now, lines = time.time(), self._lines
         started = datetime.fromisoformat(lines[0]["started"]).timestamp()
-        reached = {key: attempt.progress.get(key) for key in ("step", "epoch", "samples")}
-        reached["metrics"] = attempt.progress.get("metrics") or {}
+        at = attempt.progress
+        reached = {"step": at.step, "epoch": at.epoch, "samples": at.samples, "metrics": at.metrics}
         # Rank 0's own result wins over its last progress.
         result = {**reached, **(attempt.result or {})}
         more: dict[str, Any] = {"wall_s": round(now - started, 3)}
@@ -169,32 +170,32 @@ class Journal:
         then ends."""
         status = self._run.status()
         with contextlib.suppress(OSError):  # each later status says it, too
-            if status:
-                self._run.write_status({**status, "pid": os.getpid(), "updated": time.time()})
+            if status.to_json():
+                self._run.write_status(status.replace(pid=os.getpid(), updated=time.time()))
 
-    def set_status(self, state: str, attempt: Attempt, **more: Any) -> None:
-        status = {
-            "state": state,
-            "run": f"{self._run.name}/{self._run.id}",
-            "job_id": self._allocation.job_id,
-            "restart_count": self._allocation.restart_count,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "attempt": attempt.number,
-            "nodes": list(attempt.plan.hosts),
-            "tasks": list(attempt.plan.tasks),
-            "world_size": attempt.plan.world_size,
-            "lost_ranks": dict(attempt.lost_ranks),
-            "bad_nodes": {host: bad.why for host, bad in self._nodes.bad.items()},
-            "ailing_nodes": {host: ailing.why for host, ailing in self._nodes.ailing.items()},
-            "started": attempt.started,
-            "start": attempt.start and asdict(attempt.start),
-            "updated": time.time(),
-            "stop": attempt.stop,
-            "progress": dict(attempt.progress),
+    def set_status(self, state: RunState, attempt: Attempt, **more: Any) -> None:
+        status = RunStatus(
+            state=state,
+            run=f"{self._run.name}/{self._run.id}",
+            job_id=self._allocation.job_id,
+            restart_count=self._allocation.restart_count,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=attempt.number,
+            nodes=attempt.plan.hosts,
+            tasks=attempt.plan.tasks,
+            world_size=attempt.plan.world_size,
+            lost_ranks={str(rank): how for rank, how in attempt.lost_ranks.items()},
+            bad_nodes={host: bad.why for host, bad in self._nodes.bad.items()},
+            ailing_nodes={host: ailing.why for host, ailing in self._nodes.ailing.items()},
+            started=attempt.started,
+            start=attempt.start,
+            updated=time.time(),
+            stop=attempt.stop,
+            progress=attempt.progress,
             **self._account(attempt, attempt.ended or time.time()),
             **more,
-        }
+        )
         # A disk that fails for a moment must not end the run. It is logged once, not at each status.
         try:
             self._run.write_status(status)
@@ -208,10 +209,10 @@ class Journal:
             self._unwritten = None
 
 
-def write_ended(run: RunDir, state: str, why: str) -> None:
+def write_ended(run: RunDir, state: RunState, why: str) -> None:
     """Write result and status of a run that ends while it has no attempt."""
     run.write_result({"state": state, "attempts": len(run.attempts()), "metrics": {}, "why": why})
-    run.write_status({**run.status(), "state": state, "why": why, "ended": time.time()})
+    run.write_status(run.status().replace(state=state, why=why, ended=time.time()))
 
 
 def _iso(seconds: float) -> str:

@@ -80,7 +80,7 @@ def jobs_of(run: RunDir, damage: list[str] | None = None) -> list[str]:
     owner, sent = read(run, damage), run.submission(damage)
     # No owner: a status or submission may still name a job. An owner without a job: the submission's file may.
     if owner is None:
-        known = [(sent or run.status()).get("job_id")]
+        known = [sent["job_id"] if sent else run.status().job_id]
     elif owner.job_id is not None:
         known = [owner.job_id, *owner.follow_ups]
     elif sent.get("token") == owner.token:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from toolkit import fsio, records
 from toolkit.errors import DamagedFileError
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 
 
@@ -43,9 +44,9 @@ def asked(run: RunDir, damage: list[str] | None = None) -> Intent | None:
     return Intent(note["intent"]) if note else None
 
 
-def end_state(intent: Intent | None) -> str:
+def end_state(intent: Intent | None) -> RunState:
     """Return the state of a run that ends by this request. Without one its job was cancelled in Slurm."""
-    return "stopped" if intent is Intent.STOP else "cancelled"
+    return RunState.STOPPED if intent is Intent.STOP else RunState.CANCELLED
 
 
 def clear(run: RunDir) -> None:

@@ -27,6 +27,7 @@ from toolkit.launch.record import ownership
 from toolkit.launch.record.ownership import Owner
 from toolkit.launch.submission import sbatch, snapshot
 from toolkit.launch.submission.handle import Run
+from toolkit.run_files import RunProgress, RunState, RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 from toolkit.slurm.environment import submit_environment
@@ -55,9 +56,9 @@ def choose_executor(name: str) -> str:
 
 def send(run: RunDir, config: JobConfig, executor: str, owner: Owner) -> Run:
     """Start the run's job and record its id; return the handle. Raises SlurmError, or OSError for a full disk."""
-    status = {"state": "queued", "run": f"{run.name}/{run.id}", "updated": time.time(), "progress": {}}
+    status = RunStatus(state=RunState.QUEUED, run=f"{run.name}/{run.id}", updated=time.time(), progress=RunProgress())
     left_over = run.left_over()
-    run.write_status(status if left_over is None else {**status, "left_over": left_over})
+    run.write_status(status if left_over is None else status.replace(left_over=left_over))
     umask = os.umask(0o077)  # submitit's files hold logs too
     try:
         start = {"slurm": _send_to_slurm, "local": _send_to_local, "debug": _send_to_debug}[executor]

@@ -15,6 +15,7 @@ from toolkit.errors import JobFailedError, RequestError, SlurmError
 from toolkit.launch.record import ownership, request
 from toolkit.launch.record.journal import write_ended
 from toolkit.launch.record.request import Intent
+from toolkit.run_files import RunStatus
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm
 
@@ -46,7 +47,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return what the run's own files say."""
-        return self.dir.status()
+        return self.dir.status().to_json()
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the end and return ``result.json``.
@@ -62,7 +63,7 @@ class Run:
         assert result is not None
         return result
 
-    def watch(self) -> Iterator[dict[str, Any]]:
+    def watch(self) -> Iterator[RunStatus]:
         """Yield the status twice a second until the run has ended.
 
         Reads files. Slurm is asked every 30 s, and only while the status does not change: a live supervisor rewrites it
@@ -70,7 +71,7 @@ class Run:
         """
         ask_at = time.monotonic() + ASK_SLURM_EVERY_S
         over_since: float | None = None
-        status: dict[str, Any] = {}
+        status = RunStatus()
         while self.dir.result() is None:
             now, before, status = time.monotonic(), status, self.dir.status()
             # A new status proves that the supervisor lives, so the next question to Slurm can wait.

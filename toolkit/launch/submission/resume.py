@@ -16,6 +16,7 @@ from toolkit.launch.submission import executors
 from toolkit.launch.submission.handle import Run, attach
 from toolkit.launch.submission.prepare import absolute, check_submittable
 from toolkit.launch.submission.script_paths import refuse_unfit
+from toolkit.run_files import RunState, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -57,14 +58,14 @@ def resume(run: RunDir, overrides: Sequence[str] = (), *, executor: str = "auto"
     return sent
 
 
-def _refuse_unless_over(run: RunDir, status: Mapping[str, Any]) -> None:
+def _refuse_unless_over(run: RunDir, status: RunStatus) -> None:
     """Raise RequestError for a run that has a job, or may have one."""
     is_known = ownership.read(run) is not None or ownership.jobs_of(run) != []
-    if not is_known and status.get("state") in (None, "failed"):
+    if not is_known and status.state in (None, RunState.FAILED):
         return
     if not is_known or not attach(run).is_over():
         raise RequestError(
-            f"run {run.id} is {status.get('state', 'queued')}; it can be resumed when it has ended: "
+            f"run {run.id} is {status.state or RunState.QUEUED}; it can be resumed when it has ended: "
             f"`toolkit cancel {run.id}` ends it"
         )
 

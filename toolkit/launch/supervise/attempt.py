@@ -15,7 +15,7 @@ from toolkit.launch.job.fate import JobFate
 from toolkit.launch.job.nodes import BadNode
 from toolkit.launch.supervise.facts import RankFailure, Stop
 from toolkit.launch.watch.silence import SilenceWatch
-from toolkit.metrics.goodput import Start
+from toolkit.run_files import AttemptStatus, RunProgress, RunState, Start
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Attempt:
     plan: Allocation
     start: Start | None = None  #: None for foreign scripts, which report nothing
     first_step: float | None = None  #: when the first step began, as closely as rank 0's reports tell
-    left_over: Mapping[str, Any] = field(default_factory=dict)  #: the status, if an earlier supervisor wrote it
+    left_over: AttemptStatus | None = None  #: the status, if an earlier supervisor wrote it
     watchdog: Watchdog | None = None  #: None for foreign scripts that have not reported anything
     silence: SilenceWatch | None = None  #: for those scripts
     hang: RankFailure | None = None
@@ -39,7 +39,7 @@ class Attempt:
     lost_nodes: set[str] = field(default_factory=set)
     cut_links: set[tuple[str, str]] = field(default_factory=set)  #: the first node could not connect to the second
     silent_nodes: set[str] = field(default_factory=set)  #: their agents have ended, and they may be dead
-    progress: Mapping[str, Any] = field(default_factory=dict)  #: rank 0's latest report of the run
+    progress: RunProgress = field(default_factory=RunProgress)  #: rank 0's latest report of the run
     heard: dict[int, str] = field(default_factory=dict)  #: the ranks that have reported, with their hosts
     result: Mapping[str, Any] | None = None
     stop: Stop | None = None
@@ -55,12 +55,12 @@ class Attempt:
     gained_s: float = 0.0  #: see `goodput.gained_s`
 
     @classmethod
-    def of_status(cls, status: Mapping[str, Any], allocation: Allocation) -> Attempt:
+    def of_status(cls, status: AttemptStatus, allocation: Allocation) -> Attempt:
         """Return the attempt whose supervisor has died, from the ``status`` that it wrote."""
-        hosts, tasks = tuple(status.get("nodes", ())), tuple(status.get("tasks", ()))
-        plan = replace(allocation, hosts=hosts, tasks=tasks)
-        started, progress = status.get("started", time.time()), status.get("progress") or {}
-        return cls(status["attempt"], started, plan, progress=progress)
+        assert status.attempt is not None
+        plan = replace(allocation, hosts=status.nodes, tasks=status.tasks)
+        started = time.time() if status.started is None else status.started
+        return cls(status.attempt, started, plan, progress=status.progress)
 
     @cached_property
     def rank_hosts(self) -> list[str]:
@@ -93,31 +93,31 @@ class Attempt:
         """
         return bool(self.lost_nodes) and self._left.keys() <= self.lost_nodes
 
-    def hear_progress(self, progress: Mapping[str, Any]) -> None:
+    def hear_progress(self, progress: RunProgress) -> None:
         """Take rank 0's report of the run. It tells how long the loop has worked. By this node's clock that gives the
         time of its begin; the report that came fastest gives the best value."""
         self.progress = progress
-        if "spent" in progress:
-            began = time.time() - sum(progress["spent"].values())
+        if progress.spent:
+            began = time.time() - sum(progress.spent.values())
             self.first_step = min(began, self.first_step or began)
 
     @property
     def mean_step_s(self) -> float | None:
         """Return the seconds for each step so far, saves included; None before the first."""
-        step, start = self.progress.get("step"), self.progress.get("step_start")
+        step, start = self.progress.step, self.progress.step_start
         if self.first_step is None or step is None or start is None or step <= start:
             return None
-        return (time.time() - self.first_step) / int(step - start)
+        return (time.time() - self.first_step) / (step - start)
 
     @property
     def save_s(self) -> float:
         """Return the seconds that a save takes, as far as rank 0 has reported."""
-        return float(self.progress.get("save_s") or 0.0)
+        return self.progress.save_s or 0.0
 
     def can_do_without(self, ranks: Collection[int]) -> bool:
         """True if the strategy goes on when ``ranks`` have died: while another one of their kind lives. Rank 0 has
         reported which ranks these are."""
-        expendable = set(self.progress.get("expendable") or ())
+        expendable = set(self.progress.expendable)
         return set(ranks) <= expendable and not expendable <= self.gone - self.finished
 
     @property
@@ -126,8 +126,8 @@ class Attempt:
         return max(0.0, self.ended - self.started - self.gained_s)
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> RunState:
         """Return the run's state while the attempt runs."""
         if self.stop is not None:
-            return "stopping"
-        return "running" if 0 in self.heard else "starting"
+            return RunState.STOPPING
+        return RunState.RUNNING if 0 in self.heard else RunState.STARTING

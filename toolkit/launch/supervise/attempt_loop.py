@@ -38,6 +38,7 @@ from toolkit.launch.supervise.facts import RankFailure
 from toolkit.launch.supervise.stop_path import Signalled, StopPath
 from toolkit.launch.watch.hang_watch import HangWatch
 from toolkit.launch.watch.node_care import NodeCare
+from toolkit.run_files import RunProgress
 
 #: After the first failure the others' error files and srun's lines are awaited this long: they tell the causes apart.
 ERROR_REPORTS_S = 0.5
@@ -155,7 +156,7 @@ class AttemptLoop:
             return
         try:
             if report.fields is not None:
-                attempt.hear_progress(records.fit(report.fields, rundir.PROGRESS))
+                attempt.hear_progress(RunProgress.from_json(report.fields))
             if report.result is not None:
                 attempt.result = records.fit(report.result, rundir.REACHED)
         except records.Misfit as misfit:

@@ -30,6 +30,7 @@ from toolkit.launch.start.srun import SrunLauncher
 from toolkit.launch.start.steps import Launcher
 from toolkit.launch.supervise.guard import guarded
 from toolkit.launch.supervise.supervisor import Supervisor
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.container import Container, outermost
@@ -175,7 +176,7 @@ def _write_own_failure(run: RunDir, error: Exception) -> None:
     log.error("the supervisor failed: %s", error, exc_info=not isinstance(error, ToolkitError))
     why = f"the supervisor failed: {type(error).__name__}: {error}"
     try:
-        outages.persist(lambda: write_ended(run, "failed", why), run.path)
+        outages.persist(lambda: write_ended(run, RunState.FAILED, why), run.path)
     except OSError as also:
         log.error("%s: this could not be written either: %s; `toolkit resume %s` goes on", run.path, also, run.id)
     notify(run)

@@ -12,7 +12,6 @@ from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.budgets import requeues_in_vain
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Cause, Decision, Ending, Stop
-from toolkit.metrics.goodput import Start
 from toolkit.rundir import RunDir
 
 log = logs.get(__name__)
@@ -21,17 +20,17 @@ log = logs.get(__name__)
 def find_running(run: RunDir, job: Allocation) -> Attempt | None:
     """Return the attempt whose ranks may still run: a supervisor of this start of the job has died."""
     status = run.left_over()
-    if status is None or status.get("state") not in ("starting", "running", "stopping"):
+    if status is None or status.state is None or not status.state.has_ranks:
         return None
     attempt = Attempt.of_status(status, job)
-    is_of_this_start = (status.get("job_id"), status.get("restart_count")) == (job.job_id, job.restart_count)
-    can_go_on = status.get("stop") in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
+    is_of_this_start = (status.job_id, status.restart_count) == (job.job_id, job.restart_count)
+    can_go_on = status.stop in {None, *Stop} - {Stop.MOVE}  # which nodes it left, and why, is not known
     hosts, tasks = attempt.plan.hosts, attempt.plan.tasks
     is_on_ours = {*hosts} <= {*job.hosts} and len(hosts) == len(tasks) > 0  # a damaged status may lack some
     if not is_of_this_start or not can_go_on or not is_on_ours:
         return None
-    attempt.start = Start(**status["start"]) if status.get("start") else None
-    attempt.stop = Stop(status["stop"]) if status.get("stop") else None
+    attempt.start = status.start
+    attempt.stop = None if status.stop is None else Stop(status.stop)
     return attempt
 
 
@@ -54,7 +53,7 @@ def close(context: Context, earlier_death: str | None) -> None:
         cause, why, decision = Cause.CRASHED, earlier_death, Decision.RESTART
     elif lost:
         cause, why = Cause.NODE_FAILURE, f"lost {', '.join(sorted(lost))}"
-    elif status.get("stop") not in (None, Stop.MOVE) or job.was_preempted(status.get("job_id")):
+    elif status.stop not in (None, Stop.MOVE) or job.was_preempted(status.job_id):
         cause, why = Cause.PREEMPTED, "taken away before its supervisor could say how it ended"
     else:
         cause, why = Cause.NODE_FAILURE, "ended without a word: a node failure, a power cut, or SIGKILL"
@@ -62,7 +61,8 @@ def close(context: Context, earlier_death: str | None) -> None:
     for host in gone:
         nodes.condemn(host, f"lost in attempt {left.number}")
     # The attempt ended, as far as is known, when its supervisor wrote last.
-    left.left_over, left.ended = status, status.get("updated", time.time())
+    left.left_over = status
+    left.ended = time.time() if status.updated is None else status.updated
     context.journal.note_gain(left)
     outages.persist(lambda: context.journal.add(left, Ending(cause, decision, why)), run.path)
     in_vain, limit = requeues_in_vain(context.journal.history()), context.config.retry.max_requeues

@@ -17,6 +17,7 @@ from toolkit.launch.start.steps import Step, Store
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.context import Context
 from toolkit.launch.supervise.facts import Stop
+from toolkit.run_files import RunState
 
 #: What the verdict may take, at the end of a job, with questions to Slurm and a requeue.
 VERDICT_S = 5.0
@@ -96,7 +97,7 @@ class StopPath:
             attempt.stop = stop if stop in (Stop.CANCEL, Stop.USER) else attempt.stop
             return
         attempt.stop, attempt.stop_asked = stop, time.time()
-        context.journal.set_status("stopping", attempt)  # now: if we are killed before the end, this tells why
+        context.journal.set_status(RunState.STOPPING, attempt)  # now: if we are killed before the end, this tells why
         if attempt.exit_code is not None:  # the ranks and the store have ended; the verdict still needs the stop
             return
         limit_s = STOP_LIMIT_S

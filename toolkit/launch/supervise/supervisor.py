@@ -41,6 +41,7 @@ from toolkit.launch.supervise.judging import judge_attempt
 from toolkit.launch.supervise.stop_path import Signalled, is_being_ended, is_told_to_end, why_stop
 from toolkit.launch.watch import hang
 from toolkit.launch.watch.node_care import NodeCare
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import SlurmCommands
 from toolkit.slurm.container import Container
@@ -138,7 +139,7 @@ class Supervisor:
         if not restarted or result is None or result["state"] not in ("completed", "failed", rundir.UNREADABLE):
             return False
         log.info("run %s has ended before (%s): nothing to do in this restart", self._run.id, result["state"])
-        self._run.write_status({**self._run.status(), "state": result["state"]})
+        self._run.write_status(self._run.status().replace(state=RunState(result["state"])))
         return True
 
     # ------------------------------------------------------------------------------------------------- the beginning
@@ -168,9 +169,7 @@ class Supervisor:
         if ranks is None:
             context.claim.renew()  # ranks that are left must not write any more
             return None
-        log.warning(
-            "attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.get("step")
-        )
+        log.warning("attempt %d: taken over with all its ranks at step %s", attempt.number, attempt.progress.step)
         self._journal.take_over(attempt)
         self._nodes.note_used(attempt.plan)
         self._prepare_requeue()
@@ -245,7 +244,7 @@ class Supervisor:
         plan, number, command = attempt.plan, attempt.number, self._context.rank_command()
         # Each start has its own claim, so that ranks of an earlier one can write no more.
         self._context.claim.renew()
-        self._journal.set_status("starting", attempt)
+        self._journal.set_status(RunState.STARTING, attempt)
         hosts = ", ".join(f"{host} x{count}" for host, count in zip(plan.hosts, plan.tasks, strict=True))
         log.info("attempt %d: %d ranks on %s", number, plan.world_size, hosts)
         environ = self._context.rank_environ(number)
@@ -263,7 +262,7 @@ class Supervisor:
         self._journal.note_gain(attempt)
         verdict = judge_attempt(self._context, attempt)
         # Attempts without a step lengthen the pause before the next one.
-        made_a_step = (attempt.progress.get("step") or 0) > (attempt.progress.get("step_start") or 0)
+        made_a_step = (attempt.progress.step or 0) > (attempt.progress.step_start or 0)
         self._in_vain = 0 if made_a_step or self._context.is_foreign else self._in_vain + 1
         self._record(attempt, verdict)
         if verdict.cause is Cause.MOVED:
@@ -277,7 +276,7 @@ class Supervisor:
         log.info("attempt %d: %s (%s): %s", attempt.number, verdict.cause, verdict.decision, verdict.line)
         outages.persist(lambda: self._journal.add(attempt, verdict), self._run.path)
         if verdict.decision is Decision.RESTART:
-            self._journal.set_status("restarting", attempt, why=verdict.line)
+            self._journal.set_status(RunState.RESTARTING, attempt, why=verdict.line)
             return
         state, why = _state(verdict), verdict.line
         self._journal.set_status(state, attempt, why=why, ended=time.time())
@@ -289,26 +288,27 @@ class Supervisor:
             if seen is JobFate.CANCELLED:
                 state, why = request.end_state(self._context.asked()), f"{why}; cancelled before it was requeued"
             else:
-                state, why = "stopped", f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+                why = f"{why}; but Slurm did not take it back: `toolkit resume` goes on with it"
+                state = RunState.STOPPED
             self._journal.set_status(state, attempt, why=why, ended=time.time())
         outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
     def _finish_unstarted(self) -> int:
         state = request.end_state(self._context.asked())
-        code = EXIT_STOPPED if state == "stopped" else EXIT_FAILED
+        code = EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
         why = f"{state} before it started again"
         outages.persist(lambda: write_ended(self._run, state, why), self._run.path)
         notify(self._run)
         return code
 
 
-def _state(verdict: Ending) -> str:
+def _state(verdict: Ending) -> RunState:
     """Return the run's state after a verdict that ends the job."""
     if verdict.decision is Decision.REQUEUE:
-        return "requeued"
+        return RunState.REQUEUED
     if verdict.cause in (Cause.COMPLETED, Cause.STOPPED, Cause.CANCELLED):
-        return verdict.cause.value
-    return "failed"
+        return RunState(verdict.cause)
+    return RunState.FAILED
 
 
 def _exit_code(verdict: Ending) -> int:

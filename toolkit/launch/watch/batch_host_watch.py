@@ -31,6 +31,7 @@ from toolkit.launch.job.fate import JobFate, fate_of_row
 from toolkit.launch.job.requeue import EXCLUDE_S, take_back, to_exclude
 from toolkit.launch.record import request
 from toolkit.launch.record.request import Intent
+from toolkit.run_files import RunState
 from toolkit.rundir import RunDir
 from toolkit.slurm.commands import Slurm, SlurmCommands
 from toolkit.slurm.jobs import JobRow
@@ -44,8 +45,6 @@ LOOKS = 2
 ASK_SLURM_EVERY_S = 30.0
 #: After a SIGTERM, looks come this often and each asks Slurm: KillWait may be 5 s.
 LAST_LOOKS_EVERY_S = 1.0
-#: The run has ended: nothing is left to watch.
-OVER = ("completed", "stopped", "failed", "cancelled")
 
 log = logs.get(__name__)
 
@@ -96,13 +95,13 @@ class BatchHostWatch:
     def look(self) -> str | None:
         """Return why the job must be requeued, or None. Raises WatchOver when there is nothing to watch any more."""
         status = self._watched.run.status()
-        if status.get("state") in OVER:
-            raise WatchOver(status["state"])
-        if status.get("pid", self._watched.supervisor) != self._watched.supervisor:
+        if status.state is not None and status.state.is_over:
+            raise WatchOver(status.state)
+        if status.pid not in (None, self._watched.supervisor):
             raise WatchOver("another supervisor has taken over: it has agents that watch")
         # A status that changes is proof enough that the supervisor lives.
-        if status.get("updated") != self._updated:
-            self._updated, self._changed, self._unanswered = status.get("updated"), self._clock(), 0
+        if status.updated != self._updated:
+            self._updated, self._changed, self._unanswered = status.updated, self._clock(), 0
         return self._problem_by_silence() or self._problem_by_slurm()
 
     def _problem_by_silence(self) -> str | None:
@@ -208,7 +207,7 @@ def _hand_over(look: Callable[[], JobFate], watched: WatchedJob, slurm: SlurmCom
         log.info("job %s has been cancelled: leaving it so", watched.job_id)
         return
     why = f"the batch host {watched.batch_host} is gone"
-    status = {**watched.run.status(), "state": "requeued", "why": why, "updated": time.time()}
+    status = watched.run.status().replace(state=RunState.REQUEUED, why=why, updated=time.time())
     outages.persist(lambda: watched.run.write_status(status), watched.run.path)
     outages.ask(lambda: slurm.cancel(watched.job_id), "the job cannot be ended")
 

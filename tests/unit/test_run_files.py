@@ -1,0 +1,121 @@
+"""The records of a run folder: each key is read by its type, and what is damaged, newer or unknown costs no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import fsio, rundir
+from toolkit.records import Misfit
+from toolkit.run_files import VERSION, RunProgress, RunState, RunStatus, Straggler, shape_of
+from toolkit.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return rundir.create("name", tmp_path)
+
+
+STRAGGLER = {"host": "node1", "ranks": [1], "ratio": 1.5, "since": 1.0, "until": None}
+START = {"since": 1.0, "submitted": None, "queue_s": 0.0, "ready": 2.0, "best_step": 0}
+#: Every key, as it stands in the file.
+STATUS: dict[str, Any] = {
+    "version": 1,
+    "state": "running",
+    "run": "name/1",
+    "job_id": "7",
+    "restart_count": 0,
+    "host": "node1",
+    "pid": 77,
+    "attempt": 1,
+    "nodes": ["node1"],
+    "tasks": [2],
+    "world_size": 2,
+    "lost_ranks": {"1": "killed"},
+    "bad_nodes": {"node2": "sick"},
+    "ailing_nodes": {"node3": "hot"},
+    "started": 1.0,
+    "start": START,
+    "updated": 2.0,
+    "stop": "user",
+    "progress": {"step": 5, "loss": 0.5, "stragglers": [STRAGGLER], "metrics": {"eval/loss": None}},
+    "submitted": 1.0,
+    "goodput": {"training": 1.0},
+    "why": "rank 1: killed",
+    "ended": 3.0,
+    "supervised": True,
+    "left_over": {"attempt": 3},
+}
+
+
+def test_what_is_read_is_written_again_key_for_key(run: RunDir) -> None:
+    assert STATUS.keys() == shape_of(RunStatus).keys.keys(), "a key has no example here"
+    fsio.write_json(run.path / "status.json", STATUS)
+    damage: list[str] = []
+    run.write_status(run.status(damage))
+    assert json.loads((run.path / "status.json").read_text()) == STATUS
+    assert damage == []
+
+
+@pytest.mark.parametrize("key", sorted(STATUS))
+def test_a_damaged_key_of_a_status_is_named_and_the_others_are_read(run: RunDir, key: str) -> None:
+    fsio.write_json(run.path / "status.json", {**STATUS, key: [[]]})
+    damage: list[str] = []
+    status = run.status(damage)
+    (line,) = damage
+    assert line.startswith(f"{run.path / 'status.json'}: {key}")
+    assert line.endswith("; left out")
+    kept = {name: value for name, value in STATUS.items() if name != key}
+    assert status.to_json() == kept
+    assert getattr(status, key) == getattr(RunStatus(), key)
+
+
+def test_a_damaged_part_is_named_by_its_whole_key(run: RunDir) -> None:
+    stragglers = [STRAGGLER, {**STRAGGLER, "ratio": "x"}]
+    fsio.write_json(run.path / "status.json", {"progress": {"step": 5, "stragglers": stragglers}})
+    damage: list[str] = []
+    assert run.status(damage).progress == RunProgress(step=5)
+    assert damage == [f'{run.path / "status.json"}: progress.stragglers[1].ratio: "x" is not a number; left out']
+
+
+def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = {"step": 5, "speed": 7.0, "stragglers": [{**STRAGGLER, "gpu": 3}]}
+    newer = {"version": VERSION + 1, "state": "running", "progress": progress, "shares": [1, 2]}
+    fsio.write_json(run.path / "status.json", newer)
+    for _ in range(2):
+        run.write_status(run.status([]).replace(state=RunState.STOPPING))
+    assert json.loads((run.path / "status.json").read_text()) == {**newer, "state": "stopping"}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{run.path / 'status.json'} has version {VERSION + 1}, and this toolkit knows {VERSION}")
+
+
+def test_a_file_without_a_version_has_the_first_and_gets_it_when_it_is_written(run: RunDir) -> None:
+    fsio.write_json(run.path / "status.json", {"state": "queued"})
+    assert run.status().version == 1
+    run.write_status(run.status())
+    assert json.loads((run.path / "status.json").read_text()) == {"version": VERSION, "state": "queued"}
+
+
+def test_only_the_keys_that_a_record_was_made_with_are_written() -> None:
+    status = RunStatus(state=RunState.QUEUED, job_id=None)
+    assert status.to_json() == {"state": "queued", "job_id": None}
+    assert status.replace(pid=7).to_json() == {"state": "queued", "job_id": None, "pid": 7}
+    straggler = Straggler("node1", (1,), 1.5, 1.0, None)
+    assert straggler.to_json() == STRAGGLER
+
+
+def test_of_a_value_that_is_not_from_a_file_all_must_fit() -> None:
+    assert RunProgress.from_json({"step": 5, "loss": float("nan"), "time": 1.0}).loss is None
+    with pytest.raises(Misfit, match="epoch: -1 is not a count"):
+        RunProgress.from_json({"step": 5, "epoch": -1})
+
+
+def test_a_run_is_over_in_a_state_that_only_a_user_ends() -> None:
+    over = {"completed", "stopped", "failed", "cancelled", "unreadable"}
+    assert {state for state in RunState if state.is_over} == over
+    assert {state for state in RunState if state.is_waiting} == {"queued", "requeued"}
