@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from toolkit import records
-from toolkit.records import COUNT, FLAG, MOMENT, NUMBER, TEXT, WORD, Leaf, ListOf, MapOf, Maybe, Null, OrNull
+from toolkit import hostlist, records
+from toolkit.errors import RequestError
+from toolkit.records import COUNT, FLAG, MOMENT, NUMBER, TEXT, TIME_TEXT, WORD, Leaf, ListOf, MapOf, Maybe, Null, OrNull
 
 #: The version of the files that are written here. A file without a ``version`` has version 1.
 VERSION = 1
@@ -102,8 +105,7 @@ class JsonRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON."""
         codecs = _codecs(type(self))
-        keys = [*self._keys, *(each.name for each in dataclasses.fields(self) if "as null" in each.metadata)]
-        known = {name: codecs[name].dump(getattr(self, name)) for name in keys if name in codecs}
+        known = {name: codecs[name].dump(getattr(self, name)) for name in self._keys if name in codecs}
         return {**known, **self.extra}
 
     def replace(self, **changes: Any) -> Self:
@@ -152,9 +154,8 @@ class FileRecord(JsonRecord):
         return {"version": self.version, **self.to_json()}
 
 
-def _as_null() -> Any:
-    """Return the default of a key that is written in any case, as null where nothing is known."""
-    return field(default=None, metadata={"as null": True})
+#: For a key that is None if it is missing or does not fit, and is then passed on as null.
+_NULL = {"is null": True}
 
 
 def shape_of(kind: type[JsonRecord]) -> records.Record:
@@ -164,7 +165,7 @@ def shape_of(kind: type[JsonRecord]) -> records.Record:
     for name, codec in _codecs(kind).items():
         each = declared[name]
         is_required = each.default is each.default_factory is dataclasses.MISSING
-        may_be_missing = Null(codec.shape) if "as null" in each.metadata else Maybe(codec.shape)
+        may_be_missing = Null(codec.shape) if "is null" in each.metadata else Maybe(codec.shape)
         keys[name] = codec.shape if is_required else may_be_missing
     return records.Record(keys)
 
@@ -216,6 +217,27 @@ _SECONDS = Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <=
 #: Seconds by name, see `toolkit.metrics.goodput`.
 Seconds: TypeAlias = Mapping[str, Annotated[float, _SECONDS]]
 Metrics: TypeAlias = Mapping[str, float | None]
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+@lru_cache(maxsize=16)
+def _hosts(text: str) -> tuple[str, ...] | None:
+    """Return the names in a host list; None if it is none. Cached: most attempts of a run have the same nodes."""
+    try:
+        return tuple(hostlist.expand(text))
+    except RequestError:
+        return None
+
+
+_TIME = Codec(TIME_TEXT, lambda text: datetime.fromisoformat(text).timestamp(), _iso)
+#: Seconds since the epoch, as text in the file.
+Time: TypeAlias = Annotated[float, _TIME]
+_HOST_LIST = Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None)
+#: Names of nodes, as a host list in the file: there may be thousands.
+Hosts: TypeAlias = Annotated[tuple[str, ...], Codec(_HOST_LIST, lambda text: _hosts(text) or (), hostlist.compress)]
 
 
 # ------------------------------------------------------------------------------------------------------ parts of files
@@ -302,3 +324,49 @@ class RunStatus(AttemptStatus):
     """``status.json``."""
 
     left_over: AttemptStatus | None = None  #: the status of an attempt that was never closed, see `RunDir.left_over`
+
+
+# ------------------------------------------------------------------------------------------------------ attempts.jsonl
+
+
+@dataclass(frozen=True)
+class FirstFailure(JsonRecord):
+    """The failure that ended an attempt."""
+
+    rank: int | None
+    host: str
+    how: str
+
+
+@dataclass(frozen=True)
+class AttemptRecord(FileRecord):
+    """A line of ``attempts.jsonl``: a closed attempt. Times in seconds since the epoch."""
+
+    attempt: int
+    nodes: Hosts
+    started: Time
+    ended: Time
+    cause: str  #: see `toolkit.launch.supervise.facts`, as for the decision; a newer version may have others
+    decision: str
+    job_id: str | None = field(default=None, metadata=_NULL)
+    restart_count: int | None = field(default=None, metadata=_NULL)
+    world_size: int | None = field(default=None, metadata=_NULL)
+    stop_asked: Time | None = field(default=None, metadata=_NULL)
+    step_start: int | None = field(default=None, metadata=_NULL)
+    step_end: int | None = field(default=None, metadata=_NULL)
+    step_saved: int | None = field(default=None, metadata=_NULL)  #: the newest checkpoint at its end
+    gained_s: float = 0.0
+    lost_nodes: tuple[str, ...] = ()
+    suspect: str | None = field(default=None, metadata=_NULL)
+    lost_ranks: Mapping[str, str] = field(default_factory=dict)
+    left_nodes: tuple[str, ...] = ()
+    first_failure: FirstFailure | None = field(default=None, metadata=_NULL)
+    line: str | None = field(default=None, metadata=_NULL)
+    slow_nodes: tuple[Straggler, ...] = ()
+    submitted: Time | None = field(default=None, metadata=_NULL)
+    goodput: Seconds = field(default_factory=dict)
+
+    @property
+    def begun(self) -> float:
+        """Return when its job was submitted. If that is unknown return when it started."""
+        return self.submitted or self.started

@@ -12,28 +12,25 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolkit import fsio, hostlist, records, trust
-from toolkit.errors import DamagedFileError, RequestError, RunNotFoundError, nearest
+from toolkit import fsio, records, trust
+from toolkit.errors import DamagedFileError, RunNotFoundError, nearest
 from toolkit.records import (
     COUNT,
     MOMENT,
     NUMBER,
     TEXT,
-    TIME_TEXT,
     WORD,
     Leaf,
     ListOf,
     MapOf,
     Maybe,
-    Null,
     OrNull,
     Record,
 )
-from toolkit.run_files import AttemptStatus, RunStatus
+from toolkit.run_files import AttemptRecord, AttemptStatus, RunStatus
 
 RUN_DIR_VARIABLE = "TOOLKIT_RUN_DIR"
 #: The number of the owner that a process belongs to, see `RunDir.belongs_to`.
@@ -45,39 +42,6 @@ WITNESS_VARIABLE = "TOOLKIT_WITNESS"
 _METRICS = MapOf(OrNull(NUMBER))
 #: Seconds by name, see `toolkit.metrics.goodput`.
 _SECONDS = MapOf(Leaf("a number of seconds", lambda value: NUMBER.fits(value) and 0 <= value < 1e12))
-_STRAGGLER = Record({"host": WORD, "ranks": ListOf(COUNT), "ratio": NUMBER, "since": MOMENT, "until": OrNull(MOMENT)})
-
-
-@lru_cache(maxsize=16)
-def _hosts(text: str) -> tuple[str, ...] | None:
-    """Return the names in a host list; None if it is none. Cached: most attempts of a run have the same nodes."""
-    try:
-        return tuple(hostlist.expand(text))
-    except RequestError:
-        return None
-
-
-#: A line of ``attempts.jsonl``: one closed attempt.
-_ATTEMPT = Record(
-    {
-        "attempt": COUNT,
-        "started": TIME_TEXT,
-        "ended": TIME_TEXT,
-        "cause": TEXT,
-        "decision": TEXT,
-        "nodes": Leaf("a host list", lambda value: isinstance(value, str) and _hosts(value) is not None),
-        **dict.fromkeys(("job_id", "suspect", "line"), Null(TEXT)),
-        **dict.fromkeys(("world_size", "restart_count", "step_start", "step_end", "step_saved"), Null(COUNT)),
-        **dict.fromkeys(("stop_asked", "submitted"), Null(TIME_TEXT)),
-        "first_failure": Null(Record({"rank": OrNull(COUNT), "host": TEXT, "how": TEXT})),
-        "lost_nodes": Maybe(ListOf(TEXT)),
-        "left_nodes": Maybe(ListOf(TEXT)),
-        "slow_nodes": Maybe(ListOf(_STRAGGLER)),
-        "lost_ranks": Maybe(MapOf(TEXT)),
-        "gained_s": Maybe(NUMBER),
-        "goodput": Maybe(_SECONDS),
-    }
-)
 _EXECUTOR = records.one_of("slurm", "local", "debug")
 #: The state of a run that has ended, but whose result can no longer be read.
 UNREADABLE = "unreadable"
@@ -220,7 +184,7 @@ class RunDir:
         """
         status = self.status()
         left = status.left_over or status
-        is_open = left.attempt and all(line["attempt"] != left.attempt for line in self.attempts())
+        is_open = left.attempt and all(line.attempt != left.attempt for line in self.attempts())
         return left if is_open else None
 
     def step(self) -> int:
@@ -258,27 +222,25 @@ class RunDir:
             records.set_aside(path, damage)
         path.unlink(missing_ok=True)
 
-    def attempts(self, damage: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the closed attempts whose lines can be read, oldest first; ``nodes`` becomes a list of names."""
-        # The file is made with its first line, so an empty one has lost lines.
-        lines = records.read_lines(self.path / "attempts.jsonl", _ATTEMPT, damage, may_be_empty=False)
-        return [{**line, "nodes": list(_hosts(line["nodes"]) or ())} for line in lines]
+    def attempts(self, damage: list[str] | None = None) -> list[AttemptRecord]:
+        """Return the closed attempts whose lines can be read, oldest first."""
+        return AttemptRecord.read_lines(self.path / "attempts.jsonl", damage)
 
-    def next_attempt(self, closed: Sequence[Mapping[str, Any]]) -> int:
+    def next_attempt(self, closed: Sequence[AttemptRecord]) -> int:
         """Return a number that no attempt has had, even one whose line is missing or damaged.
 
         ``closed`` are :meth:`attempts`. Attempts that shared a number would share their logs and error files.
         """
-        return max(self.attempts_with_logs() | {line["attempt"] for line in closed}, default=0) + 1
+        return max(self.attempts_with_logs() | {line.attempt for line in closed}, default=0) + 1
 
     def attempts_with_logs(self) -> set[int]:
         """Return the numbers of the attempts that have written logs."""
         found = (re.fullmatch(r"attempt-([0-9]{3,9})", path.parent.name) for path in self.logs.glob("attempt-*/*"))
         return {int(match[1]) for match in found if match}
 
-    def add_attempt(self, line: dict[str, Any]) -> None:
-        """Append a closed attempt, durably. Its ``nodes`` become a host list, since there may be thousands."""
-        fsio.append_json_line(self.path / "attempts.jsonl", {**line, "nodes": hostlist.compress(line["nodes"])})
+    def add_attempt(self, line: AttemptRecord) -> None:
+        """Append a closed attempt, durably."""
+        fsio.append_json_line(self.path / "attempts.jsonl", line.to_file())
 
     def owner(self, damage: list[str] | None = None) -> dict[str, Any]:
         """Return ``owner.json``: who has the run now. Empty if there is no owner. See `launch.record.ownership`."""

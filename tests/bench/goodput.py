@@ -111,9 +111,9 @@ def measure(site: Site, minutes: float, every_s: float, memory: str) -> None:
     time.sleep(max(0.0, began + 60 * minutes - time.monotonic()))
     wall_s, steps = time.monotonic() - began, run.step() - first
     attempts = run.attempts()
-    starts = [a["step_start"] for a in attempts[1:]] + [run.status().progress.step_start]
-    again = sum(a["step_end"] - start for a, start in zip(attempts, starts, strict=True))
-    imported_s = statistics.mean(imports_s(run, a["attempt"] + 1) for a in attempts)
+    starts = [a.step_start for a in attempts[1:]] + [run.status().progress.step_start]
+    again = sum(a.step_end - start for a, start in zip(attempts, starts, strict=True))
+    imported_s = statistics.mean(imports_s(run, a.attempt + 1) for a in attempts)
     back_s = statistics.mean(recoveries)
     print(f"{len(recoveries)} failures in {wall_s:.0f} s, undisturbed {undisturbed_s * 1000:.0f} ms a step")
     print(f"goodput {steps * undisturbed_s / wall_s:.1%}: {steps} steps that count, {again} made again")

@@ -120,7 +120,7 @@ def test_a_fault_in_the_environment_strikes_the_rank_and_attempt_it_names(tmp_pa
     done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE * 120)
     assert done.returncode == 0, done.stderr
     (run,) = rundir.all_runs(tmp_path)
-    assert [attempt["cause"] for attempt in run.attempts()] == ["crashed", "completed"]
+    assert [attempt.cause for attempt in run.attempts()] == ["crashed", "completed"]
 
 
 def test_a_fault_that_is_none_is_refused_before_anything_is_trained() -> None:

@@ -39,8 +39,8 @@ def test_a_killed_worker_is_named_and_the_attempt_goes_on_until_the_last_one_die
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["first_failure"]["rank"]) == ("crashed", "restart", 2)
-    assert first["lost_ranks"] == {"1": "killed by SIGKILL"}
-    assert (second["cause"], "lost_ranks" in second) == ("completed", False)
-    assert second["step_start"] >= 50
+    assert (first.cause, first.decision, first.first_failure.rank) == ("crashed", "restart", 2)
+    assert first.lost_ranks == {"1": "killed by SIGKILL"}
+    assert (second.cause, second.lost_ranks) == ("completed", {})
+    assert second.step_start >= 50
     assert "rank 1 has died" in run.rank_log(1, 0).read_text()

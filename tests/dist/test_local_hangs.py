@@ -94,14 +94,14 @@ def test_the_rank_that_is_behind_is_named_and_the_run_completes(
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     hung, after = run.attempts()
-    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
-    named = hung["first_failure"]
-    assert (named["rank"], named["host"]) == (rank, hung["nodes"][0])
-    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named["how"])
+    assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
+    named = hung.first_failure
+    assert (named.rank, named.host) == (rank, hung.nodes[0])
+    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named.how)
     assert told is not None, named
     assert int(told[1]) >= TIMEOUT_S / 2
     why = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
-    assert f"rank {rank} on {named['host']}, attempt 1: {named['how']}" in why
+    assert f"rank {rank} on {named.host}, attempt 1: {named.how}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
     assert recorded(run, 0)["entries"]
@@ -153,12 +153,12 @@ def test_a_script_that_knows_nothing_of_us_and_is_silent_is_started_again(
     assert done.returncode == 0, done.stderr
     run = the_run(env)
     hung, after = run.attempts()
-    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
-    named = hung["first_failure"]
-    assert (named["rank"], named["host"]) == (1, hung["nodes"][0])
-    assert re.fullmatch(r"silent, \d+ s; 1 other in barrier", named["how"]), named
+    assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
+    named = hung.first_failure
+    assert (named.rank, named.host) == (1, hung.nodes[0])
+    assert re.fullmatch(r"silent, \d+ s; 1 other in barrier", named.how), named
     page = subprocess.run([*TOOLKIT, "why", run.id], env=env, capture_output=True, text=True, check=True).stdout
-    assert f"rank 1 on {named['host']}, attempt 1: {named['how']}" in page
+    assert f"rank 1 on {named.host}, attempt 1: {named.how}" in page
     assert "in hang_for_ever" in page
     assert [path.name for path in tmp_path.glob("ended-*")] == (["ended-2"] if command[0] == "sh" else [])
     wait_for(lambda: nobody_left(env), 10, "no process of the run")
@@ -224,5 +224,5 @@ def test_what_is_slow_but_moves_is_not_taken_for_a_hang(env: dict[str, str], tmp
     assert process.returncode == 0, out
     run = the_run(env)
     (attempt,) = run.attempts()
-    assert attempt["cause"] == "completed"
+    assert attempt.cause == "completed"
     assert run.status().progress.save_s > TIMEOUT_S / 2

@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import PATIENCE, processes_with, wait_for
 from toolkit import rundir
 from toolkit.checkpoint.store import newest_step
-from toolkit.run_files import RunStatus
+from toolkit.run_files import FirstFailure, RunStatus
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.dist, pytest.mark.sample(4)]
@@ -86,7 +86,7 @@ def test_a_run_that_is_cancelled_in_its_first_moment_never_trains(env: dict[str,
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     run = the_run(env)
     assert wait_for(run.result, END_S, "a result")["state"] == "cancelled"
-    assert [attempt["step_end"] for attempt in run.attempts()] in ([], [None])
+    assert [attempt.step_end for attempt in run.attempts()] in ([], [None])
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, str]) -> None:
@@ -97,11 +97,11 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_resumes(env: dict[str, 
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 0, out
     first, second = run.attempts()
-    assert (first["cause"], first["decision"]) == ("crashed", "restart")
-    assert first["first_failure"] == {"rank": 1, "host": first["nodes"][0], "how": "killed by SIGKILL"}
-    assert (second["cause"], second["decision"]) == ("completed", "finish")
-    assert second["step_start"] >= 20
-    assert second["step_start"] % 20 == 0
+    assert (first.cause, first.decision) == ("crashed", "restart")
+    assert first.first_failure == FirstFailure(1, first.nodes[0], "killed by SIGKILL")
+    assert (second.cause, second.decision) == ("completed", "finish")
+    assert second.step_start >= 20
+    assert second.step_start % 20 == 0
     result = run.result()
     assert result is not None
     assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
@@ -118,8 +118,8 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(env: dict[str, str]) -> No
     assert process.returncode == 75
     assert f"toolkit resume {run.id}" in out
     (attempt,) = run.attempts()
-    assert (attempt["cause"], attempt["decision"]) == ("stopped", "finish")
-    assert newest_step(run.checkpoints) == attempt["step_end"]
+    assert (attempt.cause, attempt.decision) == ("stopped", "finish")
+    assert newest_step(run.checkpoints) == attempt.step_end
 
 
 def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(env: dict[str, str]) -> None:
@@ -148,7 +148,7 @@ def test_a_resumed_run_continues_from_its_checkpoint_to_the_undisturbed_result(e
     )
     undisturbed = rundir.find("undisturbed", Path(env["TOOLKIT_RUNS"]))
     first, second = run.attempts()
-    assert second["step_start"] == first["step_end"]
+    assert second.step_start == first.step_end
     ours, theirs = run.result(), undisturbed.result()
     assert ours is not None
     assert theirs is not None
@@ -197,7 +197,7 @@ def test_a_job_that_always_fails_is_given_up_with_its_own_words_and_somebody_is_
     assert done.returncode == 1
     assert "ValueError: no such thing" in done.stdout
     run = the_run(env)
-    assert [line["decision"] for line in run.attempts()] == ["restart", "give_up"]
+    assert [line.decision for line in run.attempts()] == ["restart", "give_up"]
     wait_for(lambda: nobody_left(env), 30, "the end of the command that tells somebody")
     assert json.loads((run.logs / "notify.log").read_text()) == run.result()
     assert "ValueError: no such thing" in (project / "told").read_text()
@@ -244,7 +244,7 @@ def test_the_ranks_of_a_script_are_forked_in_every_attempt(env: dict[str, str], 
         [*TOOLKIT, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE * END_S
     )
     assert done.returncode == 0, done.stderr
-    assert [line["cause"] for line in the_run(env).attempts()] == ["crashed", "completed"]
+    assert [line.cause for line in the_run(env).attempts()] == ["crashed", "completed"]
     notes = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
     expected = f"torch=True toolkit=False {[f'{tmp_path}/own', f'{tmp_path}/lib']} {tmp_path}/lib\n"
     assert notes == dict.fromkeys(["1-0.txt", "1-1.txt", "2-0.txt", "2-1.txt"], expected)
@@ -271,7 +271,7 @@ def test_a_local_run_frees_the_pipe_hears_a_cancel_and_is_resumed_by_one_of_two(
     wait_for(lambda: run.status().state == "starting", START_S, "the start of the ranks")
     assert toolkit(env, "stop", run.id)[0] == 0
     assert wait_for(run.result, START_S, "a result")["state"] == "stopped"
-    assert [line["attempt"] for line in run.attempts()] == [run.status().attempt]
+    assert [line.attempt for line in run.attempts()] == [run.status().attempt]
 
 
 @pytest.mark.soak  # on Slurm the same holds for all launchers
@@ -310,14 +310,14 @@ def test_a_run_whose_loss_is_not_finite_is_given_up_at_once_and_everything_says_
         out, _ = process.communicate(timeout=PATIENCE * END_S)
     assert process.returncode == 1, out
     (attempt,) = run.attempts()
-    assert (attempt["cause"], attempt["decision"]) == ("crashed", "give_up")
+    assert (attempt.cause, attempt.decision) == ("crashed", "give_up")
     result = run.result()
     assert result is not None
     assert result["state"] == "failed"
     told = re.search(r"train.on_nan: the loss is not finite since step (\d+)", result["why"])
     assert told, result["why"]
     bad = int(told[1])
-    assert bad <= attempt["step_end"] <= bad + 10, "what two lines of the log tell apart"
+    assert bad <= attempt.step_end <= bad + 10, "what two lines of the log tell apart"
     assert "would fail again unchanged" in result["why"]
     for command in ("status", "why"):
         page = subprocess.run(

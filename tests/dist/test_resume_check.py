@@ -29,6 +29,7 @@ from toolkit.data.memory import InMemory
 from toolkit.diagnose.resume_compare import compare
 from toolkit.diagnose.resume_report import CheckPlan, CheckReport
 from toolkit.ranks.session import Session
+from toolkit.run_files import AttemptRecord
 from toolkit.rundir import WITNESS_VARIABLE, RunDir
 from toolkit.strategies import Strategy, build_strategy, of_pairs
 from toolkit.strategies.spmd import Spmd
@@ -149,8 +150,12 @@ def note_attempt(run: RunDir, attempt: int, world_size: int, step_start: int) ->
     """The line that a supervisor would have written at its end."""
     times = {"started": "2026-11-20T15:00:00.000+00:00", "ended": "2026-11-20T15:01:00.000+00:00"}
     end = {"step_end": newest_step(run.checkpoints), "cause": "crashed", "decision": "restart"}
-    end |= {"line": "", "nodes": ["here"]}
-    run.add_attempt({"attempt": attempt, "world_size": world_size, "step_start": step_start, **times, **end})
+    end |= {"line": "", "nodes": "here"}
+    run.add_attempt(
+        AttemptRecord.from_json(
+            {"attempt": attempt, "world_size": world_size, "step_start": step_start, **times, **end}
+        )
+    )
 
 
 def check(folder: Path, *, off: str | None = None, then: int = 4) -> CheckReport:
@@ -216,6 +221,7 @@ import time
 
 import torch
 import toolkit
+from toolkit.run_files import AttemptRecord
 
 with toolkit.start() as run:
     model = torch.nn.Linear(1, 1)

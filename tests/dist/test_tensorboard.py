@@ -30,6 +30,7 @@ from toolkit.data.loader import Loader
 from toolkit.metrics import sinks
 from toolkit.metrics.goodput import PARTS
 from toolkit.ranks.session import Session
+from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
 
 pytestmark = pytest.mark.dist
@@ -79,9 +80,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             "cause": "crashed",
             "decision": "restart",
             "line": f"rank {number}: killed by SIGKILL",
-            "nodes": ["here"],
+            "nodes": "here",
         }
-        run.add_attempt({"attempt": number, "step_start": first, "step_end": kill, **times, **end})
+        run.add_attempt(
+            AttemptRecord.from_json({"attempt": number, "step_start": first, "step_end": kill, **times, **end})
+        )
     run_ranks(2, attempt, run.path, len(KILLS) + 1, None)
     return run
 

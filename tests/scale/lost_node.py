@@ -53,7 +53,7 @@ def end(nodes: int) -> Mapping[str, object]:
         for number, handler in before.items():
             signal.signal(number, handler)
         (line,) = run.attempts()
-    return {"exit code": code, "cause": line["cause"]}
+    return {"exit code": code, "cause": line.cause}
 
 
 CURVES = [Curve("lost node", "nodes", (1000, 4096, 10_000), end)]

@@ -197,7 +197,7 @@ def check_completed(it: Watched) -> None:
     result = it.run.result() or {}
     if not it.is_exec and result.get("step") != STEPS:
         raise Violation(f"completed at step {result.get('step')}")
-    if it.run.attempts()[-1]["cause"] != "completed":
+    if it.run.attempts()[-1].cause != "completed":
         raise Violation(f"completed, and its last attempt is {it.run.attempts()[-1]}")
 
 
@@ -245,7 +245,7 @@ def tell(it: Watched) -> None:
     """All that is known of a run."""
     with suppress(Exception):
         for attempt in it.run.attempts():
-            said = [attempt[key] for key in ("attempt", "job_id", "cause", "decision", "line")]
+            said = [attempt.attempt, attempt.job_id, attempt.cause, attempt.decision, attempt.line]
             say(f"  [{it.name}] {json.dumps(said)}")
         say(f"  [{it.name}] status {it.run.status()}")
         say(f"  [{it.name}] result {it.run.result()}")

@@ -12,7 +12,7 @@ from tests.box import Box
 from tests.waiting import wait_for
 from toolkit import rundir
 from toolkit.launch.record import ownership
-from toolkit.run_files import RunStatus
+from toolkit.run_files import AttemptRecord, RunStatus
 from toolkit.rundir import RunDir
 
 START_S = 60
@@ -97,7 +97,7 @@ def reached(run: RunDir, step: int) -> RunStatus:
     return wait_for(passed, START_S, f"step {step}")
 
 
-def attempts_of(run: RunDir, count: int, timeout_s: float = END_S) -> list[dict[str, Any]]:
+def attempts_of(run: RunDir, count: int, timeout_s: float = END_S) -> list[AttemptRecord]:
     """The closed attempts, as soon as there are ``count``."""
     wait_for(lambda: len(run.attempts()) >= count, timeout_s, f"{count} attempts")
     return run.attempts()
@@ -105,9 +105,9 @@ def attempts_of(run: RunDir, count: int, timeout_s: float = END_S) -> list[dict[
 
 def nothing_lost(run: RunDir) -> None:
     """Every attempt began at the step at which the one before it ended."""
-    attempts = [a for a in run.attempts() if a["step_end"] is not None]
+    attempts = [a for a in run.attempts() if a.step_end is not None]
     for before, after in itertools.pairwise(attempts):
-        assert after["step_start"] == before["step_end"], json.dumps([before, after], indent=2)
+        assert after.step_start == before.step_end, json.dumps([before, after], indent=2)
 
 
 def pid_of_supervisor(site: Site, run: RunDir) -> int:

@@ -85,8 +85,8 @@ def test_ranks_and_store_host_run_in_the_container_and_a_killed_rank_comes_back(
     wait_for(lambda: (run.result() or {}).get("state"), END_S, "the end")
     assert run.result()["state"] == "completed"
     first, second = run.attempts()
-    assert (first["cause"], first["decision"]) == ("crashed", "restart")
-    assert second["step_start"] >= 20
+    assert (first.cause, first.decision) == ("crashed", "restart")
+    assert second.step_start >= 20
     assert log.read_text().count("toolkit.ranks.store_host") == 2
     assert "supervise" not in log.read_text()
     site.box.wait_job(site.job_of(run), END_S)

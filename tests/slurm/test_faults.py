@@ -115,7 +115,7 @@ class Disturber:
             self._say_what_is_known()
             raise
         for attempt in self.run.attempts()[closed:]:
-            say(f"    {attempt['cause']}, {attempt['decision']}: {attempt['line']}")
+            say(f"    {attempt.cause}, {attempt.decision}: {attempt.line}")
         say(f"    gets on after {time.monotonic() - began:.1f} s")
         wait_for(self._nodes_are_well, END_S, "nodes that are well")
 
@@ -139,7 +139,7 @@ class Disturber:
             wait_for(lambda: self._is_training() and self.status.progress.phase == moment, END_S, moment)
 
     def _best(self) -> int:
-        return max(self.run.step(), *(a["step_end"] or 0 for a in self.run.attempts()), 0)
+        return max(self.run.step(), *(a.step_end or 0 for a in self.run.attempts()), 0)
 
     def _is_training(self) -> bool:
         return self.status.state == "running" and self.status.progress.phase is not None
@@ -269,7 +269,7 @@ def finish(site: Site, run: RunDir) -> int:
     """Stopped, its end set to a few steps later, resumed and completed; the number of its steps."""
     site.run("toolkit", "stop", run.id)
     assert wait_for(run.result, END_S, "a result")["state"] == "stopped"
-    steps = run.attempts()[-1]["step_end"] + SAVE_EVERY
+    steps = run.attempts()[-1].step_end + SAVE_EVERY
     run.config.write_text(re.sub(r"max_steps: \d+", f"max_steps: {steps}", run.config.read_text()))
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), END_S, "an empty queue")
     site.run("toolkit", "resume", run.id)
@@ -280,14 +280,14 @@ def finish(site: Site, run: RunDir) -> int:
 def is_sound(run: RunDir) -> None:
     """The attempts are numbered without gaps; each began at the newest checkpoint that there was."""
     attempts = run.attempts()
-    print(*(json.dumps([a["attempt"], a["step_start"], a["step_end"], a["line"]]) for a in attempts), sep="\n")
-    assert [a["attempt"] for a in attempts] == list(range(1, len(attempts) + 1))
+    print(*(json.dumps([a.attempt, a.step_start, a.step_end, a.line]) for a in attempts), sep="\n")
+    assert [a.attempt for a in attempts] == list(range(1, len(attempts) + 1))
     saved = 0
     for attempt in attempts:
-        if attempt["step_start"] is not None:
-            assert attempt["step_start"] >= saved, attempt
-            assert attempt["step_start"] in (saved, *range(0, saved + 2 * SAVE_EVERY, SAVE_EVERY)), attempt
-        saved = max([saved, *saved_in(run, attempt["attempt"])])
+        if attempt.step_start is not None:
+            assert attempt.step_start >= saved, attempt
+            assert attempt.step_start in (saved, *range(0, saved + 2 * SAVE_EVERY, SAVE_EVERY)), attempt
+        saved = max([saved, *saved_in(run, attempt.attempt)])
 
 
 def saved_in(run: RunDir, attempt: int) -> list[int]:

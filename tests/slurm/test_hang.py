@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from datetime import datetime
 
 import pytest
 
@@ -64,20 +63,20 @@ def test_the_rank_that_is_behind_is_named_with_its_node_and_the_run_completes(si
     rank = act(site, run)
     completed(site, run, END_S)
     hung, after = run.attempts()
-    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
-    named = hung["first_failure"]
-    assert (named["rank"], named["host"]) == (rank, NODES[rank])
-    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named["how"])
+    assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
+    named = hung.first_failure
+    assert (named.rank, named.host) == (rank, NODES[rank])
+    told = re.fullmatch(rf"{re.escape(doing)}, (\d+) s; 2 others in all_reduce", named.how)
     assert told is not None, named
     assert int(told[1]) >= TIMEOUT_S / 2
     why = site.run("toolkit", "why", run.id)
-    assert f"rank {rank} on {NODES[rank]}, attempt 1: {named['how']}" in why
+    assert f"rank {rank} on {NODES[rank]}, attempt 1: {named.how}" in why
     assert ("in hang_for_ever" in why) == (story != "stopped")
     assert ("the stack of its data worker 0" in why) == (story == "deadlocked worker")
     answered = {r for r in range(3) if stacks.stack_path(run.attempt_logs(1), r).exists()}
     assert answered == set(range(3)) - ({rank} if story == "stopped" else set())
-    between_s = (datetime.fromisoformat(after["started"]) - datetime.fromisoformat(hung["ended"])).total_seconds()
-    print(f"{story}: {named['how']}; next attempt after {between_s:.2f} s")
+    between_s = after.started - hung.ended
+    print(f"{story}: {named.how}; next attempt after {between_s:.2f} s")
     assert site.box.job(site.job_of(run))["Restarts"] == "0"
 
 
@@ -106,10 +105,10 @@ def test_silent_ranks_of_a_script_on_several_nodes_are_named_and_started_again(s
     run = site.only_run()
     assert wait_for(run.result, END_S, "a result")["state"] == "completed"
     hung, after = run.attempts()
-    assert (hung["cause"], hung["decision"], after["cause"]) == ("hang", "restart", "completed")
-    named = hung["first_failure"]
-    assert (named["rank"], named["host"]) == (0, NODES[0])
-    assert re.fullmatch(r"silent, \d+ s \(ranks 1-2 as well\)", named["how"]), named
+    assert (hung.cause, hung.decision, after.cause) == ("hang", "restart", "completed")
+    named = hung.first_failure
+    assert (named.rank, named.host) == (0, NODES[0])
+    assert re.fullmatch(r"silent, \d+ s \(ranks 1-2 as well\)", named.how), named
     texts = [stacks.stack_path(run.attempt_logs(1), rank).read_text() for rank in range(3)]
     assert ["in hang_for_ever" in text for text in texts] == [False, True, False]
     assert ["sleep, S (sleeping)" in text for text in texts] == [True, False, True]

@@ -34,8 +34,8 @@ def test_sbatch_trains_on_four_nodes(site: Site, tasks_per_node: int) -> None:
     assert result["state"] == "completed"
     assert result["metrics"]["eval/accuracy"] >= 0.97
     (attempt,) = run.attempts()
-    assert attempt["nodes"] == ["node1", "node2", "node3", "node4"]
-    assert attempt["world_size"] == 4 * tasks_per_node
+    assert attempt.nodes == ("node1", "node2", "node3", "node4")
+    assert attempt.world_size == 4 * tasks_per_node
     assert (run.code / "jobs/classify.py").is_file()
 
 
@@ -46,7 +46,7 @@ def test_sbatch_takes_a_config_and_overrides_and_the_allocation_wins(site: Site)
     assert site.box.wait_job(job, END_S)["JobState"] == "COMPLETED"
     run = site.only_run()
     (attempt,) = run.attempts()
-    assert (attempt["nodes"], attempt["world_size"]) == (["node1", "node2"], 3)
+    assert (attempt.nodes, attempt.world_size) == (("node1", "node2"), 3)
     config = run.config.read_text()
     assert "nodes: 2" in config
     assert "lr: 0.2" in config
@@ -136,9 +136,9 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(site: Site) -> Non
     runs = [site.find(name) for name in ("first", "second")]
     rows = [site.box.wait_job(run.submission()["job_id"], END_S) for run in runs]
     assert [row["JobState"] for row in rows] == ["COMPLETED", "COMPLETED"]
-    assert [run.attempts()[0]["nodes"] for run in runs] == [["node1", "node2"]] * 2
-    assert runs[0].attempts()[0]["started"] < runs[1].attempts()[0]["ended"]
-    assert runs[1].attempts()[0]["started"] < runs[0].attempts()[0]["ended"]
+    assert [run.attempts()[0].nodes for run in runs] == [("node1", "node2")] * 2
+    assert runs[0].attempts()[0].started < runs[1].attempts()[0].ended
+    assert runs[1].attempts()[0].started < runs[0].attempts()[0].ended
     assert site.result("first")["metrics"] == site.result("second")["metrics"]
 
 
@@ -178,10 +178,10 @@ def test_a_rank_killed_in_mid_epoch_is_noticed_named_and_the_run_completes(site:
     wait_for(run.attempts, 10, "the attempt's end")
     assert site.box.wait_job(run.submission()["job_id"], END_S)["JobState"] == "COMPLETED"
     first, second = run.attempts()
-    assert (first["cause"], first["decision"]) == ("crashed", "restart")
-    assert (first["first_failure"]["rank"], first["first_failure"]["host"]) == (rank, "node2")
-    assert "SIGKILL" in first["first_failure"]["how"]
-    assert second["step_start"] >= 20
+    assert (first.cause, first.decision) == ("crashed", "restart")
+    assert (first.first_failure.rank, first.first_failure.host) == (rank, "node2")
+    assert "SIGKILL" in first.first_failure.how
+    assert second.step_start >= 20
     result = run.result()
     assert result is not None
     assert (result["state"], result["attempts"], result["step"]) == ("completed", 2, 2695)
@@ -209,7 +209,7 @@ def test_scancel_is_recognised_and_never_undone(site: Site) -> None:
     site.run("scancel", job)
     wait_for(run.result, 30, "a result")
     assert site.box.wait_job(job, END_S)["JobState"] == "CANCELLED"
-    assert run.attempts()[0]["cause"] == "cancelled"
+    assert run.attempts()[0].cause == "cancelled"
     assert (run.logs / "notify.log").read_text().split() == ["cancelled", job]  # within KillWait, and Slurm answers it
 
 

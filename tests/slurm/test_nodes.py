@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.slurm.test_faults import tensors
 from tests.slurm.test_stop import completed, slow_project, submit
 from tests.waiting import wait_for
 from toolkit import hostlist
+from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sample(2)]
@@ -51,15 +51,15 @@ def killed(site: Site, node: str) -> Iterator[float]:
         site.box.wait_idle(120)
 
 
-def ended_as_undisturbed(site: Site, run: RunDir) -> list[dict[str, Any]]:
+def ended_as_undisturbed(site: Site, run: RunDir) -> list[AttemptRecord]:
     """The attempts of a run that completed, each going on from a checkpoint of the one before."""
     result = completed(site, run)
     assert result["step"] == STEPS
     assert run.status().progress.step == STEPS
     attempts = run.attempts()
     for before, after in itertools.pairwise(attempts):
-        assert (before["step_end"] or 0) - 40 <= (after["step_start"] or 0) <= (before["step_end"] or 0) + 40
-    print(*(json.dumps([a["cause"], a["decision"], a["nodes"], a["step_end"], a["line"]]) for a in attempts), sep="\n")
+        assert (before.step_end or 0) - 40 <= (after.step_start or 0) <= (before.step_end or 0) + 40
+    print(*(json.dumps([a.cause, a.decision, a.nodes, a.step_end, a.line]) for a in attempts), sep="\n")
     return attempts
 
 
@@ -76,7 +76,7 @@ def first_new_step(run: RunDir, since: float) -> float:
 
 
 def jobs_of(run: RunDir) -> set[tuple[str, int]]:
-    return {(a["job_id"], a["restart_count"]) for a in run.attempts()}
+    return {(a.job_id, a.restart_count) for a in run.attempts()}
 
 
 # -------------------------------------------------------------------------------------------------------- a dead node
@@ -87,8 +87,8 @@ def test_a_spare_stands_in_for_a_dead_node(site: Site) -> None:
     with killed(site, "node2") as since:
         print(f"first new step after {first_new_step(run, since):.1f} s")
         first, last = ended_as_undisturbed(site, run)
-    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
-    assert last["nodes"] == ["node1", "node3"]
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert last.nodes == ("node1", "node3")
     assert len(jobs_of(run)) == 1
     assert "node2" in site.run("toolkit", "why", run.id)
 
@@ -99,8 +99,8 @@ def test_with_fewer_nodes_allowed_the_run_goes_on_with_those_that_are_left(site:
     with killed(site, "node2") as since:
         print(f"first new step after {first_new_step(run, since):.1f} s")
         first, last = ended_as_undisturbed(site, run)
-    assert (first["cause"], first["decision"]) == ("node_failure", "restart")
-    assert (last["nodes"], last["world_size"]) == (["node1"], 1)
+    assert (first.cause, first.decision) == ("node_failure", "restart")
+    assert (last.nodes, last.world_size) == (("node1",), 1)
     assert len(jobs_of(run)) == 1
 
 
@@ -110,9 +110,9 @@ def test_with_neither_slurm_requeues_the_job_and_the_run_goes_on(site: Site) -> 
     with killed(site, "node2") as since:
         print(f"first new step after {first_new_step(run, since):.1f} s")
         first, last = ended_as_undisturbed(site, run)
-    assert (first["cause"], first["decision"]) == ("node_failure", "requeue")
-    assert "node2" not in last["nodes"]
-    assert last["restart_count"] == 1
+    assert (first.cause, first.decision) == ("node_failure", "requeue")
+    assert "node2" not in last.nodes
+    assert last.restart_count == 1
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_the_batch_host_dies(site: Site, how: tuple[str, ...]) -> None:
     with killed(site, "node1") as since:
         print(f"first new step after {first_new_step(run, since):.1f} s")
         first, last = ended_as_undisturbed(site, run)
-    assert (first["cause"], first["decision"]) == ("node_failure", "requeue")
-    assert "node1" not in last["nodes"]
-    assert last["restart_count"] == 1
+    assert (first.cause, first.decision) == ("node_failure", "requeue")
+    assert "node1" not in last.nodes
+    assert last.restart_count == 1
 
 
 @pytest.mark.soak
@@ -138,7 +138,7 @@ def test_a_dead_spare_is_no_matter(site: Site) -> None:
     run = start(site, *SPARE)
     with killed(site, "node3"):
         (only,) = ended_as_undisturbed(site, run)
-    assert only["nodes"] == ["node1", "node2"]
+    assert only.nodes == ("node1", "node2")
 
 
 # ------------------------------------------------------------------------------------- a node that cannot start ranks
@@ -162,9 +162,9 @@ def test_a_node_that_cannot_start_ranks_is_used_no_more(site: Site, how: tuple[s
         run = submit(site, slow_project(site, 0.0), "train.max_steps=20", "cluster.preflight=false", *how)
         assert completed(site, run)["step"] == 20
     first, last = run.attempts()
-    assert (first["cause"], first["lost_nodes"]) == ("node_failure", ["node2"])
-    assert "rank 1 on node2: could not be started" in first["line"]
-    assert "node2" not in last["nodes"]
+    assert (first.cause, first.lost_nodes) == ("node_failure", ("node2",))
+    assert "rank 1 on node2: could not be started" in first.line
+    assert "node2" not in last.nodes
 
 
 def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: Site) -> None:
@@ -177,7 +177,7 @@ def test_a_batch_host_that_cannot_start_the_job_is_named_with_what_to_do(site: S
         assert advice in site.run("toolkit", "why", run.id)
         site.run(*advice.split())
         assert completed(site, run)["step"] == 20
-    assert "node1" not in run.attempts()[0]["nodes"]
+    assert "node1" not in run.attempts()[0].nodes
 
 
 # ---------------------------------------------------------------------------------------------------- a drained node
@@ -211,12 +211,12 @@ def test_a_drained_node_is_left_for_a_spare_and_without_a_spare_it_is_named(site
         assert completed(site, moves)["step"] == completed(site, stays)["step"] == STEPS
     first, last = moves.attempts()
     nothing_lost(moves)
-    assert (first["cause"], first["decision"], first["left_nodes"]) == ("moved", "restart", ["node2"])
-    assert first["line"].startswith(f"moved off node2: {named}; stopped at step {first['step_end']}, committed")
-    assert (first["nodes"], last["nodes"]) == (["node1", "node2"], ["node1", "node3"])
-    assert first["line"] in site.run("toolkit", "why", moves.id)
+    assert (first.cause, first.decision, first.left_nodes) == ("moved", "restart", ("node2",))
+    assert first.line.startswith(f"moved off node2: {named}; stopped at step {first.step_end}, committed")
+    assert (first.nodes, last.nodes) == (("node1", "node2"), ("node1", "node3"))
+    assert first.line in site.run("toolkit", "why", moves.id)
     (only,) = stays.attempts()
-    assert only["nodes"] == ["node2", "node4"]
+    assert only.nodes == ("node2", "node4")
     assert f"node node2: {named}" in site.run("toolkit", "why", stays.id)
     assert tensors(moves, STEPS) == tensors(stays, STEPS)
 
@@ -244,7 +244,7 @@ def test_a_job_that_gave_a_node_back_survives_its_supervisor_and_requeues_in_ful
     assert len(hosts_of(site, job)) == 3
     site.run("toolkit", "stop", run.id)
     wait_for(run.result, END_S, "a result")
-    assert [a["cause"] for a in run.attempts()] == ["moved", "crashed", "preempted", "stopped"]
+    assert [a.cause for a in run.attempts()] == ["moved", "crashed", "preempted", "stopped"]
 
 
 def nodes(node_list: str) -> str:
@@ -266,10 +266,10 @@ def test_state_in_memory_saves_the_steps_of_a_killed_rank_and_of_a_dead_node(sit
     reached(run, run.status().progress.step + 50)
     with killed(site, "node2"):
         first, second, last = ended_as_undisturbed(site, run)
-    assert second["step_start"] >= first["step_end"] - 1  # the last report may be older than the last step
-    assert (second["cause"], second["decision"]) == ("node_failure", "restart")
-    assert last["step_start"] >= second["step_end"] - 2  # and the last copy may not have come to the partner
-    assert last["nodes"] == ["node1", "node3"]
+    assert second.step_start >= first.step_end - 1  # the last report may be older than the last step
+    assert (second.cause, second.decision) == ("node_failure", "restart")
+    assert last.step_start >= second.step_end - 2  # and the last copy may not have come to the partner
+    assert last.nodes == ("node1", "node3")
     assert all("resuming from memory" in run.rank_log(attempt, 0).read_text() for attempt in (2, 3))
 
 
@@ -288,8 +288,8 @@ def test_a_node_that_is_cut_off_and_comes_back_splits_no_run(site: Site, node: s
     finally:
         site.box.join_node(node)
     attempts = ended_as_undisturbed(site, run)
-    assert node not in attempts[-1]["nodes"]
-    assert [a["attempt"] for a in attempts] == list(range(1, len(attempts) + 1))
+    assert node not in attempts[-1].nodes
+    assert [a.attempt for a in attempts] == list(range(1, len(attempts) + 1))
     wait_for(lambda: not site.processes(), 60, "no process of ours on any node")
     site.box.wait_idle(120)
 
@@ -306,7 +306,7 @@ def test_a_batch_host_that_returns_as_slurm_gives_it_up_leaves_no_orphaned_job(s
         site.box.join_node("node1")
     print(f"first new step after {first_new_step(run, since):.1f} s")
     attempts = ended_as_undisturbed(site, run)
-    assert "node1" not in attempts[-1]["nodes"]
+    assert "node1" not in attempts[-1].nodes
 
 
 def hosts_of(site: Site, job: str) -> list[str]:
@@ -335,7 +335,7 @@ def test_a_killed_supervisor_is_replaced_while_ranks_train_also_in_a_requeued_jo
     assert run.attempts() == []
     site.run("scontrol", "requeue", site.job_of(run))
     first, last = ended_as_undisturbed(site, run)
-    assert (first["cause"], last["restart_count"]) == ("preempted", 1)
+    assert (first.cause, last.restart_count) == ("preempted", 1)
 
 
 def test_how_a_rank_ended_while_no_supervisor_was_there_is_known_to_the_next_one(site: Site) -> None:
@@ -347,5 +347,5 @@ def test_how_a_rank_ended_while_no_supervisor_was_there_is_known_to_the_next_one
     wait_for(lambda: not Path(f"/proc/{rank}").exists(), 10, "the end of the rank")
     os.kill(supervisor, signal.SIGKILL)
     first, _ = ended_as_undisturbed(site, run)
-    assert (first["cause"], first["decision"]) == ("crashed", "restart")
-    assert first["first_failure"]["how"] == "killed by SIGKILL"
+    assert (first.cause, first.decision) == ("crashed", "restart")
+    assert first.first_failure.how == "killed by SIGKILL"

@@ -71,7 +71,7 @@ def test_a_preempted_and_killed_loop_of_ones_own_ends_as_the_undisturbed_one(sit
     os.kill(ranks(site)[-1], signal.SIGKILL)
     result = wait_for(run.result, END_S, "a result")
     assert (result["state"], result["step"]) == ("completed", STEPS)
-    causes = [(attempt["cause"], attempt["decision"]) for attempt in run.attempts()]
+    causes = [(attempt.cause, attempt.decision) for attempt in run.attempts()]
     assert [decision for _, decision in causes] == ["requeue", "restart", "finish"]
     stores = [CheckpointStore(each.checkpoints) for each in (quick, run)]
     mine, other = (store.verify(store.list()[0]) for store in stores)

@@ -175,7 +175,7 @@ def test_a_job_swaps_a_sick_node_for_a_spare_before_its_ranks_start(site: Site) 
         run = submit(site, slow_project(site, 0.0), "train.max_steps=30", "cluster.nodes=3", "cluster.spare_nodes=1")
         completed(site, run)
     (only,) = run.attempts()
-    assert only["nodes"] == ["node1", "node2", "node4"]
+    assert only.nodes == ("node1", "node2", "node4")
     assert "Read-only file system" in run.status().bad_nodes[SICK]
     assert f"bad node: {SICK}" in site.run("toolkit", "why", run.id)
 
@@ -185,10 +185,10 @@ def test_a_job_without_spares_is_requeued_without_its_sick_node(site: Site) -> N
         run = submit(site, slow_project(site, 0.0), "train.max_steps=30", "cluster.nodes=3")
         completed(site, run)
     first, last = run.attempts()
-    assert (first["cause"], first["decision"], first["step_end"]) == ("node_failure", "requeue", None)
-    assert f"{SICK}: " in first["line"]
-    assert "Read-only file system" in first["line"]
-    assert last["nodes"] == ["node1", "node2", "node4"]
+    assert (first.cause, first.decision, first.step_end) == ("node_failure", "requeue", None)
+    assert f"{SICK}: " in first.line
+    assert "Read-only file system" in first.line
+    assert last.nodes == ("node1", "node2", "node4")
     assert site.box.job(site.job_of(run))["ExcNodeList"] == SICK
 
 
@@ -201,9 +201,9 @@ def test_a_job_goes_on_without_a_node_that_cannot_connect_to_the_others(site: Si
         run = submit(site, slow_project(site, 0.0), *CONNECTED)
         completed(site, run)
     *failed, last = run.attempts()
-    assert [attempt["suspect"] for attempt in failed] == [SICK, SICK]
-    assert f"rank 2 on {SICK}: RuntimeError" in failed[0]["line"]
-    assert last["nodes"] == ["node1", "node2", "node4"]
+    assert [attempt.suspect for attempt in failed] == [SICK, SICK]
+    assert f"rank 2 on {SICK}: RuntimeError" in failed[0].line
+    assert last.nodes == ("node1", "node2", "node4")
 
 
 def test_a_job_goes_on_without_a_connection_that_is_never_answered(site: Site) -> None:
@@ -212,6 +212,6 @@ def test_a_job_goes_on_without_a_connection_that_is_never_answered(site: Site) -
         run = submit(site, slow_project(site, 0.0), *CONNECTED, "dist.timeout_s=80")
         completed(site, run)
     *failed, last = run.attempts()
-    assert {attempt["suspect"] for attempt in failed} == {SICK}
-    assert f"no connection from {SICK} to node2" in failed[0]["line"]
-    assert last["nodes"] == ["node1", "node2", "node4"]
+    assert {attempt.suspect for attempt in failed} == {SICK}
+    assert f"no connection from {SICK} to node2" in failed[0].line
+    assert last.nodes == ("node1", "node2", "node4")

@@ -105,10 +105,10 @@ def preempt_at_random_moments(site: Site, times: int, seed: int) -> None:
         site.preempt()
         attempts_of(run, number)
     result = completed(site, run)
-    preempted = [a for a in run.attempts() if a["cause"] == "preempted"]
-    print(json.dumps([(a["cause"], a["step_start"], a["step_end"]) for a in run.attempts()]))
+    preempted = [a for a in run.attempts() if a.cause == "preempted"]
+    print(json.dumps([(a.cause, a.step_start, a.step_end) for a in run.attempts()]))
     assert preempted
-    assert all(a["decision"] == "requeue" for a in preempted)
+    assert all(a.decision == "requeue" for a in preempted)
     nothing_lost(run)
     assert result["step"] == 1500
 
@@ -126,8 +126,8 @@ def came_back(run: RunDir) -> None:
     """Preempted once (or again by the same job, if Slurm was quicker to restart the victim), with nothing lost."""
     *before, last = run.attempts()
     assert before
-    assert {(a["cause"], a["decision"]) for a in before} == {("preempted", "requeue")}, json.dumps(before, indent=2)
-    assert last["cause"] == "completed"
+    assert {(a.cause, a.decision) for a in before} == {("preempted", "requeue")}, json.dumps(before, indent=2)
+    assert last.cause == "completed"
     nothing_lost(run)
 
 
@@ -158,9 +158,9 @@ def test_where_preemption_cancels_a_follow_up_job_takes_over_without_any_message
     assert run.attempts() == []  # it could not say how it ended
     result = completed(site, run)
     before, last = run.attempts()
-    assert (before["cause"], before["decision"], last["cause"]) == ("preempted", "requeue", "completed")
-    assert (result["step"], before["job_id"]) == (300, first)
-    assert last["job_id"] != first
+    assert (before.cause, before.decision, last.cause) == ("preempted", "requeue", "completed")
+    assert (result["step"], before.job_id) == (300, first)
+    assert last.job_id != first
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
 
 
@@ -205,7 +205,7 @@ def test_a_follow_up_job_that_is_preempted_at_its_start_is_followed_by_another(s
     site.box.wait_job(first, 60)
     second = preempted_at_its_start(site, "toolkit supervise")
     completed(site, run)
-    jobs = [attempt["job_id"] for attempt in run.attempts()]
+    jobs = [attempt.job_id for attempt in run.attempts()]
     assert jobs[0] == first
     assert second not in jobs  # it could do nothing
     nothing_lost(run)
@@ -218,7 +218,7 @@ def test_a_job_that_is_preempted_before_its_supervisor_is_up_is_followed_by_anot
         run = submit(site, project, "train.max_steps=300", "cluster.partition=cancel")
         first = preempted_at_its_start(site, "submitit.core._submit")
     completed(site, run)
-    assert first not in [attempt["job_id"] for attempt in run.attempts()]
+    assert first not in [attempt.job_id for attempt in run.attempts()]
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
 
 
@@ -232,9 +232,9 @@ def test_where_preemption_cancels_under_load_one_job_after_the_other_has_the_run
         attempts_of(run, number)
     completed(site, run, 2 * END_S)
     attempts = run.attempts()
-    print(json.dumps([(a["job_id"], a["cause"], a["decision"], a["line"]) for a in attempts]))
-    assert len({a["job_id"] for a in attempts}) == len(attempts)
-    assert {a["decision"] for a in attempts[:-1]} == {"requeue"}
+    print(json.dumps([(a.job_id, a.cause, a.decision, a.line) for a in attempts]))
+    assert len({a.job_id for a in attempts}) == len(attempts)
+    assert {a.decision for a in attempts[:-1]} == {"requeue"}
 
 
 def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) -> None:
@@ -262,7 +262,7 @@ def test_where_requeue_is_forbidden_the_run_is_its_follow_up_jobs(site: Site) ->
     for _ in range(2):
         site.run("toolkit", "stop", run.id)
     assert wait_for(run.result, 60, "a result")["state"] == "stopped"
-    assert [(a["cause"], a["job_id"]) for a in run.attempts()] == [("preempted", ours), ("stopped", first)]
+    assert [(a.cause, a.job_id) for a in run.attempts()] == [("preempted", ours), ("stopped", first)]
     nothing_lost(run)
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
     # resumed, taken away again, and its follow-up job cancelled: the run says what to do
@@ -341,7 +341,7 @@ def test_a_signal_makes_all_ranks_stop_at_one_step_and_the_run_goes_on(
     deliver(site, site.job_of(run))
     completed(site, run)
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], second["cause"]) == ("stopped", "requeue", "completed")
+    assert (first.cause, first.decision, second.cause) == ("stopped", "requeue", "completed")
     nothing_lost(run)
 
 
@@ -363,7 +363,7 @@ def run_in_links(site: Site, steps: int, *delays_s: int) -> None:
         run = site.find(f"delay-{delay_s}")
         completed(site, run, 200.0 * links)
         attempts = run.attempts()
-        assert {a["cause"] for a in attempts[:-1]} == {"timeout"}
+        assert {a.cause for a in attempts[:-1]} == {"timeout"}
         assert len(attempts) >= links
         nothing_lost(run)
 
@@ -421,7 +421,7 @@ def test_a_cancelled_run_stays_ended(site: Site, phase: Callable[[Site, RunDir],
     wait_for(lambda: not site.processes(), 20, "no process of ours on any node")
     if how == "toolkit" or phase in (in_the_preflight, at_the_start, in_training):
         assert wait_for(run.result, 10, "a result")["state"] == "cancelled"
-    assert all(a["decision"] != "requeue" or a["cause"] == "preempted" for a in run.attempts())
+    assert all(a.decision != "requeue" or a.cause == "preempted" for a in run.attempts())
 
 
 def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(site: Site) -> None:
@@ -436,7 +436,7 @@ def test_a_job_that_is_cancelled_between_verdict_and_requeue_stays_cancelled(sit
     site.run("scancel", job)
     row = site.box.wait_job(job, 60)
     assert row["JobState"] == "CANCELLED"
-    assert run.attempts()[0]["decision"] == "requeue"
+    assert run.attempts()[0].decision == "requeue"
     if row["Restarts"] == "0":  # else the requeue was quicker than we, and Slurm has cancelled a job that waits
         assert (run.result() or {})["state"] == run.status().state == "cancelled"
 
@@ -448,8 +448,8 @@ def test_toolkit_stop_leaves_a_checkpoint_that_resume_goes_on_from(site: Site) -
     result = wait_for(run.result, 60, "a result")
     assert result["state"] == "stopped"
     (attempt,) = run.attempts()
-    assert (attempt["cause"], attempt["decision"]) == ("stopped", "finish")
-    assert newest_step(run.checkpoints) == attempt["step_end"]
+    assert (attempt.cause, attempt.decision) == ("stopped", "finish")
+    assert newest_step(run.checkpoints) == attempt.step_end
     wait_for(lambda: not site.run("squeue", "--noheader").strip(), 30, "an empty queue")
     site.run("toolkit", "resume", run.id, "--wait")
     assert completed(site, run)["step"] == 400
@@ -465,7 +465,7 @@ def test_a_crash_at_the_same_step_is_given_up_and_why_names_the_first_rank(site:
     out = site.run("toolkit", "submit", "slow.yaml", "--wait", "checkpoint.every_steps=20", cwd=project, check=False)
     assert "failed" in out
     run = site.only_run()
-    assert [a["decision"] for a in run.attempts()] == ["restart", "restart", "give_up"]
+    assert [a.decision for a in run.attempts()] == ["restart", "restart", "give_up"]
     why = site.run("toolkit", "why", run.id)
     assert "rank 1 on node2" in why
     assert "ValueError: bad sample" in why
@@ -569,7 +569,7 @@ def test_a_restarted_controller_is_not_noticed_by_the_run(site: Site) -> None:
     reached(run, 50)
     site.box.restart_slurmctld()
     completed(site, run)
-    assert [a["cause"] for a in run.attempts()] == ["completed"]
+    assert [a.cause for a in run.attempts()] == ["completed"]
 
 
 def test_a_controller_that_was_away_at_the_end_of_checks_only_delays_the_ranks(site: Site) -> None:
@@ -585,7 +585,7 @@ def test_a_controller_that_was_away_at_the_end_of_checks_only_delays_the_ranks(s
         site.box._start_slurmctld()
     completed(site, run)
     print(log.read_text())
-    assert [a["cause"] for a in run.attempts()] == ["completed"]
+    assert [a.cause for a in run.attempts()] == ["completed"]
 
 
 @pytest.mark.soak

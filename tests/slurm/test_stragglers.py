@@ -87,7 +87,7 @@ def test_a_slow_node_is_named_while_it_is_slow_and_remembered_afterwards(site: S
     assert "slow: node3 (rank 2) was " in why
     assert "cluster.exclude=node3" in why
     (attempt,) = run.attempts()
-    assert [slow["host"] for slow in attempt["slow_nodes"]] == ["node3"]
+    assert [slow.host for slow in attempt.slow_nodes] == ["node3"]
     assert (run.logs / "notify.log").read_text() == "stopped\n"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.slurm.site import END_S, Site, reached
 from tests.slurm.test_stop import came_back, completed
-from toolkit.metrics.goodput import PARTS, moment
+from toolkit.metrics.goodput import PARTS
 
 pytestmark = pytest.mark.slurm
 
@@ -36,11 +36,11 @@ def test_a_preempted_training_on_four_nodes_comes_back_and_learns_on(site: Site,
     ledger = result["goodput"]
     assert ledger["training"] > 0.0
     attempts = run.attempts()
-    assert ledger["queue"] >= attempts[-1]["goodput"]["queue"] > 1.0  # the other job ran for two seconds
-    submitted, ended = (moment(time) for time in (attempts[0]["submitted"], attempts[-1]["ended"]))
+    assert ledger["queue"] >= attempts[-1].goodput["queue"] > 1.0  # the other job ran for two seconds
+    submitted, ended = attempts[0].submitted, attempts[-1].ended
     written = (run.path / "result.json").stat().st_mtime
     assert ended - 0.1 <= submitted + sum(ledger[part] for part in PARTS) <= written + 0.1
-    assert {tuple(attempt["nodes"]) for attempt in attempts} == {("node1", "node2", "node3", "node4")}
+    assert {tuple(attempt.nodes) for attempt in attempts} == {("node1", "node2", "node3", "node4")}
     if "digits" in CASES[name][0]:
         assert result["metrics"]["eval/accuracy"] >= 0.95
     else:  # a guess among 256 bytes would be 5.5

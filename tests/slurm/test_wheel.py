@@ -22,4 +22,4 @@ def test_a_new_project_trains_on_slurm_and_its_own_test_passes(site: Site) -> No
     assert f"{wheel.toolkit} tensorboard" in said
     assert "1 passed" in said
     run = site.only_run()
-    assert [(attempt["cause"], attempt["nodes"]) for attempt in run.attempts()] == [("completed", ["node1"])]
+    assert [(attempt.cause, attempt.nodes) for attempt in run.attempts()] == [("completed", ("node1",))]

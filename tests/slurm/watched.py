@@ -140,7 +140,7 @@ class Watched:
             if attempt < seen:
                 raise Violation(f"attempt {attempt} makes a step after attempt {seen} has: {' '.join(line)}")
             seen = attempt
-        numbers = [a["attempt"] for a in self.run.attempts()]
+        numbers = [a.attempt for a in self.run.attempts()]
         if numbers != sorted(set(numbers)):
             raise Violation(f"attempts are numbered {numbers}")
 

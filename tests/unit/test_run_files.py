@@ -10,7 +10,7 @@ import pytest
 
 from toolkit import fsio, rundir
 from toolkit.records import Misfit
-from toolkit.run_files import VERSION, RunProgress, RunState, RunStatus, Straggler, shape_of
+from toolkit.run_files import VERSION, AttemptRecord, RunProgress, RunState, RunStatus, Straggler, shape_of
 from toolkit.rundir import RunDir
 
 
@@ -79,6 +79,68 @@ def test_a_damaged_part_is_named_by_its_whole_key(run: RunDir) -> None:
     damage: list[str] = []
     assert run.status(damage).progress == RunProgress(step=5)
     assert damage == [f'{run.path / "status.json"}: progress.stragglers[1].ratio: "x" is not a number; left out']
+
+
+#: Every key of a line of attempts.jsonl.
+ATTEMPT: dict[str, Any] = {
+    "version": 1,
+    "attempt": 2,
+    "nodes": "node[1-2]",
+    "started": "2026-01-01T00:00:00.000+00:00",
+    "ended": "2026-01-01T00:01:00.500+00:00",
+    "cause": "crashed",
+    "decision": "restart",
+    "job_id": "7",
+    "restart_count": 0,
+    "world_size": 4,
+    "stop_asked": "2026-01-01T00:00:30.000+00:00",
+    "step_start": 0,
+    "step_end": 30,
+    "step_saved": 20,
+    "gained_s": 12.5,
+    "lost_nodes": ["node2"],
+    "suspect": "node2",
+    "lost_ranks": {"3": "killed"},
+    "left_nodes": ["node1"],
+    "first_failure": {"rank": 3, "host": "node2", "how": "killed"},
+    "line": "rank 3: killed",
+    "slow_nodes": [STRAGGLER],
+    "submitted": "2026-01-01T00:00:00.000+00:00",
+    "goodput": {"training": 1.0},
+}
+
+
+def test_a_line_of_attempts_is_written_again_key_for_key(run: RunDir) -> None:
+    assert ATTEMPT.keys() == shape_of(AttemptRecord).keys.keys(), "a key has no example here"
+    (run.path / "attempts.jsonl").write_text(json.dumps(ATTEMPT) + "\n")
+    damage: list[str] = []
+    (line,) = run.attempts(damage)
+    assert (line.nodes, line.ended - line.started) == (("node1", "node2"), 60.5)
+    run.add_attempt(line)
+    assert [json.loads(text) for text in (run.path / "attempts.jsonl").read_text().splitlines()] == [ATTEMPT] * 2
+    assert damage == []
+
+
+@pytest.mark.parametrize("key", sorted(ATTEMPT))
+def test_a_damaged_key_of_an_attempt_is_named_with_its_line(run: RunDir, key: str) -> None:
+    """Without a key that says which attempt it was, when and how it ended, a line is of no use."""
+    with (run.path / "attempts.jsonl").open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (ATTEMPT, {**ATTEMPT, "attempt": 3, key: [[]]}))
+    damage: list[str] = []
+    lines = run.attempts(damage)
+    (named,) = damage
+    assert named.startswith(f"{run.path / 'attempts.jsonl'}, line 2")
+    assert f": {key}" in named
+    is_needed = key in ("attempt", "nodes", "started", "ended", "cause", "decision")
+    assert len(lines) == (1 if is_needed else 2)
+
+
+def test_keys_that_an_older_line_lacks_are_null(run: RunDir) -> None:
+    needed = {key: ATTEMPT[key] for key in ("attempt", "nodes", "started", "ended", "cause", "decision")}
+    (run.path / "attempts.jsonl").write_text(json.dumps(needed) + "\n")
+    (line,) = run.attempts([])
+    assert (line.suspect, line.gained_s, line.begun) == (None, 0.0, line.started)
+    assert line.to_json().items() >= {**needed, "suspect": None, "step_end": None, "first_failure": None}.items()
 
 
 def test_keys_of_a_newer_version_are_kept_when_the_file_is_written_again(

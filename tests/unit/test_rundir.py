@@ -19,7 +19,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError, DamagedFileError, RunNotFoundError
 from toolkit.launch.start.children import open_log
 from toolkit.metrics.sinks import JsonlSink, TensorBoardSink
-from toolkit.run_files import RunState, RunStatus
+from toolkit.run_files import AttemptRecord, RunState, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -130,23 +130,23 @@ def test_what_fits_of_a_status_is_kept_and_the_rest_is_named(tmp_path: Path) -> 
 
 def attempt(number: int) -> dict[str, object]:
     times = {"started": "2026-01-01T00:00:00.000+00:00", "ended": "2026-01-01T00:01:00.000+00:00"}
-    return {"attempt": number, **times, "cause": "crashed", "decision": "restart", "nodes": ["node1"]}
+    return {"attempt": number, **times, "cause": "crashed", "decision": "restart", "nodes": "node1"}
 
 
 @pytest.mark.parametrize("line", [b"\0" * 300, b"garbage", b'{"attempt": 2', b"[2]", b'{"attempt": 2}', b"\xff\xfe"])
 def test_a_damaged_line_of_attempts_is_named_and_its_number_is_not_given_again(tmp_path: Path, line: bytes) -> None:
     run = rundir.create("name", tmp_path)
-    run.add_attempt(attempt(1))
+    run.add_attempt(AttemptRecord.from_json(attempt(1)))
     with (run.path / "attempts.jsonl").open("ab") as file:
         file.write(line)  # attempt 2's
     fsio.make_dir(run.attempt_logs(2))
     run.rank_log(2, 0).touch()
     damage: list[str] = []
-    assert [line["attempt"] for line in run.attempts(damage)] == [1]
+    assert [line.attempt for line in run.attempts(damage)] == [1]
     assert f"{run.path / 'attempts.jsonl'}, line 2, is damaged and left out: " in damage[0]
     assert run.next_attempt(run.attempts()) == 3
-    run.add_attempt(attempt(3))
-    assert [line["attempt"] for line in run.attempts([])] == [1, 3]
+    run.add_attempt(AttemptRecord.from_json(attempt(3)))
+    assert [line.attempt for line in run.attempts([])] == [1, 3]
 
 
 def test_an_emptied_list_of_attempts_is_named(tmp_path: Path) -> None:
@@ -160,11 +160,11 @@ def test_an_emptied_list_of_attempts_is_named(tmp_path: Path) -> None:
 
 def test_thousands_of_nodes_make_a_short_line(tmp_path: Path) -> None:
     run = rundir.create("name", tmp_path)
-    nodes = [f"node{number}" for number in range(10_000)]
-    run.add_attempt({**attempt(1), "nodes": nodes})
+    nodes = tuple(f"node{number}" for number in range(10_000))
+    run.add_attempt(AttemptRecord(1, nodes, 0.0, 60.0, "crashed", "restart"))
     assert (run.path / "attempts.jsonl").stat().st_size < 300
     (line,) = run.attempts()
-    assert line["nodes"] == nodes
+    assert line.nodes == nodes
 
 
 @pytest.mark.parametrize("nodes", ["n[1", "n[5-1]", 7, ["n1"], "n[1-9999999]"])

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import ConfigError
+from toolkit.run_files import AttemptRecord
 
 #: Presumed before a run has failed: one failure a day and run, which large clusters see with some hundred GPUs.
 PRESUMED_S = 86_400.0
@@ -84,14 +84,10 @@ class CopyClock:
 _FIGURES = ("copy_s", "background_s", "step_s")
 
 
-def between_failures_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+def between_failures_s(attempts: Sequence[AttemptRecord]) -> float:
     """Return the mean seconds between failures: the run's own attempts, and one presumed failure a day before them."""
-    seconds = sum((_time(a["ended"]) - _time(a["started"])).total_seconds() for a in attempts)
-    return (PRESUMED_S + seconds) / (1 + sum(a["cause"] in FAILURES for a in attempts))
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+    seconds = sum(attempt.ended - attempt.started for attempt in attempts)
+    return (PRESUMED_S + seconds) / (1 + sum(attempt.cause in FAILURES for attempt in attempts))
 
 
 @dataclass(frozen=True)

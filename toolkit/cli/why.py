@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from toolkit.launch.job import nodes
 from toolkit.launch.supervise.error_files import read_error_files
 from toolkit.launch.supervise.facts import Cause, first_failure
 from toolkit.metrics import goodput
+from toolkit.run_files import AttemptRecord, FirstFailure
 from toolkit.rundir import RunDir
 
 #: The number of last lines of a traceback that are shown; the whole one is in the rank's log.
@@ -30,7 +32,7 @@ _ADVICE = {
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Return everything on the page, as data."""
+    """Return everything on the page."""
     damage: list[str] = []
     attempts, result, status = run.attempts(damage), run.result(damage) or {}, run.status(damage)
     # A run can be over without a result of its own: then its row, for which Slurm was asked, says so.
@@ -39,14 +41,14 @@ def facts(run: RunDir) -> dict[str, Any]:
     state = row["state"] if is_over else result.get("state") or status.state or "unknown"
     over = f"job {row['job_id']} is over ({row['slurm']}) and wrote no result" if is_over and row["slurm"] else None
     # Steps after the newest checkpoint are lost, unless the run completed or still goes on.
-    last = attempts[-1] if attempts else {}
-    saved, reached = newest_step(run.checkpoints), last.get("step_end")
+    last = attempts[-1] if attempts else None
+    saved, reached = newest_step(run.checkpoints), None if last is None else last.step_end
     lost = reached - (saved or 0) if reached is not None and state not in ("completed", "running") else 0
     return {
         "run": f"{run.name}/{run.id}",
         "state": state,
-        "why": result.get("why") or row["why"] or over or status.why or last.get("line"),
-        "cause": last.get("cause"),
+        "why": result.get("why") or row["why"] or over or status.why or (last and last.line),
+        "cause": last and last.cause,
         "first_failure": _first_failure(run, attempts, damage),
         "loss": loss_remark(result.get("metrics") or status.progress.metrics),
         "nodes": list(status.nodes),
@@ -63,30 +65,36 @@ def facts(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _first_failure(run: RunDir, attempts: list[dict[str, Any]], damage: list[str]) -> dict[str, Any] | None:
+def _first_failure(run: RunDir, attempts: Sequence[AttemptRecord], damage: list[str]) -> dict[str, Any] | None:
     """Return the first failing rank of the last attempt that failed.
 
     With it come its error, and how many ranks failed after it.
     """
     for attempt in reversed(attempts):
-        if attempt["first_failure"]:
-            number = attempt["attempt"]
-            said = read_error_files(run.attempt_logs(number), damage)
-            first = first_failure([f for f in said if f.rank == attempt["first_failure"]["rank"]])
+        failure = attempt.first_failure
+        if failure is not None:
+            reports = read_error_files(run.attempt_logs(attempt.attempt), damage)
+            first = first_failure([report for report in reports if report.rank == failure.rank])
             return {
-                **attempt["first_failure"],
-                "attempt": number,
+                **failure.to_json(),
+                "attempt": attempt.attempt,
                 "traceback": first.traceback if first else "",
-                "others": sum(f.rank != attempt["first_failure"]["rank"] for f in said),
-                "log": str(_log_of(run, number, attempt["first_failure"])),
+                "others": sum(report.rank != failure.rank for report in reports),
+                "log": str(_log_of(run, attempt.attempt, failure)),
             }
     return None
 
 
-def _log_of(run: RunDir, attempt: int, failure: dict[str, Any]) -> Path:
-    if failure["rank"] is not None:
-        return run.rank_log(attempt, failure["rank"])
-    return run.attempt_logs(attempt) / "store.log" if failure["host"] else run.attempt_logs(attempt)
+def _log_of(run: RunDir, attempt: int, failure: FirstFailure) -> Path:
+    if failure.rank is not None:
+        return run.rank_log(attempt, failure.rank)
+    return run.attempt_logs(attempt) / "store.log" if failure.host else run.attempt_logs(attempt)
+
+
+def as_data(told: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts for a JSON document. Nodes are listed there one by one."""
+    attempts: Sequence[AttemptRecord] = told["attempts"]
+    return {**told, "attempts": [{**attempt.to_json(), "nodes": attempt.nodes} for attempt in attempts]}
 
 
 def page(told: dict[str, Any]) -> str:
@@ -103,10 +111,11 @@ def page(told: dict[str, Any]) -> str:
         lines.append(f"time: {time_told}")
     lines += [f"bad node: {host} ({why})" for host, why in told["bad_nodes"].items()]
     lines += [f"node {host}: {what}" for host, what in told["ailing_nodes"].items()]
-    lines += [f"attempt {a['attempt']}: {a['line']}" for a in told["attempts"] if a["cause"] == Cause.MOVED]
+    attempts: Sequence[AttemptRecord] = told["attempts"]
+    lines += [f"attempt {a.attempt}: {a.line}" for a in attempts if a.cause == Cause.MOVED]
     lines += [f"damaged: {what}" for what in told["damage"]]
-    if told["attempts"]:
-        lines += ["", table([_HEAD, *(_attempt_cells(a) for a in told["attempts"][-12:])])]
+    if attempts:
+        lines += ["", table([_HEAD, *(_attempt_cells(attempt) for attempt in attempts[-12:])])]
     return "\n".join([*lines, "", f"next: {told['next']}"])
 
 
@@ -125,9 +134,7 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
 _HEAD = ("ATTEMPT", "JOB", "NODES", "RANKS", "STEPS", "CAUSE", "DECISION")
 
 
-def _attempt_cells(attempt: dict[str, Any]) -> tuple[str, ...]:
-    start, end = attempt["step_start"], attempt["step_end"]
-    steps = "" if end is None else f"{start or 0} to {end}"
-    job, nodes = str(attempt["job_id"] or "local"), str(len(attempt["nodes"]))
-    ranks = str(attempt["world_size"])
-    return (str(attempt["attempt"]), job, nodes, ranks, steps, attempt["cause"], attempt["decision"])
+def _attempt_cells(attempt: AttemptRecord) -> tuple[str, ...]:
+    steps = "" if attempt.step_end is None else f"{attempt.step_start or 0} to {attempt.step_end}"
+    counts = (str(len(attempt.nodes)), str(attempt.world_size))
+    return (str(attempt.attempt), attempt.job_id or "local", *counts, steps, attempt.cause, attempt.decision)

@@ -55,7 +55,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
             "--at, or more steps"
         )
     ours, theirs = read(undisturbed), read(disturbed)
-    ranks = tuple(dict.fromkeys([attempts[0]["world_size"], attempts[-1]["world_size"]]))
+    ranks = tuple(dict.fromkeys(attempt.world_size or 0 for attempt in (attempts[0], attempts[-1])))
     first, different, worst = None, dict[str, str](), None
     # Every bit must be equal only if the same ranks had the same samples.
     exact = len(ranks) == 1 and not plan.moving_shares
@@ -73,7 +73,7 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
         steps=len(ours.steps),
         ranks=ranks,
         struck=struck,
-        resumed_from=attempts[1]["step_start"] or 0,
+        resumed_from=attempts[1].step_start or 0,
         first=first,
         different=different,
         conditions=_changed([*ours.conditions, *theirs.conditions], but="world size" if len(ranks) > 1 else None),

@@ -7,8 +7,7 @@ differ by minutes. Unmeasured time is ``idle``, so the parts always sum to the w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from toolkit.durations import in_units
 from toolkit.run_files import RunProgress, Start
@@ -67,13 +66,12 @@ def gained_s(progress: RunProgress, saved: int, saved_before: int) -> float:
     return sum(progress.spent.values()) * gained / (last - first)
 
 
-def of_run(attempts: Sequence[Mapping[str, Any]], submitted: float, now: float) -> Ledger:
-    """Return the whole run's ledger from ``submitted`` to ``now``, by the lines of attempts.jsonl.
+def of_run(attempts: Sequence[Mapping[str, float]], submitted: float, now: float) -> Ledger:
+    """Return the whole run's ledger from ``submitted`` to ``now``, by those of its attempts.
 
-    Nothing is known of a line without a ledger, as an older version wrote them.
+    A ledger is empty where nothing is known, as of an attempt that an older version has recorded.
     """
-    told = [line.get("goodput") or {} for line in attempts]
-    return _fitted({part: sum(ledger.get(part, 0.0) for ledger in told) for part in PARTS}, now - submitted)
+    return _fitted({part: sum(ledger.get(part, 0.0) for ledger in attempts) for part in PARTS}, now - submitted)
 
 
 def _fitted(ledger: Ledger, wall_s: float) -> Ledger:
@@ -95,16 +93,6 @@ def as_json(ledger: Ledger) -> dict[str, float]:
     return {part: round(ledger[part], 3) for part in PARTS} | {"ratio": round(ratio(ledger), 4)}
 
 
-def submission(line: Mapping[str, Any]) -> float:
-    """Return when the run was submitted, by its first attempt's line, or status. If unknown return its start."""
-    return moment(line.get("submitted") or line["started"])
-
-
-def moment(value: float | str) -> float:
-    """Return seconds since the epoch: status.json holds them as numbers, attempts.jsonl as ISO 8601."""
-    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else value
-
-
 def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] | None:
     """Return the ledger by the run's own files; None if nothing was measured.
 
@@ -114,14 +102,15 @@ def of_files(run: RunDir, damage: list[str] | None = None) -> dict[str, float] |
     if told is not None:
         return dict(told)
     lines, status = run.attempts(damage), run.status(damage)
+    parts = [(line.begun, line.goodput, line.ended) for line in lines]
     # The attempt that runs now has no line yet: take it from the status.
-    is_new = all(line["attempt"] != status.attempt for line in lines)
+    is_new = all(line.attempt != status.attempt for line in lines)
     if is_new and status.goodput and status.started is not None and status.updated is not None:
-        times = {"started": status.started, "submitted": status.submitted, "ended": status.updated}
-        lines.append({**times, "goodput": status.goodput})
-    if not any(line.get("goodput") for line in lines):
+        parts.append((status.submitted or status.started, status.goodput, status.updated))
+    ledgers = [ledger for _, ledger, _ in parts]
+    if not any(ledgers):
         return None
-    return as_json(of_run(lines, submission(lines[0]), moment(lines[-1]["ended"])))
+    return as_json(of_run(ledgers, parts[0][0], parts[-1][2]))
 
 
 def sentence(ledger: Mapping[str, float] | None) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from toolkit import hostlist
 from toolkit.metrics import goodput
 from toolkit.metrics.goodput import PARTS
 from toolkit.metrics.timesheet import Timesheet
 from toolkit.ranks.session import Session
-from toolkit.run_files import RunProgress, Start
+from toolkit.run_files import AttemptRecord, RunProgress, Start
 from toolkit.rundir import RunDir
 
 _HEAD = ("attempt", "from step", "nodes", "why the attempt before it ended", "steps lost")
@@ -38,7 +38,7 @@ class History:
         if not self._is_main:
             return {}
         # This attempt's part is computed as if it had begun at second 0 without start-up; the others' comes from files.
-        best = max((line["step_end"] or 0 for line in self._lines), default=0)
+        best = max((line.step_end or 0 for line in self._lines), default=0)
         spent = dict(self._sheet.spent)
         here = goodput.of_attempt(
             Start(0.0, None, 0.0, 0.0, best),
@@ -59,15 +59,19 @@ class History:
             return None
         self._table_is_due = False
         # A row joins the end of one attempt with the start of the next.
-        now = {"attempt": self._attempt, "step_start": self._first_step, "nodes": self._nodes}
-        starts = [*self._lines[1:], now]
+        starts: list[_BeginOfAttempt] = [(line.attempt, line.step_start, line.nodes) for line in self._lines[1:]]
+        starts.append((self._attempt, self._first_step, self._nodes))
         rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, self._lines, starts)]
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(ended: Mapping[str, Any], start: Mapping[str, Any]) -> Sequence[str]:
+#: Number, first step and nodes.
+_BeginOfAttempt: TypeAlias = tuple[int, int | None, Sequence[str]]
+
+
+def _row(ended: AttemptRecord, begin: _BeginOfAttempt) -> Sequence[str]:
     # Lost are the steps that the attempt had made beyond the one that the next began with.
-    first, last = start["step_start"], ended["step_end"]
+    (number, first, hosts), last = begin, ended.step_end
     lost = "" if first is None or last is None else str(max(0, last - first))
-    why = f"{ended['cause']}: {ended['line']}".replace("|", r"\|").replace("\n", " ")
-    return (str(start["attempt"]), "" if first is None else str(first), hostlist.compress(start["nodes"]), why, lost)
+    why = f"{ended.cause}: {ended.line}".replace("|", r"\|").replace("\n", " ")
+    return (str(number), "" if first is None else str(first), hostlist.compress(hosts), why, lost)

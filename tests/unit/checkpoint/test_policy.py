@@ -16,6 +16,7 @@ from toolkit.checkpoint.policy import (
     interval_s,
     steps_between_copies,
 )
+from toolkit.run_files import AttemptRecord
 
 
 def lost_s(interval: float, cost: float, between: float) -> float:
@@ -99,8 +100,8 @@ def test_a_number_of_steps_stays_what_it_is() -> None:
     assert copies(CopyClock(4), [rank], 12) == [4, 8, 12]
 
 
-def attempt(cause: str, hours: int) -> dict[str, str]:
-    return {"cause": cause, "started": "2026-01-01T00:00:00+00:00", "ended": f"2026-01-01T{hours:02}:00:00+00:00"}
+def attempt(cause: str, hours: int) -> AttemptRecord:
+    return AttemptRecord(1, ("node1",), 0.0, 3600.0 * hours, cause, "restart")
 
 
 def test_a_run_learns_how_often_it_fails() -> None:

@@ -15,7 +15,7 @@ from toolkit import fsio, rundir
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.cli import main as cli
 from toolkit.errors import EXIT_DONE
-from toolkit.run_files import RunStatus
+from toolkit.run_files import AttemptRecord, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -27,13 +27,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return made
 
 
-def attempt(number: int, cause: str, decision: str, **more: Any) -> dict[str, Any]:
+def attempt(number: int, cause: str, decision: str, **more: Any) -> AttemptRecord:
     """A line of attempts.jsonl."""
-    return {
+    keys = {
         "attempt": number,
         "job_id": "41",
         "restart_count": 0,
-        "nodes": ["node1", "node2"],
+        "nodes": "node[1-2]",
         "world_size": 4,
         "started": "2026-11-20T15:00:00.000+00:00",
         "ended": "2026-11-20T15:01:00.000+00:00",
@@ -45,6 +45,7 @@ def attempt(number: int, cause: str, decision: str, **more: Any) -> dict[str, An
         "line": f"{cause}, so {decision}",
         **more,
     }
+    return AttemptRecord.from_json(keys)
 
 
 def saved(run: RunDir, step: int) -> None:
@@ -224,8 +225,7 @@ def test_as_json_a_run_that_never_started_is_a_document_too(run: RunDir, capsys:
 def test_a_number_that_is_none_in_the_files_leaves_the_document_json(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = json.dumps(
-        attempt(1, "crashed", "give_up", nodes="node[1-2]", loss=float("nan"))
-    )  # NaN, as Python writes it
+    keys = attempt(1, "crashed", "give_up").to_json()
+    line = json.dumps({**keys, "loss": float("nan")})  # NaN, as Python writes it
     (run.path / "attempts.jsonl").write_text(line + "\n")
     assert document(run, capsys)["attempts"][0]["loss"] is None

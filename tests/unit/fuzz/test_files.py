@@ -245,10 +245,10 @@ def test_a_supervisor_goes_on_with_a_run_whose_files_are_damaged(run: RunDir, co
     def check(case: Damaged) -> str:
         (stopped if case.name == "intent.json" else folder).restore()
         (run.path / case.name).write_bytes(case.content)
-        had = max(line["attempt"] for line in [{"attempt": 2}, *run.attempts([])])
+        had = max(2, *(line.attempt for line in run.attempts([])), 0)
         ranks = Ranks(completes)
         code = Supervisor(run, JobConfig(), Allocation(("here",), (2,), 1), ranks, None).run()
-        numbers = [line["attempt"] for line in run.attempts([])]
+        numbers = [line.attempt for line in run.attempts([])]
         result = run.result()
         assert result is not None
         assert len(numbers) == len(set(numbers)), f"a number was given twice: {numbers}"

@@ -16,6 +16,7 @@ from toolkit.launch.job import nodes
 from toolkit.launch.job.allocation import Allocation
 from toolkit.launch.record import request
 from toolkit.launch.supervise.supervisor import Supervisor
+from toolkit.run_files import AttemptRecord
 from toolkit.rundir import RunDir
 
 __all__ = ["quick"]
@@ -38,13 +39,15 @@ def supervise(run: RunDir, *acts: object, restarts: int = 0) -> int:
 def test_a_run_with_a_damaged_line_of_attempts_is_resumed_under_a_new_number(run: RunDir, line: bytes) -> None:
     """The error file of the attempt whose line is lost is not read as the new one's."""
     times = {"started": "2026-01-01T00:00:00.000+00:00", "ended": "2026-01-01T00:01:00.000+00:00"}
-    run.add_attempt({"attempt": 1, **times, "cause": "crashed", "decision": "restart", "nodes": ["here"]})
+    run.add_attempt(
+        AttemptRecord.from_json({"attempt": 1, **times, "cause": "crashed", "decision": "restart", "nodes": "here"})
+    )
     with (run.path / "attempts.jsonl").open("ab") as file:
         file.write(line)
     fsio.make_dir(run.attempt_logs(2))
     fsio.write_json(run.error_file(2, 0), {"type": "ValueError", "message": "of attempt 2"})
     assert supervise(run, completes) == EXIT_DONE
-    assert [(line["attempt"], line["cause"]) for line in run.attempts([])] == [(1, "crashed"), (3, "completed")]
+    assert [(line.attempt, line.cause) for line in run.attempts([])] == [(1, "crashed"), (3, "completed")]
     assert line.rstrip(b"\n") in (run.path / "attempts.jsonl").read_bytes()
 
 

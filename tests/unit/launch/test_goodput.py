@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from toolkit.launch.record.journal import Journal
 from toolkit.launch.start.steps import StepEnded
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, moment, of_attempt, of_files, of_run, sentence
-from toolkit.run_files import RunProgress, RunStatus, Start
+from toolkit.metrics.goodput import MEASURED, PARTS, Ledger, of_attempt, of_files, of_run, sentence
+from toolkit.run_files import AttemptRecord, RunProgress, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -74,16 +75,16 @@ def test_the_parts_of_a_run_sum_to_its_time_whatever_of_it_was_written_down(
     chain: list[Any], is_written: list[bool], gap_s: float
 ) -> None:
     """Attempts of an older version have no ledger; after the last one ``gap_s`` pass, or clocks were set."""
-    lines: list[dict[str, Any]] = []
+    ledgers: list[dict[str, float]] = []
     now = SUBMITTED
     for written, attempt in zip(is_written, chain, strict=False):
-        lines.append({"goodput": goodput.as_json(of_attempt(*attempt))} if written else {})
+        ledgers.append(goodput.as_json(of_attempt(*attempt)) if written else {})
         now += attempt[3] - attempt[0].since
     now = max(SUBMITTED, now + gap_s)
-    ledger = of_run(lines, SUBMITTED, now)
+    ledger = of_run(ledgers, SUBMITTED, now)
     assert min(ledger.values()) >= 0.0
     assert sum(ledger.values()) == pytest.approx(now - SUBMITTED, abs=0.1)
-    known = sum(line["goodput"][part] for line in lines for part in PARTS[:-1] if line)
+    known = sum(each[part] for each in ledgers for part in PARTS[:-1] if each)
     assert ledger["idle"] == pytest.approx(max(0.0, now - SUBMITTED - known), abs=0.1)
 
 
@@ -180,8 +181,8 @@ def goes_on(ranks: Ranks) -> None:
     ranks.events.put(StepEnded(0))
 
 
-def parts_of(line: dict[str, Any]) -> Ledger:
-    return {part: line["goodput"][part] for part in PARTS}
+def parts_of(goodput: Mapping[str, float]) -> Ledger:
+    return {part: goodput[part] for part in PARTS}
 
 
 def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir) -> None:
@@ -189,20 +190,20 @@ def test_each_attempt_has_its_ledger_and_the_result_that_of_the_run(run: RunDir)
     run.write_status(RunStatus.from_json({"state": "queued", "updated": submitted, "progress": {}}))
     assert supervise(run, Ranks(dies, goes_on)) == 0
     first, second = run.attempts()
-    assert moment(first["submitted"]) == pytest.approx(submitted, abs=1e-3)
-    assert first["goodput"]["queue"] >= 3.0
-    assert (first["goodput"]["training"], first["goodput"]["data_wait"], first["goodput"]["replay"]) == (0.1, 0.1, 0.0)
-    assert first["goodput"]["start_up"] > 0.0
-    assert (second["submitted"], second["goodput"]["queue"]) == (None, 0.0)
-    assert (second["goodput"]["training"], second["goodput"]["replay"]) == (0.08, 0.08)
-    assert sum(parts_of(first).values()) == pytest.approx(moment(first["ended"]) - submitted, abs=0.01)
-    since = moment(first["ended"])
-    assert sum(parts_of(second).values()) == pytest.approx(moment(second["ended"]) - since, abs=0.01)
+    assert first.submitted == pytest.approx(submitted, abs=1e-3)
+    assert first.goodput["queue"] >= 3.0
+    assert (first.goodput["training"], first.goodput["data_wait"], first.goodput["replay"]) == (0.1, 0.1, 0.0)
+    assert first.goodput["start_up"] > 0.0
+    assert (second.submitted, second.goodput["queue"]) == (None, 0.0)
+    assert (second.goodput["training"], second.goodput["replay"]) == (0.08, 0.08)
+    assert sum(parts_of(first.goodput).values()) == pytest.approx(first.ended - submitted, abs=0.01)
+    since = first.ended
+    assert sum(parts_of(second.goodput).values()) == pytest.approx(second.ended - since, abs=0.01)
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result).values()) == pytest.approx(time.time() - submitted, abs=1.0)
+    assert sum(parts_of(result["goodput"]).values()) == pytest.approx(time.time() - submitted, abs=1.0)
     assert result["goodput"]["training"] == pytest.approx(0.18)
-    assert result["goodput"]["ratio"] == pytest.approx(0.18 / sum(parts_of(result).values()), abs=1e-3)
+    assert result["goodput"]["ratio"] == pytest.approx(0.18 / sum(parts_of(result["goodput"]).values()), abs=1e-3)
 
 
 def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
@@ -217,12 +218,12 @@ def test_the_time_in_which_no_supervisor_was_there_is_idle(run: RunDir) -> None:
     )
     assert supervise(run, Ranks(goes_on)) == 0
     first, second = run.attempts()
-    assert first["goodput"] == told
-    assert second["goodput"]["idle"] == pytest.approx(100.0, abs=2.0)
-    assert second["goodput"]["queue"] == 0.0
+    assert first.goodput == told
+    assert second.goodput["idle"] == pytest.approx(100.0, abs=2.0)
+    assert second.goodput["queue"] == 0.0
     result = run.result()
     assert result is not None
-    assert sum(parts_of(result).values()) == pytest.approx(time.time() - (died - 20), abs=1.0)
+    assert sum(parts_of(result["goodput"]).values()) == pytest.approx(time.time() - (died - 20), abs=1.0)
     assert (result["goodput"]["queue"], result["goodput"]["start_up"]) == pytest.approx((2.0, 8.0), abs=0.5)
 
 
@@ -233,7 +234,7 @@ def test_lines_of_an_older_version_are_read_and_their_time_is_idle(run: RunDir) 
     now = time.time()
     old = {"attempt": 1, "cause": "crashed", "decision": "restart", "step_end": 100, "line": "rank 1: killed"}
     times = {"started": iso(now - 60), "ended": iso(now - 10)}
-    run.add_attempt({**old, **times, "step_start": 0, "nodes": ["here"], "first_failure": None})
+    run.add_attempt(AttemptRecord.from_json({**old, **times, "step_start": 0, "nodes": "here", "first_failure": None}))
     assert of_files(run) is None
     assert supervise(run, Ranks(goes_on)) == 0
     result = run.result()
@@ -256,8 +257,10 @@ def test_slurm_says_how_long_a_job_has_waited(
 ) -> None:
     """Seconds after the end of the attempt before; ``None``: when our supervisor began, and no earlier."""
     end = round(time.time() - 30.0, 3)
-    why = {"cause": "preempted", "decision": "requeue", "nodes": ["here"]}
-    run.add_attempt({"attempt": 1, "started": iso(end - 60), "ended": iso(end), "step_end": 7, **why})
+    why = {"cause": "preempted", "decision": "requeue", "nodes": "here"}
+    run.add_attempt(
+        AttemptRecord.from_json({"attempt": 1, "started": iso(end - 60), "ended": iso(end), "step_end": 7, **why})
+    )
     allocation = Allocation(("here",), (1,), 1)
     journal = Journal(run, allocation, Nodes(run, allocation, spare=0, allow_fewer=False))
     start = journal.begin(JobRow("1", "RUNNING", submit_time=end + submit_s, start_time=end + start_s))

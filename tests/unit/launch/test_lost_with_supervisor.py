@@ -144,7 +144,7 @@ def test_the_next_supervisor_goes_on_without_nodes_that_died_with_the_last(
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == (not has_enough)
-    assert run.attempts()[0]["attempt"] == ATTEMPT
+    assert run.attempts()[0].attempt == ATTEMPT
     if has_enough:
-        assert run.attempts()[-1]["cause"] == "completed"
-        assert not {*run.attempts()[-1]["nodes"]} & {*dead}
+        assert run.attempts()[-1].cause == "completed"
+        assert not {*run.attempts()[-1].nodes} & {*dead}

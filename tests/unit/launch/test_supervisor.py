@@ -37,7 +37,7 @@ from toolkit.launch.supervise.stop_path import Signalled
 from toolkit.launch.supervise.supervisor import Supervisor
 from toolkit.launch.watch import silence
 from toolkit.launch.watch.silence import SilenceWatch
-from toolkit.run_files import RunStatus
+from toolkit.run_files import AttemptRecord, FirstFailure, RunStatus, Straggler
 from toolkit.rundir import RunDir
 
 
@@ -187,8 +187,8 @@ def test_a_completed_attempt_becomes_a_result(run: RunDir) -> None:
 def test_ranks_that_all_end_with_0_but_hand_over_no_result_have_not_completed(run: RunDir) -> None:
     assert supervise(run, Ranks(lambda ranks: ranks.events.put(StepEnded(0)), completes)) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], second["cause"]) == ("crashed", "restart", "completed")
-    assert "handed over no result" in first["line"]
+    assert (first.cause, first.decision, second.cause) == ("crashed", "restart", "completed")
+    assert "handed over no result" in first.line
 
 
 def test_attempts_that_make_no_step_start_again_after_growing_pauses(
@@ -229,20 +229,20 @@ def test_a_signal_in_the_pause_between_two_attempts_is_heard_at_once(
         threading.Timer(0.1, ranks.events.put, [Signalled(signal.SIGTERM)]).start()
 
     assert supervise(run, Ranks(fails)) == 75
-    assert [line["cause"] for line in run.attempts()] == ["crashed", "stopped"]
+    assert [line.cause for line in run.attempts()] == ["crashed", "stopped"]
 
 
 def test_the_line_of_an_attempt_names_its_slow_nodes_if_there_were_any(run: RunDir) -> None:
-    slow = [{"host": "node2", "ranks": [3], "ratio": 1.6, "since": 1.0, "until": None}]
+    slow = Straggler("node2", (3,), 1.6, 1.0, None)
 
     def crawls(ranks: Ranks) -> None:
-        ranks.report(step=10, step_start=0, stragglers=slow)
+        ranks.report(step=10, step_start=0, stragglers=[slow.to_json()])
         ranks.events.put(ended(1))
 
     assert supervise(run, Ranks(crawls, completes)) == 0
     first, second = run.attempts()
-    assert first["slow_nodes"] == slow
-    assert "slow_nodes" not in second
+    assert first.slow_nodes == (slow,)
+    assert "slow_nodes" not in second.to_json()
 
 
 def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunDir) -> None:
@@ -265,9 +265,9 @@ def test_ranks_that_the_strategy_can_do_without_do_not_end_the_attempt(run: RunD
     assert supervise(run, ranks) == 0
     assert ranks.signals == []
     (line,) = run.attempts()
-    assert (line["cause"], line["first_failure"]) == ("completed", None)
-    assert line["lost_ranks"] == {"2": "killed by SIGKILL", "3": "exit code 1"}
-    assert run.status().lost_ranks == line["lost_ranks"]
+    assert (line.cause, line.first_failure) == ("completed", None)
+    assert line.lost_ranks == {"2": "killed by SIGKILL", "3": "exit code 1"}
+    assert run.status().lost_ranks == line.lost_ranks
 
 
 def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(run: RunDir) -> None:
@@ -283,20 +283,20 @@ def test_the_last_expendable_rank_ends_the_attempt_and_so_does_a_wrong_request(r
     ranks = Ranks(loses_all, refuses, completes)
     assert supervise(run, ranks, no_progress_attempts=9) == 0
     first, second, _ = run.attempts()
-    assert (first["decision"], first["first_failure"]["rank"], first["lost_ranks"]) == (
+    assert (first.decision, first.first_failure.rank, first.lost_ranks) == (
         "restart",
         3,
         {"2": ended(2).how},
     )
-    assert (second["first_failure"]["rank"], "lost_ranks" in second) == (2, False)
+    assert (second.first_failure.rank, "lost_ranks" in second.to_json()) == (2, False)
 
 
 def test_two_ranks_named_in_the_first_line_end_the_attempt_too(run: RunDir) -> None:
     ranks = Ranks(lambda r: r.events.put(ended(2, 3)), completes)
     assert supervise(run, ranks) == 0
     assert ranks.signals == [signal.SIGKILL]
-    assert [line["decision"] for line in run.attempts()] == ["restart", "finish"]
-    assert run.attempts()[0]["first_failure"]["rank"] == 2
+    assert [line.decision for line in run.attempts()] == ["restart", "finish"]
+    assert run.attempts()[0].first_failure.rank == 2
 
 
 def test_a_kill_that_is_lost_is_sent_again(run: RunDir) -> None:
@@ -336,8 +336,8 @@ def test_a_signal_makes_the_supervisor_propose_a_stop_once(run: RunDir) -> None:
     assert supervise(run, ranks) == 75
     assert Store.proposed == ["stop"]
     (line,) = run.attempts()
-    assert (line["cause"], line["decision"], line["step_end"]) == ("stopped", "finish", 7)
-    assert line["stop_asked"] is not None
+    assert (line.cause, line.decision, line.step_end) == ("stopped", "finish", 7)
+    assert line.stop_asked is not None
     assert ranks.signals == []
 
 
@@ -348,7 +348,7 @@ def test_a_signal_that_comes_when_all_ranks_have_ended_still_counts_for_the_verd
         ranks.events.put(Signalled(signal.SIGTERM))
 
     assert supervise(run, Ranks(ends)) == 75
-    assert run.attempts()[0]["cause"] == "stopped"
+    assert run.attempts()[0].cause == "stopped"
 
 
 def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
@@ -367,7 +367,7 @@ def test_a_signal_between_two_attempts_keeps_the_next_from_starting(
 
     monkeypatch.setattr(Supervisor, "_record", record)
     assert supervise(run, Ranks(crashes)) == 75
-    assert [(line["cause"], line["decision"]) for line in run.attempts()] == [
+    assert [(line.cause, line.decision) for line in run.attempts()] == [
         ("crashed", "restart"),
         ("stopped", "finish"),
     ]
@@ -398,7 +398,7 @@ def test_who_resumes_a_run_that_was_given_up_gets_a_new_budget(run: RunDir) -> N
 
     assert supervise(run, Ranks(crash, crash), max_failures=1) == 1
     assert supervise(run, Ranks(crash, completes), max_failures=1) == 0
-    assert [line["decision"] for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
+    assert [line.decision for line in run.attempts()] == ["restart", "give_up", "restart", "finish"]
 
 
 def saves(run: RunDir, step: int) -> None:
@@ -432,9 +432,9 @@ def test_failures_count_from_the_last_attempt_that_gained_more_than_it_lost(run:
 
     assert supervise(run, Ranks(gains, gains, gains, gains_nothing, does_not_start), max_failures=1) == 1
     lines = run.attempts()
-    assert [line["step_saved"] for line in lines] == [100, 200, 300, 300, 300]
-    assert [line["gained_s"] > 0.0 for line in lines] == [True, True, True, False, False]
-    told = [line["line"].removeprefix("rank 0 on node2: killed by SIGKILL; ") for line in lines]
+    assert [line.step_saved for line in lines] == [100, 200, 300, 300, 300]
+    assert [line.gained_s > 0.0 for line in lines] == [True, True, True, False, False]
+    told = [line.line.removeprefix("rank 0 on node2: killed by SIGKILL; ") for line in lines]
     assert told[2] == "restart from step 300, free: the attempt gained more time than it lost"
     assert told[3] == "restart after failure 1 of 1 since step 300"
     assert told[4] == "given up after 2 failures since step 300 (retry.max_failures: 1)"
@@ -448,7 +448,7 @@ def test_an_attempt_is_judged_although_its_checkpoints_cannot_be_listed(
 
     monkeypatch.setattr(journal, "newest_step", fails)
     assert supervise(run, Ranks(completes)) == 0
-    assert [(line["step_saved"], line["gained_s"]) for line in run.attempts()] == [(None, 0.0)]
+    assert [(line.step_saved, line.gained_s) for line in run.attempts()] == [(None, 0.0)]
 
 
 @pytest.mark.parametrize(("state", "again"), [("completed", False), ("failed", False), ("cancelled", True)])
@@ -471,8 +471,8 @@ def test_an_attempt_that_nobody_closed_gets_its_line(run: RunDir, stop: str | No
     saves(run, 20)
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["step_end"], second["attempt"]) == (cause, 30, 2)
-    assert (first["step_saved"], first["gained_s"]) == (20, 2.0)
+    assert (first.cause, first.step_end, second.attempt) == (cause, 30, 2)
+    assert (first.step_saved, first.gained_s) == (20, 2.0)
 
 
 def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
@@ -492,8 +492,8 @@ def test_an_attempt_whose_status_a_resume_replaced_gets_its_line_too(
     assert run.status().state == "queued"
     assert supervise(run, Ranks(completes)) == 0
     first, second = run.attempts()
-    assert (first["attempt"], first["cause"], first["step_end"]) == (1, "node_failure", 30)
-    assert (second["attempt"], second["cause"]) == (2, "completed")
+    assert (first.attempt, first.cause, first.step_end) == (1, "node_failure", 30)
+    assert (second.attempt, second.cause) == (2, "completed")
 
 
 def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +501,7 @@ def test_a_full_disk_delays_the_record_but_does_not_lose_it(run: RunDir, monkeyp
     failures = iter([OSError(28, "No space left on device")] * 3)
     add = RunDir.add_attempt
 
-    def add_attempt(self: RunDir, line: dict[str, Any]) -> None:
+    def add_attempt(self: RunDir, line: AttemptRecord) -> None:
         for error in failures:
             raise error
         add(self, line)
@@ -597,7 +597,7 @@ def test_a_failure_in_torchs_format_is_told_with_the_host_of_its_rank(run: RunDi
     config.retry.max_failures = 0
     assert Supervisor(run, config, allocation, Ranks(foreign_failure(run, 3, text)), None).run() == 1
     (line,) = run.attempts()
-    assert line["first_failure"] == {"rank": 3, "host": "node2", "how": how}
+    assert line.first_failure == FirstFailure(3, "node2", how)
 
 
 # --------------------------------------------------------------------------------------------------------------- hangs
@@ -631,12 +631,12 @@ def test_a_hang_is_examined_killed_at_once_and_restarted_with_the_rank_behind_na
     assert supervise_quickly(run, ranks) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
     line, _ = run.attempts()
-    assert (line["cause"], line["decision"]) == ("hang", "restart")
-    behind = line["first_failure"]
-    assert (behind["rank"], behind["host"]) == (1, "node2")
-    assert behind["how"].startswith("has not started, ")
-    assert behind["how"].endswith("; 1 other in a step")
-    assert read_error_file(run.error_file(1, 1)).how == behind["how"]
+    assert (line.cause, line.decision) == ("hang", "restart")
+    behind = line.first_failure
+    assert (behind.rank, behind.host) == (1, "node2")
+    assert behind.how.startswith("has not started, ")
+    assert behind.how.endswith("; 1 other in a step")
+    assert read_error_file(run.error_file(1, 1)).how == behind.how
 
 
 @pytest.mark.usefixtures("impatient")
@@ -655,8 +655,8 @@ def test_a_rank_that_has_ended_is_not_blamed_for_a_hang(run: RunDir, all_have_en
     allocation = Allocation(("node1", "node2"), (1, 1), 1)
     assert Supervisor(run, config, allocation, Ranks(ends_but_rank_0, completes), None, agents).run() == 0
     line = run.attempts()[0]
-    assert line["cause"] == "hang"
-    assert line["first_failure"]["rank"] == (None if all_have_ended else 0)
+    assert line.cause == "hang"
+    assert line.first_failure.rank == (None if all_have_ended else 0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -669,8 +669,8 @@ def test_a_hang_of_which_nobody_knows_who_is_behind_blames_no_rank_and_no_node(
     monkeypatch.setattr(stack_digest, "stack_text", away)
     assert supervise_quickly(run, Ranks(hangs, completes), reporting=[0, 1]) == 0
     line, _ = run.attempts()
-    assert (line["cause"], line["decision"], line["suspect"]) == ("hang", "restart", None)
-    assert line["line"].startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
+    assert (line.cause, line.decision, line.suspect) == ("hang", "restart", None)
+    assert line.line.startswith("nobody knows who is behind: there was no time to read the stacks of 2 of 2 ranks")
     assert list(run.attempt_logs(1).glob("error-*")) == []
     assert "first failure: a rank that nobody knows, attempt 1: nobody knows who" in why.page(why.facts(run))
 
@@ -758,8 +758,8 @@ def test_silent_ranks_are_ended_as_a_hang_and_that_in_no_collective_is_named(
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB, reporting=[]) == 0
     assert ranks.signals == [signal.SIGKILL]
     line, after = run.attempts()
-    assert (line["cause"], line["decision"], after["cause"]) == ("hang", "restart", "completed")
-    assert line["first_failure"] == {"rank": 1, "host": "node2", "how": "silent, 1 s; 1 other in barrier"}
+    assert (line.cause, line.decision, after.cause) == ("hang", "restart", "completed")
+    assert line.first_failure == FirstFailure(1, "node2", "silent, 1 s; 1 other in barrier")
     assert "in hang_for_ever" in why.page(why.facts(run))
 
 
@@ -774,7 +774,7 @@ def test_a_rank_that_was_silent_when_another_failed_is_named_in_the_log(
         threading.Timer(0.6, ranks.events.put, (ended(0, code=1),)).start()
 
     supervise_quickly(run, Ranks(gives_up, lambda ranks: ranks.events.put(StepEnded(0))), job=configs.FOREIGN_JOB)
-    assert run.attempts()[0]["cause"] == "crashed"
+    assert run.attempts()[0].cause == "crashed"
     assert "silent for 1 s or longer before: rank 1" in caplog.text
 
 
@@ -788,7 +788,7 @@ def test_a_foreign_script_that_has_called_start_is_watched_by_its_reports(
     assert supervise_quickly(run, ranks, job=configs.FOREIGN_JOB) == 0
     assert ranks.signals == [signal.SIGURG, signal.SIGKILL]
     assert outside.started == 0
-    assert [line["cause"] for line in run.attempts()] == ["hang", "completed"]
+    assert [line.cause for line in run.attempts()] == ["hang", "completed"]
 
 
 def test_a_run_that_needs_more_open_files_than_allowed_is_refused_before_its_ranks(

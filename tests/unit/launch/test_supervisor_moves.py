@@ -122,13 +122,13 @@ def test_a_drained_node_is_left_for_a_spare_and_given_back(
     ranks = Ranks(stops_when_asked, completes)
     assert supervise(ranks) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["left_nodes"]) == ("moved", "restart", ["node2"])
-    assert first["line"] == f"moved off node2: {NEW_FAN}; stopped at step 12, committed, nothing is lost"
-    assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
+    assert (first.cause, first.decision, first.left_nodes) == ("moved", "restart", ("node2",))
+    assert first.line == f"moved off node2: {NEW_FAN}; stopped at step 12, committed, nothing is lost"
+    assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
     assert (Store.proposed, ranks.signals) == ([], [])  # of the second attempt
     assert (agents.dismissed, slurm.kept) == (["node2"], {"1": "node[1,3]"})
     assert f"node2 is not used: {NEW_FAN}" in show.status_table(show.status_rows([run]))
-    assert first["line"] in why.page(why.facts(run))
+    assert first.line in why.page(why.facts(run))
 
 
 def test_a_site_that_lets_no_job_shrink_keeps_the_node_and_the_run_goes_on(
@@ -144,7 +144,7 @@ def test_a_site_that_lets_no_job_shrink_keeps_the_node_and_the_run_goes_on(
     slurm.drains = {"node2": "new fan by root"}
     monkeypatch.setattr(slurm, "release_nodes", refuse)
     assert supervise(Ranks(stops_when_asked, completes)) == 0
-    assert [line["nodes"] for line in run.attempts()] == [["node1", "node2"], ["node1", "node3"]]
+    assert [line.nodes for line in run.attempts()] == [("node1", "node2"), ("node1", "node3")]
     assert "node2 cannot be given back: Requested operation is presently disabled" in caplog.messages
 
 
@@ -157,8 +157,8 @@ def test_a_sick_node_is_left_but_stays_the_jobs(
     agents.sick_hosts = {"node1": "processors throttled for heat"}  # the batch host
     assert supervise(Ranks(stops_when_asked, completes)) == 0
     first, second = run.attempts()
-    assert first["line"].startswith("moved off node1: processors throttled for heat; ")
-    assert second["nodes"] == ["node3", "node2"]
+    assert first.line.startswith("moved off node1: processors throttled for heat; ")
+    assert second.nodes == ("node3", "node2")
     assert (agents.dismissed, slurm.kept) == ([], {})
 
 
@@ -177,7 +177,7 @@ def test_a_node_without_a_good_spare_is_named_once_and_the_run_goes_on(
 
     assert supervise(Ranks(act), spare=0) == 0
     (only,) = run.attempts()
-    assert (only["cause"], Store.proposed) == ("completed", [])
+    assert (only.cause, Store.proposed) == ("completed", [])
     warned = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.message.startswith("node ")]
     assert warned == [f"node node2: {NEW_FAN}"]
     assert f"node node2: {NEW_FAN}" in show.status_table(show.status_rows([run]))
@@ -221,7 +221,7 @@ def test_a_run_that_would_lose_by_it_stays(
 
     assert supervise(Ranks(act), job=FOREIGN_JOB if reason == "a script" else None) == 0
     assert Store.proposed == []
-    assert [line["cause"] for line in run.attempts()] == ["completed"]
+    assert [line.cause for line in run.attempts()] == ["completed"]
 
 
 def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
@@ -249,7 +249,7 @@ def test_a_move_has_as_much_time_as_the_longest_save_and_other_stops_have_not(
     assert Store.proposed == ["stop", "stop"]
     assert set(ranks.signals) == {signal.SIGKILL}
     (only,) = run.attempts()
-    assert (only["cause"], only["decision"]) == ("stopped", "finish")
+    assert (only.cause, only.decision) == ("stopped", "finish")
 
 
 def test_a_preemption_while_the_ranks_stop_wins(
@@ -271,6 +271,6 @@ def test_a_preemption_while_the_ranks_stop_wins(
     slurm.drains = {"node2": "new fan by root"}
     assert supervise(Ranks(preempted)) == 75
     (only,) = run.attempts()
-    assert (only["cause"], only["decision"]) == ("preempted", "requeue")
+    assert (only.cause, only.decision) == ("preempted", "requeue")
     assert slurm.excluded == {}  # Slurm itself keeps the job off a drained node
     assert slurm.kept == {}

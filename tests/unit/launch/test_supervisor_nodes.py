@@ -122,8 +122,8 @@ def test_a_spare_takes_over_as_soon_as_the_reachable_ranks_are_gone(run: RunDir,
     ranks = Ranks(loses_node2, completes)
     assert supervise(run, slurm, ranks, spare=1) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
-    assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert (first.nodes, second.nodes) == (("node1", "node2"), ("node1", "node3"))
     assert ranks.signals == [signal.SIGKILL]
 
 
@@ -140,7 +140,7 @@ def test_a_lost_node_is_not_waited_for_once_all_other_ranks_have_finished(
 
     ranks = Ranks(loses_the_last, completes)
     assert supervise(run, slurm, ranks, spare=1) == 0
-    assert [line["cause"] for line in run.attempts()] == ["node_failure", "completed"]
+    assert [line.cause for line in run.attempts()] == ["node_failure", "completed"]
     assert ranks.signals == [signal.SIGKILL]
 
 
@@ -184,8 +184,8 @@ def test_a_silent_node_is_found_dead_whatever_its_place_and_after_a_kill(
     config.retry.allow_fewer_nodes = True
     ranks = UnheardKill(falls_silent, completes)
     assert Supervisor(run, config, allocation, ranks, slurm, AGENTS).run() == 0
-    assert run.attempts()[0]["nodes"][0] == first
-    assert run.attempts()[0]["lost_nodes"] == ["dead"]
+    assert run.attempts()[0].nodes[0] == first
+    assert run.attempts()[0].lost_nodes == ("dead",)
 
 
 def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
@@ -208,13 +208,13 @@ def test_an_error_of_the_agents_thread_between_two_attempts_ends_the_supervisor(
 
 def test_fewer_nodes_go_on_where_that_is_allowed(run: RunDir, slurm: FakeSlurm) -> None:
     assert supervise(run, slurm, Ranks(loses_node2, completes), fewer=True) == 0
-    assert [line["world_size"] for line in run.attempts()] == [3, 2]
+    assert [line.world_size for line in run.attempts()] == [3, 2]
 
 
 def test_with_neither_the_job_is_requeued_without_the_node(run: RunDir, slurm: FakeSlurm) -> None:
     assert supervise(run, slurm, Ranks(loses_node2)) == 75
     (line,) = run.attempts()
-    assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
+    assert (line.cause, line.decision) == ("node_failure", "requeue")
     assert slurm.excluded == {"1": "node2"}
 
 
@@ -233,8 +233,8 @@ def test_a_batch_host_that_died_and_is_back_is_named_and_used(run: RunDir, slurm
     nodes.remember(run, "node1", "the supervisor on the batch host node1 has been silent for 25 s and does not answer")
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["line"]) == ("node_failure", "requeue", "lost node1")
-    assert "node1" in second["nodes"]
+    assert (first.cause, first.decision, first.line) == ("node_failure", "requeue", "lost node1")
+    assert "node1" in second.nodes
 
 
 def test_where_not_all_bad_nodes_can_be_excluded_the_latest_is(run: RunDir, slurm: FakeSlurm) -> None:
@@ -255,7 +255,7 @@ def test_a_requeue_by_another_node_was_no_preemption(run: RunDir, slurm: FakeSlu
 
     assert supervise(run, slurm, Ranks(was_cut_off), spare=1) == 75
     (line,) = run.attempts()
-    assert (line["cause"], line["decision"], line["lost_nodes"]) == ("node_failure", "requeue", ["node1"])
+    assert (line.cause, line.decision, line.lost_nodes) == ("node_failure", "requeue", ("node1",))
 
 
 def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlurm) -> None:
@@ -264,7 +264,7 @@ def test_a_node_that_kills_two_attempts_is_replaced(run: RunDir, slurm: FakeSlur
         ranks.events.put(RankEnded((0,), "node1", "killed by SIGKILL", signal.SIGKILL, time.time()))
 
     assert supervise(run, slurm, Ranks(dies_on_node1, dies_on_node1, completes), spare=1) == 0
-    assert [line["nodes"][0] for line in run.attempts()] == ["node1", "node1", "node3"]
+    assert [line.nodes[0] for line in run.attempts()] == ["node1", "node1", "node3"]
     assert list(nodes.remembered(run)) == ["node1"]
     assert run.status().bad_nodes == {"node1": "ended 2 attempts"}
 
@@ -312,16 +312,16 @@ def test_a_node_that_cannot_start_ranks_is_replaced_at_once(run: RunDir, slurm: 
     """Before, the run counted as completed: srun ends with 0."""
     assert supervise(run, slurm, Ranks(is_refused_by_node2, completes), spare=1) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["lost_nodes"]) == ("node_failure", "restart", ["node2"])
-    assert first["line"].startswith("rank 1 on node2: could not be started: Slurmd could not connect IO")
-    assert (second["nodes"], second["cause"]) == (["node1", "node3"], "completed")
+    assert (first.cause, first.decision, first.lost_nodes) == ("node_failure", "restart", ("node2",))
+    assert first.line.startswith("rank 1 on node2: could not be started: Slurmd could not connect IO")
+    assert (second.nodes, second.cause) == (("node1", "node3"), "completed")
 
 
 def test_without_a_spare_the_job_is_requeued_off_the_node_that_cannot_start_ranks(
     run: RunDir, slurm: FakeSlurm
 ) -> None:
     assert supervise(run, slurm, Ranks(is_refused_by_node2)) == 75
-    assert run.attempts()[0]["cause"] == "node_failure"
+    assert run.attempts()[0].cause == "node_failure"
     assert slurm.excluded == {"1": "node2"}
 
 
@@ -332,8 +332,8 @@ def test_a_step_that_slurm_refuses_blames_no_node_and_says_why(run: RunDir, slur
 
     assert supervise(run, slurm, Ranks(is_refused, completes)) == 0
     first, _ = run.attempts()
-    assert (first["cause"], first["lost_nodes"], first["suspect"]) == ("crashed", [], None)
-    assert "Unable to create step for job 1: Requested nodes are busy" in first["line"]
+    assert (first.cause, first.lost_nodes, first.suspect) == ("crashed", (), None)
+    assert "Unable to create step for job 1: Requested nodes are busy" in first.line
     assert run.status().bad_nodes == {}
 
 
@@ -351,15 +351,15 @@ def test_a_node_on_which_ranks_end_before_their_first_report_is_used_twice_only(
     """Without a word or a step: that was the end of the run, in the very attempt that condemned the node."""
     on_node2 = dies_mute((1, "node2"))
     assert supervise(run, slurm, Ranks(on_node2, on_node2, completes), spare=1) == 0
-    assert [line["suspect"] for line in run.attempts()] == ["node2", "node2", None]
-    assert [line["decision"] for line in run.attempts()] == ["restart", "restart", "finish"]
-    assert run.attempts()[2]["nodes"] == ["node1", "node3"]
+    assert [line.suspect for line in run.attempts()] == ["node2", "node2", None]
+    assert [line.decision for line in run.attempts()] == ["restart", "restart", "finish"]
+    assert run.attempts()[2].nodes == ("node1", "node3")
 
 
 def test_no_node_is_to_blame_where_no_rank_of_any_starts(run: RunDir, slurm: FakeSlurm) -> None:
     everywhere = dies_mute((0, "node1"), (1, "node2"))
     assert supervise(run, slurm, Ranks(everywhere, everywhere), spare=1) == 1
-    assert [line["suspect"] for line in run.attempts()] == [None, None]
+    assert [line.suspect for line in run.attempts()] == [None, None]
 
 
 def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir, slurm: FakeSlurm) -> None:
@@ -378,7 +378,7 @@ def test_a_run_that_is_cancelled_between_verdict_and_requeue_says_so(run: RunDir
     slurm.requeue = cancelled_first
     supervise(run, slurm, Ranks(stops))
     assert (run.result() or {})["state"] == run.status().state == "cancelled"
-    assert run.attempts()[0]["decision"] == "requeue"
+    assert run.attempts()[0].decision == "requeue"
     row = slurm.show_job("1")
     assert row is not None
     assert (row.state, row.restarts) == ("COMPLETING", 0)
@@ -406,8 +406,8 @@ def test_the_next_supervisor_tells_what_became_of_a_killed_one(run: RunDir, slur
     earlier_death = "the supervisor was killed by SIGKILL"
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run(earlier_death) == 0
     first, second = run.attempts()
-    assert (first["cause"], first["decision"], first["line"]) == ("crashed", "restart", earlier_death)
-    assert second["cause"] == "completed"
+    assert (first.cause, first.decision, first.line) == ("crashed", "restart", earlier_death)
+    assert second.cause == "completed"
 
 
 class LeftRanks(Ranks):
@@ -441,8 +441,8 @@ def test_a_supervisor_that_was_killed_costs_nothing_where_its_ranks_are_there(ru
     number = leave(run)
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(completes), slurm).run("killed") == 0
     (line,) = run.attempts()
-    assert (line["attempt"], line["cause"], line["world_size"]) == (3, "completed", 2)
-    assert line["goodput"]["queue"] == pytest.approx(2.0, abs=0.1)
+    assert (line.attempt, line.cause, line.world_size) == (3, "completed", 2)
+    assert line.goodput["queue"] == pytest.approx(2.0, abs=0.1)
     assert run.owner_number() == number
 
 
@@ -454,7 +454,7 @@ def test_after_ranks_that_were_taken_over_comes_the_next_attempt(run: RunDir, sl
         ranks.events.put(StepEnded(1))
 
     assert Supervisor(run, JobConfig(), ALLOCATION, LeftRanks(crashes, completes), slurm).run("killed") == 0
-    assert [(line["attempt"], line["cause"]) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
+    assert [(line.attempt, line.cause) for line in run.attempts()] == [(3, "crashed"), (4, "completed")]
     assert run.owner_number() == number + 1
 
 
@@ -489,7 +489,7 @@ def test_ranks_that_may_not_be_ours_are_not_taken_over(run: RunDir, slurm: FakeS
     number = leave(run, **status)
     ranks = LeftRanks(completes)
     assert Supervisor(run, JobConfig(), ALLOCATION, ranks, slurm).run("killed") == 0
-    assert [line["attempt"] for line in run.attempts()] == [3, 4]
+    assert [line.attempt for line in run.attempts()] == [3, 4]
     assert (run.owner_number() or 0) > number + 1
 
 
@@ -515,7 +515,7 @@ def test_a_restarted_job_says_which_node_the_last_start_lost(run: RunDir, slurm:
     )
     assert supervise(run, slurm, Ranks(completes)) == 0
     first, _ = run.attempts()
-    assert (first["cause"], first["lost_nodes"], first["line"]) == ("node_failure", ["dead"], "lost dead")
+    assert (first.cause, first.lost_nodes, first.line) == ("node_failure", ("dead",), "lost dead")
     assert list(nodes.remembered(run)) == ["dead"]
 
 
@@ -532,7 +532,7 @@ def test_a_node_that_is_not_fit_is_never_started_on(run: RunDir, slurm: FakeSlur
     preflight.bad = {"node1": "the disk is full"}
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
     assert preflight.asked == [(HOSTS, (1, 1, 0))]
-    assert run.attempts()[0]["nodes"] == ["node2", "node3"]
+    assert run.attempts()[0].nodes == ("node2", "node3")
     assert run.status().bad_nodes == {"node1": "the disk is full"}
 
 
@@ -545,7 +545,7 @@ def test_the_late_answer_of_another_node_does_not_make_a_bad_one_good(
         NodeAnswered("node3", {"text": "", "began": 0.0, "ended": 0.0}, 0.0, 0.0)
     )
     assert supervise(run, slurm, ranks, spare=1) == 0
-    assert run.attempts()[0]["nodes"] == ["node2", "node3"]
+    assert run.attempts()[0].nodes == ("node2", "node3")
 
 
 def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
@@ -554,8 +554,8 @@ def test_without_a_spare_the_job_is_requeued_without_it_and_says_why(
     preflight.bad = {"node2": "its clock is off"}
     assert supervise(run, slurm, Ranks()) == 75
     (line,) = run.attempts()
-    assert (line["cause"], line["decision"]) == ("node_failure", "requeue")
-    assert "node2: its clock is off" in line["line"]
+    assert (line.cause, line.decision) == ("node_failure", "requeue")
+    assert "node2: its clock is off" in line.line
     assert slurm.excluded == {"1": "node2"}
 
 
@@ -579,7 +579,7 @@ def test_what_ends_the_job_ends_the_checks_and_the_nodes_are_not_to_blame(
     preflight.meanwhile = ends
     assert supervise(run, slurm, Ranks()) == code
     (line,) = run.attempts()
-    assert (line["cause"], line["step_end"]) == (cause, None)
+    assert (line.cause, line.step_end) == (cause, None)
     assert run.status().bad_nodes == {}
     assert slurm.excluded == {}
     row = slurm.show_job("1")
@@ -601,7 +601,7 @@ def test_a_foreign_script_that_ends_with_0_in_a_preemption_comes_back(
     config = JobConfig(job=configs.FOREIGN_JOB)
     allocation = Allocation(HOSTS, (1, 1, 1), 1, job_id="1")
     Supervisor(run, config, allocation, Ranks(saves), slurm).run()
-    assert [line["cause"] for line in run.attempts()] == [cause]
+    assert [line.cause for line in run.attempts()] == [cause]
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == is_preempted
@@ -638,7 +638,7 @@ def test_a_rank_that_survives_the_end_of_its_job_is_left_to_slurm(
     ranks = Ranks(told)
     supervise(run, slurm, ranks)
     assert ranks.abandoned
-    assert run.attempts()[0]["cause"] == cause
+    assert run.attempts()[0].cause == cause
     row = slurm.show_job("1")
     assert row is not None
     assert row.restarts == restarts
@@ -662,7 +662,7 @@ def test_a_job_that_somebody_but_told_to_stop_is_waited_for(
     ranks = Ranks(told)
     assert supervise(run, slurm, ranks) == 75
     assert not ranks.abandoned
-    assert "committed, nothing is lost" in run.attempts()[0]["line"]
+    assert "committed, nothing is lost" in run.attempts()[0].line
 
 
 def with_limit(
@@ -695,7 +695,7 @@ def test_a_signal_that_comes_at_once_does_not_end_the_attempt(
     monkeypatch.setattr(attempt_loop, "STATUS_EVERY_S", 0.05)
     slurm.now = time.time() - ahead_s
     assert with_limit(run, slurm, Ranks(gets_slurms_signal), minutes=2, delay_s=3600) == 0
-    assert [line["cause"] for line in run.attempts()] == ["completed"]
+    assert [line.cause for line in run.attempts()] == ["completed"]
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_the_ranks_are_stopped_in_time_by_the_controllers_clock(
     began = time.monotonic()
     assert with_limit(run, slurm, Ranks(trains), minutes, delay_s, left_s=margin_s + 0.3) == 75
     assert proposed[0] - began >= 0.3
-    assert [(line["cause"], line["decision"]) for line in run.attempts()] == [("timeout", "requeue")]
+    assert [(line.cause, line.decision) for line in run.attempts()] == [("timeout", "requeue")]
 
 
 def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -736,7 +736,7 @@ def test_a_second_signal_is_somebodys(run: RunDir, slurm: FakeSlurm, monkeypatch
         Store.on_propose = lambda: [ranks.events.put(event) for event in (stopped, StepEnded(75))]
 
     assert with_limit(run, slurm, Ranks(gets_two), minutes=2, delay_s=3600) == 75
-    assert [line["cause"] for line in run.attempts()] == ["stopped"]
+    assert [line.cause for line in run.attempts()] == ["stopped"]
 
 
 def test_the_third_start_takes_what_it_gets(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
@@ -759,7 +759,7 @@ def test_a_node_of_which_nothing_was_heard_is_used_unless_it_is_dead(
     preflight.unknown = ("node2",)
     monkeypatch.setattr(slurm_job, "unreachable", lambda hosts, port, here: set(hosts) if is_dead else set())
     assert supervise(run, slurm, Ranks(completes), spare=1) == 0
-    assert run.attempts()[0]["nodes"] == ["node1", "node3" if is_dead else "node2"]
+    assert run.attempts()[0].nodes == ("node1", "node3" if is_dead else "node2")
     assert list(run.status().bad_nodes) == (["node2"] if is_dead else [])
 
 
@@ -775,10 +775,10 @@ def test_an_unanswered_connection_names_both_nodes_and_the_later_one_is_replaced
 
     assert supervise(run, slurm, Ranks(fails, fails, completes), spare=1) == 0
     first, second, last = run.attempts()
-    assert "no connection from node2 to node1" in first["line"]
-    assert (first["suspect"], second["suspect"]) == ("node2", "node2")
-    assert "node node2 is to blame" in second["line"]
-    assert last["nodes"] == ["node1", "node3"]
+    assert "no connection from node2 to node1" in first.line
+    assert (first.suspect, second.suspect) == ("node2", "node2")
+    assert "node node2 is to blame" in second.line
+    assert last.nodes == ("node1", "node3")
 
 
 def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, slurm: FakeSlurm) -> None:
@@ -790,7 +790,7 @@ def test_an_error_that_names_the_address_of_a_node_tells_on_both(run: RunDir, sl
         ranks.events.put(RankEnded((1,), "node2", "exit code 1", None, time.time(), 1))
 
     assert supervise(run, slurm, Ranks(fails, completes)) == 0
-    assert "no connection from node2 to node1" in run.attempts()[0]["line"]
+    assert "no connection from node2 to node1" in run.attempts()[0].line
 
 
 def test_the_preflight_can_be_left_out(run: RunDir, slurm: FakeSlurm, preflight: Preflight) -> None:
@@ -817,8 +817,8 @@ def test_a_follow_up_job_names_the_job_before_it_that_was_preempted(
     allocation = Allocation(("node1",), (1,), 1, job_id="2")
     assert Supervisor(run, JobConfig(), allocation, Ranks(completes), slurm).run() == 0
     first, second = run.attempts()
-    assert (first["cause"], first["job_id"], first["restart_count"]) == ("preempted", "1", 3)
-    assert (second["job_id"], second["restart_count"]) == ("2", 0)
+    assert (first.cause, first.job_id, first.restart_count) == ("preempted", "1", 3)
+    assert (second.job_id, second.restart_count) == ("2", 0)
 
 
 # -------------------------------------------------------------------------------------------------------- a full disk
@@ -846,7 +846,7 @@ def test_a_job_that_comes_back_to_a_full_disk_waits_for_room(
     monkeypatch.setattr(os, "fsync", fsync)
     assert supervise(run, slurm, Ranks(completes)) == 0
     assert refused >= {"owner.json", "config.yaml", "local-1", "attempts.jsonl", "result.json"}
-    assert [line["attempt"] for line in run.attempts()] == [1, 2]
+    assert [line.attempt for line in run.attempts()] == [1, 2]
     assert (run.result() or {})["state"] == "completed"
 
 

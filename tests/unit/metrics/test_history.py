@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from toolkit import rundir
-from toolkit.metrics.goodput import MEASURED, PARTS, moment
+from toolkit.metrics.goodput import MEASURED, PARTS
 from toolkit.metrics.history import History
 from toolkit.metrics.timesheet import Timesheet
-from toolkit.run_files import RunStatus
+from toolkit.run_files import AttemptRecord, RunStatus
 from toolkit.rundir import RunDir
 
 
@@ -25,15 +26,16 @@ def ledger(**seconds: float) -> dict[str, float]:
     return dict.fromkeys(PARTS, 0.0) | seconds
 
 
-def line(number: int, first: int | None, last: int | None, **more: Any) -> dict[str, Any]:
+def line(number: int, first: int | None, last: int | None, **more: Any) -> AttemptRecord:
     times = {"started": "2026-11-20T15:00:10.000+00:00", "ended": "2026-11-20T15:02:00.000+00:00"}
     place = {
-        "nodes": ["node1", "node2"],
+        "nodes": "node[1-2]",
         "cause": "crashed",
         "decision": "restart",
         "line": "rank 1 on node2: killed by SIGKILL",
     }
-    return {"attempt": number, "step_start": first, "step_end": last, **times, **place, **more}
+    keys = {"attempt": number, "step_start": first, "step_end": last, **times, **place, **more}
+    return AttemptRecord.from_json(keys)
 
 
 def history(run: RunDir, attempt: int, first_step: int, *, rank: int = 0, **spent: float) -> History:
@@ -47,7 +49,7 @@ def test_the_shares_are_of_the_time_since_the_submission_over_all_attempts(run: 
     """120 s in the first attempt and before it, 20 s from its end to the second one's first step, 60 s in that."""
     before = ledger(queue=10.0, training=90.0, data_wait=6.0, idle=14.0)
     run.add_attempt(line(1, 0, 100, submitted="2026-11-20T15:00:00.000+00:00", goodput=before))
-    at = moment("2026-11-20T15:02:20.000+00:00")
+    at = datetime.fromisoformat("2026-11-20T15:02:20.000+00:00").timestamp()
     run.write_status(
         RunStatus.from_json({"attempt": 2, "updated": at, "started": at, "goodput": ledger(start_up=18.0, idle=2.0)})
     )
@@ -69,7 +71,7 @@ def test_the_first_attempt_has_no_restarts_to_tell_of(run: RunDir) -> None:
 
 def test_each_restart_is_a_row_that_says_what_it_cost(run: RunDir) -> None:
     run.add_attempt(line(1, 0, 170))
-    run.add_attempt(line(2, None, None, line="rank 0: a|b\nnot found", nodes=["node1", "node3"]))
+    run.add_attempt(line(2, None, None, line="rank 0: a|b\nnot found", nodes="node[1,3]"))
     run.write_status(RunStatus.from_json({"attempt": 3, "nodes": ["node1"]}))
     seen = history(run, 3, 100)
     assert (seen.take_table() or "").splitlines() == [

@@ -15,4 +15,4 @@ def run(args: Namespace) -> None:
     from toolkit.cli import show, why
 
     facts = why.facts(rundir.find(args.run))
-    print(show.as_json(facts) if args.json else why.page(facts))
+    print(show.as_json(why.as_data(facts)) if args.json else why.page(facts))

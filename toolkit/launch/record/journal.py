@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,7 @@ from toolkit.launch.job.nodes import Nodes
 from toolkit.launch.supervise.attempt import Attempt
 from toolkit.launch.supervise.facts import Decision, Ending, Past
 from toolkit.metrics import goodput
-from toolkit.metrics.goodput import moment
-from toolkit.run_files import RunState, RunStatus, Start
+from toolkit.run_files import AttemptRecord, FirstFailure, RunState, RunStatus, Start
 from toolkit.rundir import RunDir
 from toolkit.slurm.jobs import JobRow
 
@@ -46,7 +45,7 @@ class Journal:
         self._number = self._run.next_attempt(self._lines) - 1
 
     @cached_property
-    def _lines(self) -> list[dict[str, Any]]:
+    def _lines(self) -> list[AttemptRecord]:
         """The closed attempts. They are read once: no other process adds one while this job has the run."""
         return self._run.attempts()
 
@@ -58,8 +57,8 @@ class Journal:
     def begin(self, row: JobRow | None) -> Start:
         """Return what led to the attempt that begins now; call it once for each. ``row`` is this job in Slurm."""
         now, earlier = time.time(), self._lines
-        best = max((line["step_end"] or 0 for line in earlier), default=0)
-        ended = moment(earlier[-1]["ended"]) if earlier else None
+        best = max((line.step_end or 0 for line in earlier), default=0)
+        ended = earlier[-1].ended if earlier else None
         # A restart within the job has waited in no queue.
         if not self._is_first:
             return Start(ended or now, None, 0.0, now, best)
@@ -76,8 +75,8 @@ class Journal:
         """Return where the time went up to ``until``. For a left-over attempt its status tells."""
         start = attempt.start
         if start is None:
-            left = {} if attempt.left_over is None else attempt.left_over.to_json()
-            return {key: left[key] for key in ("submitted", "goodput") if key in left}
+            left = attempt.left_over
+            return {"submitted": left.submitted, "goodput": left.goodput} if left and left.goodput else {}
         ledger = goodput.of_attempt(start, attempt.first_step, attempt.progress, until)
         return {"submitted": start.submitted, "goodput": goodput.as_json(ledger)}
 
@@ -85,20 +84,19 @@ class Journal:
         """Return the attempts since a user last started the run: one who resumes it has fixed something."""
         history: list[Past] = []
         for line in self._lines:
-            gained_s = line.get("gained_s", 0.0)
             past = Past(
-                line["cause"],
-                line["decision"],
-                line["step_end"],
-                line.get("suspect"),
-                step_start=line["step_start"],
-                step_saved=line.get("step_saved"),
-                gained_s=gained_s,
-                lost_s=max(0.0, moment(line["ended"]) - moment(line["started"]) - gained_s),
+                line.cause,
+                line.decision,
+                line.step_end,
+                line.suspect,
+                step_start=line.step_start,
+                step_saved=line.step_saved,
+                gained_s=line.gained_s,
+                lost_s=max(0.0, line.ended - line.started - line.gained_s),
             )
             history.append(past)
             # A verdict that ended the run closes the account: a user has started what comes after.
-            if line["decision"] in (Decision.GIVE_UP, Decision.FINISH):
+            if line.decision in (Decision.GIVE_UP, Decision.FINISH):
                 history.clear()
         return history
 
@@ -108,57 +106,59 @@ class Journal:
             attempt.step_saved = newest_step(self._run.checkpoints)
         except CheckpointError as error:
             log.warning("what attempt %d gained is not known: %s", attempt.number, error)
-        saved_before = max((line.get("step_saved") or 0 for line in self._lines), default=0)
+        saved_before = max((line.step_saved or 0 for line in self._lines), default=0)
         gained_s = goodput.gained_s(attempt.progress, attempt.step_saved or 0, saved_before)
         # The ranks' clock measured the gain, this node's the attempt's length, and this one may have been set
         # meanwhile.
         attempt.gained_s = max(0.0, min(gained_s, attempt.ended - attempt.started))
 
     def add(self, attempt: Attempt, verdict: Ending) -> None:
-        first, slow, left = verdict.first_failure, attempt.progress.stragglers, attempt.left_over
-        account = self._account(attempt, attempt.ended)
-        submitted = account.get("submitted")
-        line = {
-            "attempt": attempt.number,
+        first, left = verdict.first_failure, attempt.left_over
+        first_failure = None if first is None else FirstFailure(first.rank, first.host, first.how)
+        # Keys that few attempts have are left out of the others' lines.
+        more = self._account(attempt, attempt.ended)
+        if attempt.lost_ranks:
+            more["lost_ranks"] = _by_text(attempt.lost_ranks)
+        if attempt.left_nodes:
+            more["left_nodes"] = tuple(sorted(attempt.left_nodes))
+        if attempt.progress.stragglers:
+            more["slow_nodes"] = attempt.progress.stragglers
+        line = AttemptRecord(
+            attempt=attempt.number,
             # A left-over attempt keeps the job id of the job that made it.
-            "job_id": self._allocation.job_id if left is None else left.job_id,
-            "restart_count": self._allocation.restart_count if left is None else left.restart_count,
-            "nodes": list(attempt.plan.hosts),
-            "world_size": attempt.plan.world_size,
-            "started": _iso(attempt.started),
-            "stop_asked": attempt.stop_asked and _iso(attempt.stop_asked),
-            "ended": _iso(attempt.ended),
-            "cause": verdict.cause,
-            "decision": verdict.decision,
-            "step_start": attempt.progress.step_start,
-            "step_end": attempt.progress.step,
-            "step_saved": attempt.step_saved,
-            "gained_s": round(attempt.gained_s, 3),
-            "lost_nodes": sorted(attempt.lost_nodes),
-            "suspect": verdict.suspect,
-            # Fields that few attempts have are left out of the others' lines.
-            **({"lost_ranks": attempt.lost_ranks} if attempt.lost_ranks else {}),
-            **({"left_nodes": sorted(attempt.left_nodes)} if attempt.left_nodes else {}),
-            "first_failure": first and {"rank": first.rank, "host": first.host, "how": first.how},
-            "line": verdict.line,
-            **({"slow_nodes": [straggler.to_json() for straggler in slow]} if slow else {}),
-            **account,
-            **({"submitted": _iso(submitted)} if submitted else {}),
-        }
+            job_id=self._allocation.job_id if left is None else left.job_id,
+            restart_count=self._allocation.restart_count if left is None else left.restart_count,
+            nodes=attempt.plan.hosts,
+            world_size=attempt.plan.world_size,
+            started=attempt.started,
+            stop_asked=attempt.stop_asked,
+            ended=attempt.ended,
+            cause=verdict.cause,
+            decision=verdict.decision,
+            step_start=attempt.progress.step_start,
+            step_end=attempt.progress.step,
+            step_saved=attempt.step_saved,
+            gained_s=round(attempt.gained_s, 3),
+            lost_nodes=tuple(sorted(attempt.lost_nodes)),
+            suspect=verdict.suspect,
+            first_failure=first_failure,
+            line=verdict.line,
+            **more,
+        )
         lines = self._lines  # read before the line is in the file
         self._run.add_attempt(line)
         lines.append(line)
 
     def write_result(self, attempt: Attempt, state: RunState, why: str) -> None:
         now, lines = time.time(), self._lines
-        started = datetime.fromisoformat(lines[0]["started"]).timestamp()
         at = attempt.progress
         reached = {"step": at.step, "epoch": at.epoch, "samples": at.samples, "metrics": at.metrics}
         # Rank 0's own result wins over its last progress.
         result = {**reached, **(attempt.result or {})}
-        more: dict[str, Any] = {"wall_s": round(now - started, 3)}
-        if any(line.get("goodput") for line in lines):
-            more["goodput"] = goodput.as_json(goodput.of_run(lines, goodput.submission(lines[0]), now))
+        more: dict[str, Any] = {"wall_s": round(now - lines[0].started, 3)}
+        ledgers = [line.goodput for line in lines]
+        if any(ledgers):
+            more["goodput"] = goodput.as_json(goodput.of_run(ledgers, lines[0].begun, now))
         self._run.write_result({"state": state, "attempts": len(lines), **result, **more, "why": why})
 
     def take_over(self, attempt: Attempt) -> None:
@@ -185,7 +185,7 @@ class Journal:
             nodes=attempt.plan.hosts,
             tasks=attempt.plan.tasks,
             world_size=attempt.plan.world_size,
-            lost_ranks={str(rank): how for rank, how in attempt.lost_ranks.items()},
+            lost_ranks=_by_text(attempt.lost_ranks),
             bad_nodes={host: bad.why for host, bad in self._nodes.bad.items()},
             ailing_nodes={host: ailing.why for host, ailing in self._nodes.ailing.items()},
             started=attempt.started,
@@ -215,5 +215,5 @@ def write_ended(run: RunDir, state: RunState, why: str) -> None:
     run.write_status(run.status().replace(state=state, why=why, ended=time.time()))
 
 
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+def _by_text(ranks: Mapping[int, str]) -> dict[str, str]:
+    return {str(rank): how for rank, how in ranks.items()}
