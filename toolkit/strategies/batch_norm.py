@@ -66,9 +66,12 @@ class SyncBatchNorm(_BatchNorm):
         # The running variance is the unbiased one, as torch has it.
         self._follow(mean.detach(), (var * count / (count - 1).clamp(min=1)).detach())
         shape = [1, -1, *[1] * (values.dim() - 2)]
-        scale = (var + self.eps).rsqrt() if self.weight is None else self.weight * (var + self.eps).rsqrt()
+        scale = (var + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = self.weight * scale
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        normed: Tensor = values * scale.to(values.dtype).view(shape) + shift.to(values.dtype).view(shape)
+        scale, shift = (each.to(values.dtype).view(shape) for each in (scale, shift))
+        normed: Tensor = values * scale + shift
         return normed.to(input.dtype)
 
     @torch.no_grad()

@@ -135,9 +135,12 @@ class DiLoCo:
             )
 
     def state(self, *, inside: bool) -> dict[str, Entry]:
-        momenta: dict[str, Entry] = {f"{_OUTER}{name}/momentum": Replicated(m) for name, m in self._momenta.items()}
-        anchors = self._anchors if inside else {}  # at a round's end the anchors are the weights
-        return momenta | {f"{_ANCHOR}{name}": Replicated(anchor) for name, anchor in anchors.items()}
+        entries: dict[str, Entry] = {}
+        for name, momentum in self._momenta.items():
+            entries[f"{_OUTER}{name}/momentum"] = Replicated(momentum)
+        for name, anchor in self._anchors.items() if inside else ():  # at a round's end the anchors are the weights
+            entries[f"{_ANCHOR}{name}"] = Replicated(anchor)
+        return entries
 
     def _allocate(self) -> None:
         self._anchors = {name: torch.empty_like(weight) for name, weight in self._weights.items()}

@@ -116,10 +116,12 @@ class Spmd(AllNeeded):
     def state(self) -> dict[str, Entry]:
         """Return ``model/<name>`` and ``optim/<parameter>/<slot>``. A collective, since buffers are broadcast first."""
         self._update.equalise()
-        named = self._model.state_dict().items()
-        weights: dict[str, Entry] = {f"model/{name}": entry(v) for name, v in named if not name.endswith(SUFFIX)}
-        weights |= self._extra.entries()
-        return dict(self._layout.uncut(weights | self._layout.state() | self._update.state()))
+        entries: dict[str, Entry] = {}
+        for name, value in self._model.state_dict().items():
+            if not name.endswith(SUFFIX):
+                entries[f"model/{name}"] = entry(value)
+        entries |= self._extra.entries() | self._layout.state() | self._update.state()
+        return dict(self._layout.uncut(entries))
 
     def live(self) -> dict[str, Tensor]:
         return self._update.live()
@@ -227,10 +229,12 @@ class Spmd(AllNeeded):
         elif not common_weight(losses):
             losses = self._weighed(losses, batch)
         factor = self.share.count / batch.global_count
-        scaled = {name: loss.total * factor for name, loss in losses.items()}
-        passes.append({name: Loss(total.detach(), losses[name].weight) for name, total in scaled.items()})
-        first, *others = scaled.values()
-        return self._update.scaled(sum(others, first))
+        totals: list[Tensor] = []
+        passes.append({})
+        for name, loss in losses.items():
+            totals.append(loss.total * factor)
+            passes[-1][name] = Loss(totals[-1].detach(), loss.weight)
+        return self._update.scaled(sum(totals[1:], totals[0]))
 
     def _weighed(self, losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
         """Return losses with weights of different kinds, as if each sample of the global batch weighed one.
@@ -238,10 +242,13 @@ class Spmd(AllNeeded):
         The gradients of one pass cannot be told apart afterwards. So ranks wait for the weights before the backward
         pass.
         """
-        own = [loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight for loss in losses.values()]
-        sums = sum_across_ranks(torch.stack([weight.detach().double() for weight in own]) * self._layout.counts)
+        own = []
+        for loss in losses.values():
+            own.append(loss.total.new_tensor(len(batch)) if loss.weight is None else loss.weight)
+        weights = torch.stack([weight.detach().double() for weight in own])
+        sums = sum_across_ranks(weights * self._layout.counts)
         factors = (batch.global_count / sums.clamp(min=1e-30)).to(own[0].dtype)
-        return {name: Loss(loss.total * factors[i]) for i, (name, loss) in enumerate(losses.items())}
+        return {name: Loss(loss.total * factor) for (name, loss), factor in zip(losses.items(), factors, strict=True)}
 
     def _reweigh(self, weight: Tensor, assumed: float) -> Tensor:
         """Turn gradients made for a global weight of ``assumed`` into those for ``weight``; return the factor.

@@ -234,7 +234,8 @@ class Blocks:
         All codes come first.
         """
         end = part.numel() * self._codec.dtype.itemsize
-        codes, scales = row[:end].view(self._codec.dtype).view_as(part), row[end:].view(torch.float32).view(-1, 1)
+        codes = row[:end].view(self._codec.dtype).view_as(part)
+        scales = row[end:].view(torch.float32).view(-1, 1)
         for start in range(0, len(part), self.AT_ONCE):
             here = slice(start, start + self.AT_ONCE)
             yield part[here], (codes[here], scales[here])
@@ -293,7 +294,10 @@ class PowerSgd:
         self._pieces = pieces
         self._wire = wire
         draw = torch.Generator().manual_seed(0)
-        self._right = [torch.randn(piece.sides[1], int(piece.amount), generator=draw).to(device) for piece in pieces]
+        self._right = []
+        for piece in pieces:
+            right = torch.randn(piece.sides[1], int(piece.amount), generator=draw)
+            self._right.append(right.to(device))
         broadcast_tensors(self._right, source=0)  # other processors may draw other bits
 
     def exchange(self, values: Tensor) -> Tensor:

@@ -64,4 +64,5 @@ def hand_out(
         mine = uncut({f"model/{name}": entry(parameter)})[f"model/{name}"]
         pieces = mine.pieces() if isinstance(mine, Sharded) else [(local(parameter), (0,) * sent.ndim)]
         for value, offsets in pieces:
-            value.copy_(sent[tuple(slice(o, o + n) for o, n in zip(offsets, value.shape, strict=True))])
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, value.shape, strict=True))
+            value.copy_(sent[place])

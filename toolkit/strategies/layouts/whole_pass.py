@@ -60,12 +60,14 @@ class WholePass:
         """
         group, ranks, here = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         # Rank 0 says which calls it has recorded; every rank then samples its part of the same places.
-        shapes: dict[str, tuple[int, ...]] = from_rank(0, {name: shape for name, (shape, _) in self._seen.items()})
+        seen = {name: shape for name, (shape, _) in self._seen.items()}
+        shapes: dict[str, tuple[int, ...]] = from_rank(0, seen)
         sampled: dict[str, Tensor] = {}
 
         def keep(name: str, tensor: Tensor) -> None:
+            layer = name.partition("#")[0]
             if name in shapes:
-                sampled[name] = _some(local(tensor), shapes[name], self._cut.get(name.partition("#")[0]), here)
+                sampled[name] = _some(local(tensor), shapes[name], self._cut.get(layer), here)
 
         _pass(model, self._cut, self._trial, keep)
         # Rank 0 gets the samples of all ranks of its group and compares them with those of the whole model.
@@ -85,13 +87,16 @@ class WholePass:
         for number, (name, (_, whole)) in enumerate(self._seen.items()):
             parts = every[:, number]
             known = ~parts.isnan()
+            # The distance of each rank's values from the whole model's, relative to the length of these.
             wrong = torch.where(known, parts - whole, 0.0)
-            far = (wrong.norm(dim=1) / whole.where(known, 0.0).norm(dim=1).clamp(min=1e-12)).max().item()
-            if far > tolerance and wrong.abs().max().item() > 1e-6:
-                return name.partition("#")[0], since
+            lengths = whole.where(known, 0.0).norm(dim=1).clamp(min=1e-12)
+            farthest = (wrong.norm(dim=1) / lengths).max().item()
+            layer = name.partition("#")[0]
+            if farthest > tolerance and wrong.abs().max().item() > 1e-6:
+                return layer, since
             if known.any():
                 since.clear()
-            since.append(name.partition("#")[0])
+            since.append(layer)
         return None
 
 
@@ -126,14 +131,16 @@ def _some(tensor: Tensor, shape: tuple[int, ...], cut: int | None, here: int) ->
     # Seed and sizes are those of the whole tensor, so every rank draws the same places.
     draw = torch.Generator().manual_seed(len(shape))
     places = [torch.randint(size, (SAMPLED,), generator=draw) for size in shape]
-    found = torch.full((SAMPLED,), torch.nan)
+    values = torch.full((SAMPLED,), torch.nan)
     there = torch.ones(SAMPLED, dtype=torch.bool)
     sizes = [*shape]
     # A cut tensor: shift the places into this rank's part, and note which of them lie in it.
     if tuple(tensor.shape) != shape and cut is not None and -len(shape) <= cut:
         sizes[cut] = tensor.shape[cut] if tensor.ndim == len(shape) else 0
-        there = (places[cut] >= here * sizes[cut]) & (places[cut] < (here + 1) * sizes[cut])
-        places[cut] = places[cut] - here * sizes[cut]
+        start, stop = here * sizes[cut], (here + 1) * sizes[cut]
+        there = (places[cut] >= start) & (places[cut] < stop)
+        places[cut] = places[cut] - start
     if tuple(tensor.shape) == tuple(sizes):
-        found[there] = tensor.detach()[tuple(place[there].to(tensor.device) for place in places)].float().cpu()
-    return found
+        indices = tuple(place[there].to(tensor.device) for place in places)
+        values[there] = tensor.detach()[indices].float().cpu()
+    return values

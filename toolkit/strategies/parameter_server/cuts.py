@@ -49,9 +49,13 @@ def cut(model: nn.Module, servers: int) -> dict[str, Cut]:
     for name, parameter in named.items():
         rows = parameter.shape[0]
         row_bytes = max(parameter.nbytes // max(rows, 1), 1)
-        # The row in this parameter that is nearest to each server's boundary in bytes; may lie outside of it.
-        ends = ((total * j // servers - start + row_bytes // 2) // row_bytes for j in range(1, servers))
-        cuts[name] = Cut(tuple(parameter.shape), (0, *(min(max(end, 0), rows) for end in ends), rows))
+        bounds = [0]
+        for server in range(1, servers):
+            # The row of this parameter that is nearest to the server's boundary in bytes; may lie outside of it.
+            boundary = total * server // servers - start
+            nearest = (boundary + row_bytes // 2) // row_bytes
+            bounds.append(min(max(nearest, 0), rows))
+        cuts[name] = Cut(tuple(parameter.shape), (*bounds, rows))
         start += parameter.nbytes
     return cuts
 
@@ -78,14 +82,19 @@ class Flat:
         self._places: list[tuple[int, int, torch.dtype, torch.Size]] = []
         self.nbytes = 0
         for tensor in like:
-            self._places.append((self.nbytes, self.nbytes + tensor.nbytes, tensor.dtype, tensor.shape))
-            self.nbytes += math.ceil(tensor.nbytes / _ALIGN_BYTES) * _ALIGN_BYTES
+            end = self.nbytes + tensor.nbytes
+            self._places.append((self.nbytes, end, tensor.dtype, tensor.shape))
+            self.nbytes = math.ceil(end / _ALIGN_BYTES) * _ALIGN_BYTES
 
     def views(self, message: Tensor | None) -> list[Tensor]:
         """Return the tensors in ``message``, which is None if it has no bytes."""
         if message is None:
             message = torch.empty(0, dtype=torch.uint8)
-        return [message[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self._places]
+        views = []
+        for start, stop, dtype, shape in self._places:
+            values = message[start:stop].view(dtype)
+            views.append(values.view(shape))
+        return views
 
     @torch.no_grad()
     def unpack(self, message: Tensor | None, tensors: Sequence[Tensor]) -> None:

@@ -131,9 +131,13 @@ class Side:
 
     def _exchanged(self, model: nn.Module, server: int) -> list[tuple[nn.Parameter, tuple[int, int] | None]]:
         """Return the parameters of ``model`` that concern ``server``, with its rows; None: all rows."""
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        placed = [(p, self._cuts[name].rows(server) if name in self._cuts else None) for name, p in trained]
-        return [(p, rows) for p, rows in placed if rows is None or rows[0] < rows[1]]
+        placed: list[tuple[nn.Parameter, tuple[int, int] | None]] = []
+        for name, parameter in model.named_parameters():
+            rows = self._cuts[name].rows(server) if name in self._cuts else None
+            is_empty = rows is not None and rows[0] >= rows[1]
+            if parameter.requires_grad and not is_empty:
+                placed.append((parameter, rows))
+        return placed
 
     def split_data(self) -> None:
         """Do nothing: statistics stay those of the first living worker, since workers do not communicate."""

@@ -56,5 +56,7 @@ def _entry(own: Replicated | None, descriptions: list[_Description | None]) -> E
     # The first rank that has the tensor writes it; the others declare an empty part.
     if own is not None and first == dist.get_rank():
         assert isinstance(own.value, Tensor)
-        return Sharded(own.value.detach(), known.shape, (0,) * len(known.shape))
-    return Sharded(torch.empty((0, *known.shape[1:]), dtype=known.dtype), known.shape, (0,) * len(known.shape))
+        part = own.value.detach()
+    else:
+        part = torch.empty((0, *known.shape[1:]), dtype=known.dtype)
+    return Sharded(part, known.shape, (0,) * len(known.shape))

@@ -59,14 +59,15 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     # Both modes must call the same layers, and parameters must belong to layers that are called.
     calls = _watch(model, inputs, training=False)
     _refuse_other_calls(calls, _watch(model, inputs, training=True))
-    idle = [name for name in _layers(model) if name not in {call.name for call in calls}]
-    _refuse_what_no_layer_has(model, [*(call.name for call in calls), *idle])
+    names = [call.name for call in calls]
+    idle = [name for name in _layers(model) if name not in names]
+    _refuse_what_no_layer_has(model, [*names, *idle])
     _refuse_unused(model, idle)
     # Cut where the config says, or so that stages cost about the same.
     groups = _groups(calls)
     starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
     ends = [*starts[1:], len(calls)]
-    cut = tuple(tuple(call.name for call in calls[a:b]) for a, b in zip(starts, ends, strict=True))
+    cut = tuple(tuple(names[start:end]) for start, end in zip(starts, ends, strict=True))
     found = StagePlan(cut, tuple(idle))
     # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
@@ -178,7 +179,7 @@ def _watch(model: nn.Module, inputs: Tensor, *, training: bool) -> list[_Call]:
     with undone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         watch = _CallRecorder(inputs, counter, "training" if training else "evaluation")
         for name, layer in _layers(model).items():
-            handles.append(layer.register_forward_pre_hook(partial(_before, watch, name), with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(partial(watch.before, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(watch.after, name)))
         try:
             if not training:
@@ -204,10 +205,6 @@ def _refuse_other_calls(evaluation: Sequence[_Call], training: Sequence[_Call]) 
         )
 
 
-def _before(watch: _CallRecorder, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    watch.before(name, layer, args, kwargs)
-
-
 # ------------------------------------------------------------------------------------------------------ cutting
 
 
@@ -219,7 +216,8 @@ def _groups(calls: Sequence[_Call]) -> list[tuple[int, int]]:
     firsts = [number for number, call in enumerate(calls) if _trains(call.layer)]
     firsts[:1] = [0]
     ends = [*firsts[1:], len(calls)]
-    return [(a, sum(call.cost for call in calls[a:b])) for a, b in zip(firsts, ends, strict=True)]
+    costs = [call.cost for call in calls]
+    return [(first, sum(costs[first:end])) for first, end in zip(firsts, ends, strict=True)]
 
 
 def _even_starts(groups: Sequence[tuple[int, int]], stages: int) -> list[int]:
@@ -238,14 +236,16 @@ def _even_starts(groups: Sequence[tuple[int, int]], stages: int) -> list[int]:
     for stage in range(stages):
         longer: dict[int, tuple[int, int, list[int]]] = {}
         for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
-            longer[end] = min(_joined(best[start], start, sum(costs[start:end])) for start in best if start < end)
+            # The stage begins at ``start``: compare the largest stage, then the squares of all of them.
+            candidates = []
+            for start, (largest, squares, starts) in best.items():
+                if start < end:
+                    cost = sum(costs[start:end])
+                    candidates.append((max(largest, cost), squares + cost * cost, [*starts, start]))
+            longer[end] = min(candidates)
         best = longer
-    return [groups[start][0] for start in best[len(costs)][2]]
-
-
-def _joined(before: tuple[int, int, list[int]], start: int, cost: int) -> tuple[int, int, list[int]]:
-    largest, squares, starts = before
-    return max(largest, cost), squares + cost * cost, [*starts, start]
+    *_, starts = best[len(costs)]
+    return [groups[start][0] for start in starts]
 
 
 def _named_starts(calls: Sequence[_Call], split: Sequence[str]) -> list[int]:
@@ -303,7 +303,9 @@ def _refuse_shared(model: nn.Module, found: StagePlan) -> None:
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-        users[parameter] |= {n for n in range(len(found.stages)) if owner(name, found.kept([n])) is not None}
+        for stage in range(len(found.stages)):
+            if owner(name, found.kept([stage])) is not None:
+                users[parameter].add(stage)
     for tensor, stages in users.items():
         if len(stages) > 1:
             raise ConfigError(

@@ -126,6 +126,7 @@ class Pipeline(AllNeeded):
         inputs = torch.cat([_model_input(self._objective, sample.part(0, 1))] * 2)
         split, recompute = self._config.pipeline.split, self._config.activation_checkpointing
         self._model, plan = place(model, inputs, self._grid, self._device, split=split, recompute=recompute)
+        # Each stage calls its layers in a row; forward passes and torch's schedule share the stages.
         self._parts = []
         for stage in self._grid.stages:
             chain = [self._model.get_submodule(name) for name in plan.stages[stage]]
@@ -227,10 +228,12 @@ class Pipeline(AllNeeded):
         with self._precision():
             losses = self._objective(lambda *_: outputs[: len(batch)], batch)
         refuse_other_weights(losses, "strategy.name: pipeline")
-        parts = {name: loss.total / batch.global_count for name, loss in losses.items()}
-        self._losses[int(number)] = {name: Loss(part.detach(), losses[name].weight) for name, part in parts.items()}
-        first, *others = parts.values()
-        return sum(others, first)
+        parts: list[Tensor] = []
+        kept = self._losses[int(number)] = {}
+        for name, loss in losses.items():
+            parts.append(loss.total / batch.global_count)
+            kept[name] = Loss(parts[-1].detach(), loss.weight)
+        return sum(parts[1:], parts[0])
 
     def _complete(self, samples: int) -> dict[str, Tensor]:
         """Turn the gradients of this pipeline into those of the global batch; return the mean losses."""
@@ -312,7 +315,8 @@ def _refuse_random_inputs(objective: Objective, batch: Batch) -> None:
 
 def _filled_up(inputs: Tensor, size: int) -> Tensor:
     """Return ``inputs`` with copies of its last sample at the end, ``size`` samples in all."""
-    return torch.cat([inputs, inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])])
+    copies = inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])
+    return torch.cat([inputs, copies])
 
 
 @contextmanager

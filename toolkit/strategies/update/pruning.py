@@ -65,10 +65,11 @@ class Pruning:
         self._parts = ShardedParameters(self._weights, None if config.structured else total)
 
     def _refuse(self) -> None:
-        for weight, name in self._weights.items():
-            cut = [p for p in weight.placements if not p.is_replicate()] if isinstance(weight, DTensor) else []
+        for weight, name in self._weights.items() if self._config.structured else ():
+            placements = weight.placements if isinstance(weight, DTensor) else ()
+            cut = [placement for placement in placements if not placement.is_replicate()]
             # Ask for the dimension: a part that is cut twice, over two dimensions of a mesh, is not a plain shard.
-            if self._config.structured and any(getattr(place, "dim", None) != 0 for place in cut):
+            if any(getattr(placement, "dim", None) != 0 for placement in cut):
                 raise ConfigError(
                     f"train.pruning.structured: outputs of {name} are cut over ranks; set it to false, or use fsdp"
                 )
@@ -92,15 +93,19 @@ class Pruning:
 
     def sparsity(self) -> float:
         """Return the part of the weights that is pruned now. Every rank calls it, and the host waits."""
-        masks = {weight: self._masks[weight] for weight in self._weights}
-        counts = {weight: torch.stack([mask.sum(), torch.ones_like(mask).sum()]) for weight, mask in masks.items()}
+        counts: dict[Tensor, Tensor] = {}
+        for weight in self._weights:
+            mask = self._masks[weight]
+            counts[weight] = torch.stack([mask.sum(), torch.ones_like(mask).sum()])
         like = torch.zeros(2, dtype=torch.int64, device=self._device)
         left, whole = self._parts.sum(counts, like).tolist()
         return float(1 - left / whole)
 
     def state(self) -> dict[str, Entry]:
-        masks = {f"mask/{self._names[t]}": dataclasses.replace(entry(t), value=m) for t, m in self._masks.items()}
-        return {_LEVEL: Replicated(self._level), **masks}
+        entries: dict[str, Entry] = {_LEVEL: Replicated(self._level)}
+        for tensor, mask in self._masks.items():  # a mask lies on the ranks as its tensor does
+            entries[f"mask/{self._names[tensor]}"] = dataclasses.replace(entry(tensor), value=mask)
+        return entries
 
     def live(self) -> dict[str, Tensor]:
         return {f"optimizer/mask/{self._names[tensor]}": mask for tensor, mask in self._masks.items()}
@@ -121,9 +126,12 @@ class Pruning:
         highest = self._highest_pruned(scores, groups, part)
         for weight, score in scores.items():
             stays = score > highest[groups[weight]]
-            self._masks[weight].copy_(stays.view(-1, *[1] * (weight.ndim - 1)) if self._config.structured else stays)
             if weight in self._biases:
                 self._masks[self._biases[weight]].copy_(stays)
+            if self._config.structured:  # one value for each output: (n,) becomes (n, 1, ...)
+                inner = [1] * (weight.ndim - 1)
+                stays = stays.view(-1, *inner)
+            self._masks[weight].copy_(stays)
 
     def _score(self, weight: Tensor) -> Tensor:
         """Return each weight's magnitude, or the norm of each output (the first dimension), as ordered integers."""
@@ -137,7 +145,8 @@ class Pruning:
         The result is (groups,) int64, -1 if k is 0. The k-th smallest is the largest number below which there are fewer
         than k scores.
         """
-        above_all = torch.full((max(groups.values(), default=0) + 1,), 2**_BITS - 1, device=self._device)
+        count = max(groups.values(), default=0) + 1
+        above_all = torch.full((count,), 2**_BITS - 1, device=self._device)
         wanted = (self._below(above_all, scores, groups) * part).round().long()
         found = torch.zeros_like(above_all)
         # From the highest bit down: keep a bit if fewer than k scores lie below the number with it.
