@@ -24,14 +24,11 @@ def unanswered(net: Path = Path("/proc/net")) -> set[str]:
                 fields = line.split()
                 # A request that was sent again has waited for a second or longer.
                 if fields[3] == _SYN_SENT and int(fields[6], 16) > 0:
-                    addresses.add(_address_of_words(fields[2].partition(":")[0]))
+                    # The kernel writes an address as hexadecimal 32-bit words in its own byte order.
+                    text = fields[2].partition(":")[0]
+                    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
+                    addresses.add(str(ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))))
     return addresses
-
-
-def _address_of_words(text: str) -> str:
-    """Return the address of the kernel's hexadecimal text: 32-bit words in its own byte order."""
-    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    return str(ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)))
 
 
 def notice_death(connection: socket.socket, within_s: int) -> None:

@@ -166,7 +166,15 @@ def _fork() -> int:
 
 def _become(order: ForkOrder) -> None:
     """Make this process like a fresh interpreter, and run the module that the order names."""
-    _die_with(order["agent"])
+    # The agent becomes the parent as soon as the process between has ended.
+    agent = order["agent"]
+    while os.getppid() != agent:
+        try:
+            os.kill(agent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(0.0005)
+    die_with(agent, signal.SIGKILL)
     os.setsid()
     if order["cpus"] is not None:
         os.sched_setaffinity(0, order["cpus"])
@@ -252,17 +260,6 @@ def opened(paths: Sequence[str]) -> Iterator[list[int]]:
     finally:
         for file in files:
             os.close(file)
-
-
-def _die_with(agent: int) -> None:
-    """Get SIGKILL when the agent dies. It becomes the parent as soon as the process between has ended."""
-    while os.getppid() != agent:
-        try:
-            os.kill(agent, 0)
-        except ProcessLookupError:
-            os._exit(1)
-        time.sleep(0.0005)
-    die_with(agent, signal.SIGKILL)
 
 
 def show(command: Sequence[str], environ: Mapping[str, str]) -> None:

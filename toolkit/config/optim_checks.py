@@ -44,7 +44,15 @@ def check_optim(config: JobConfig) -> None:
         _check_muon(config)
     for pattern, settings in optim.groups.items():
         _check_group(optim, f"optim.groups.{pattern}", settings)
-    _check_schedule(optim)
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr: {optim.min_lr} is more than optim.lr {optim.lr}, from which a schedule falls")
+    if optim.min_lr and optim.schedule == "constant":
+        raise ConfigError("optim.min_lr: optim.schedule constant never falls; use linear, cosine or wsd, or leave it 0")
+    if optim.decay_steps is not None and optim.schedule != "wsd":
+        raise ConfigError(
+            f"optim.decay_steps: {optim.schedule} falls from the end of the warm-up on; use optim.schedule wsd, or "
+            "leave it out"
+        )
     if config.train.skip_bad_steps and optim.name == "sgd" and strategy.name in SHARDED:
         raise ConfigError(
             f"train.skip_bad_steps: torch's sgd cannot leave out a step of weights that {strategy.name} cuts; "
@@ -55,18 +63,6 @@ def check_optim(config: JobConfig) -> None:
 def is_path(name: str) -> bool:
     """True if ``name`` can be that of a class in a module: ``package.module.Class``."""
     return _PATH.fullmatch(name) is not None
-
-
-def _check_schedule(optim: OptimConfig) -> None:
-    if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr: {optim.min_lr} is more than optim.lr {optim.lr}, from which a schedule falls")
-    if optim.min_lr and optim.schedule == "constant":
-        raise ConfigError("optim.min_lr: optim.schedule constant never falls; use linear, cosine or wsd, or leave it 0")
-    if optim.decay_steps is not None and optim.schedule != "wsd":
-        raise ConfigError(
-            f"optim.decay_steps: {optim.schedule} falls from the end of the warm-up on; use optim.schedule wsd, or "
-            "leave it out"
-        )
 
 
 def _check_muon(config: JobConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 
 from toolkit.config.sbatch_flags import check_extra, check_hosts
 from toolkit.config.schema import JobConfig
@@ -30,18 +29,17 @@ def check_cluster(config: JobConfig) -> None:
     if cluster.gpu_type is not None and not re.fullmatch(r"[\w.+-]+", cluster.gpu_type):
         raise ConfigError(f"cluster.gpu_type: {cluster.gpu_type!r} is no type of a GPU, such as a100")
     if cluster.setup:
-        _check_setup(cluster.setup)
-
-
-def _check_setup(lines: Sequence[str]) -> None:
-    """Refuse shell lines that bash cannot read, or that would change the lines after them in the job's script."""
-    for line in lines:
-        if line.startswith(("#SBATCH", "#PBS", "#BSUB")):
-            raise ConfigError(f"cluster.setup: {line!r} is an option of sbatch; use cluster.extra")
-    if re.search(r"(?<!\\)(?:\\\\)*\\$", lines[-1]):
-        raise ConfigError(f"cluster.setup: {lines[-1]!r} ends with a backslash, which would take the next line along")
-    # bash -n reads the lines without running them.
-    if bash := shutil.which("bash"):
-        checked = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
-        if checked.stderr:
-            raise ConfigError(f"cluster.setup: these are no lines of bash: {checked.stderr.strip()}")
+        for line in cluster.setup:
+            if line.startswith(("#SBATCH", "#PBS", "#BSUB")):
+                raise ConfigError(f"cluster.setup: {line!r} is an option of sbatch; use cluster.extra")
+        if re.search(r"(?<!\\)(?:\\\\)*\\$", cluster.setup[-1]):
+            raise ConfigError(
+                f"cluster.setup: {cluster.setup[-1]!r} ends with a backslash, which would take the next line along"
+            )
+        # bash -n reads the lines without running them.
+        if bash := shutil.which("bash"):
+            checked = subprocess.run(
+                [bash, "-n"], input="\n".join(cluster.setup) + "\n", capture_output=True, text=True
+            )
+            if checked.stderr:
+                raise ConfigError(f"cluster.setup: these are no lines of bash: {checked.stderr.strip()}")

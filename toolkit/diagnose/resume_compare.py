@@ -60,7 +60,8 @@ def compare(undisturbed: RunDir, disturbed: RunDir, plan: CheckPlan, struck: str
     # Every bit must be equal only if the same ranks had the same samples.
     exact = len(ranks) == 1 and not plan.moving_shares
     if not exact:
-        worst = _worst_loss(ours, theirs)
+        both = ours.steps.keys() & theirs.steps.keys()
+        worst = max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
     for step in sorted(ours.steps.keys() | theirs.steps.keys()):
         differs = _at(step, ours, theirs, plan, exact=exact)
         if differs:
@@ -150,11 +151,6 @@ def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
 def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
     one, two = (sum(float.fromhex(line["loss"]) for line in lines.values()) for lines in (mine, other))
     return abs(one - two) / max(abs(one), abs(two), 1e-30)
-
-
-def _worst_loss(ours: WitnessRecord, theirs: WitnessRecord) -> float:
-    both = ours.steps.keys() & theirs.steps.keys()
-    return max((_deviation(ours.steps[step], theirs.steps[step]) for step in both), default=0.0)
 
 
 def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:

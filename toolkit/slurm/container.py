@@ -82,7 +82,13 @@ class Container:
         another Python.
         """
         inside = ["env", f"PYTHONPATH={self.code}", "PYTHONNOUSERSITE=1", "python3", "-P", "-m", *module]
-        return inside if self.is_a_step else [*self._apptainer(), *inside]
+        if self.is_a_step:
+            return inside
+        program = next(filter(shutil.which, ("apptainer", "singularity")), "apptainer")
+        options = [*(f"--bind={folder}" for folder in self.folders), f"--pwd={self.workdir}"]
+        if self.gpus:
+            options.append("--nv")
+        return [program, "exec", *options, self.image.name, *inside]
 
     def srun_options(self) -> list[str]:
         """Return the options that the srun of a step needs for the container."""
@@ -94,11 +100,6 @@ class Container:
             f"--container-mounts={mounts}",
             f"--container-workdir={self.workdir}",
         ]
-
-    def _apptainer(self) -> list[str]:
-        program = next(filter(shutil.which, ("apptainer", "singularity")), "apptainer")
-        binds = [f"--bind={folder}" for folder in self.folders]
-        return [program, "exec", *binds, f"--pwd={self.workdir}", *(["--nv"] if self.gpus else []), self.image.name]
 
 
 def outermost(folders: Iterable[str | Path]) -> tuple[str, ...]:

@@ -222,17 +222,13 @@ def _source_address(peer: str) -> str:
     failures = []
     for family, target in _candidates(peer):
         try:
-            return _ask_routing_table(family, target)
+            # To connect a UDP socket chooses the route, and so our address on it. It sends nothing.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return _plain(str(probe.getsockname()[0]))
         except OSError as error:
             failures.append(f"{target}: {error.strerror}")
     raise ToolkitError(f"no route to {peer} from {socket.gethostname()} ({'; '.join(failures)}); check its interfaces")
-
-
-def _ask_routing_table(family: socket.AddressFamily, target: str) -> str:
-    """Return our address on the route to ``target``. To connect a UDP socket chooses it and sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return _plain(str(probe.getsockname()[0]))
 
 
 def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -115,18 +115,14 @@ def options_of_job(environ: Mapping[str, str], row: JobRow, run: RunDir) -> Iter
         if environ.get(name):
             yield f"--{option}={environ[name]}"
     yield from row.options
-    yield from _extra_options(run)
-    if row.time_limit_s is not None:
-        yield f"--time={max(1, round(row.time_limit_s / 60))}"
-
-
-def _extra_options(run: RunDir) -> Iterator[str]:
-    """Yield options that neither environment nor Slurm tells: mail, comments. An sbatch script's lines are unknown."""
+    # Neither environment nor Slurm tells of mail and comments. An sbatch script's lines are unknown.
     cluster = load_config(run.config, site=False).cluster if run.config.exists() else ClusterConfig()
     for key, value in cluster.extra.items():
         flag = str(key).replace("_", "-")
         if not is_for_one_job(flag) and value is not False:
             yield f"--{flag}" if value is True else f"--{flag}={value}"
+    if row.time_limit_s is not None:
+        yield f"--time={max(1, round(row.time_limit_s / 60))}"
 
 
 def is_for_one_job(key: str) -> bool:
@@ -192,18 +188,11 @@ def fate_of(predecessor: str, slurm: SlurmCommands) -> JobFate:
         return JobFate.REQUEUED
     if row is not None and row.reason == "JobLaunchFailure":  # for example, its node did not see the run folder
         return JobFate.NODE_FAILED
-    if row is not None and _was_killed(row):
+    # A signal or lack of memory ended the batch script: Slurm reports FAILED with the exit code 0. A supervisor that
+    # fails by itself has another exit code, and writes a result.
+    if row is not None and (row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)):
         return JobFate.NODE_FAILED
     return fate_of_row(row, restart_count=0 if row is None else row.restarts)
-
-
-def _was_killed(row: JobRow) -> bool:
-    """True if a signal or lack of memory ended the batch script, and the job was not cancelled.
-
-    Slurm reports it as FAILED, with the exit code 0. A supervisor that fails by itself has another exit code, and
-    writes a result.
-    """
-    return row.state == "OUT_OF_MEMORY" or (row.state == "FAILED" and row.exit_code == 0)
 
 
 def takes_over(run: RunDir, fates: Sequence[JobFate]) -> bool:

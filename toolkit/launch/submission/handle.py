@@ -163,15 +163,14 @@ class Run:
         if asked is not None:  # the request reached a job that died, or went back into the queue, at that moment
             self._write_ended(asked)
             return
+        jobs = self._jobs()
+        owner = f"the job {jobs[0]}" if jobs else "its submission"
+        if len(jobs) > 1:
+            owner += f", with its follow-up jobs {', '.join(jobs[1:])},"
         raise JobFailedError(
-            f"run {self.id}: {self._last_owner()} is over and wrote no result; see {self.dir.submitit} "
+            f"run {self.id}: {owner} is over and wrote no result; see {self.dir.submitit} "
             f"and {self.dir.logs}; `toolkit resume {self.id}` goes on from the last checkpoint"
         )
-
-    def _last_owner(self) -> str:
-        jobs = self._jobs()
-        others = f", with its follow-up jobs {', '.join(jobs[1:])}," if len(jobs) > 1 else ""
-        return f"the job {jobs[0]}{others}" if jobs else "its submission"
 
     def is_over(self) -> bool:
         """True if no process can write this run's result any more; False where Slurm does not answer."""

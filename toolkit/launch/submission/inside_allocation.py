@@ -38,16 +38,12 @@ def enter(make_run: Callable[[Allocation], RunDir]) -> None:
         allocation = Allocation.slurm(os.environ)
         run = _open_run_of(allocation) or make_run(allocation)
         if run.code.is_dir():
-            _become_supervisor(run)
+            os.environ.update(snapshot.job_environment(run, os.environ))
+            os.environ[RUN_VARIABLE] = str(run.path)
+            os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
         supervise_run(str(run.path), "slurm")  # a foreign script: there is no copy to run from
     elif _is_wanted(RunDir(Path(run_dir))):
         supervise_run(run_dir, "slurm")
-
-
-def _become_supervisor(run: RunDir) -> None:
-    os.environ.update(snapshot.job_environment(run, os.environ))
-    os.environ[RUN_VARIABLE] = str(run.path)
-    os.execv(sys.executable, [sys.executable, "-m", "toolkit", "supervise", str(run.config)])
 
 
 def _is_wanted(run: RunDir) -> bool:

@@ -97,19 +97,16 @@ class AttemptLoop:
 
     def _look_around(self) -> None:
         """Do the periodic work that no event triggers."""
-        self._leave_if_overtaken()
+        # This node may have been cut off, and Slurm has restarted the job elsewhere.
+        if not self._context.claim.holds():
+            self._step.abandon()
+            raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
         self._context.journal.set_status(self._attempt.phase, self._attempt)
         self.stops.watch_the_clock()
         self._hangs.look()
         self._care.look_for_dead(self._attempt)
         self._care.look_for_ailing(self._attempt, self.stops)
         self.stops.leave_the_rest_to_slurm()
-
-    def _leave_if_overtaken(self) -> None:
-        """Leave if another job has the run. This node was cut off, and Slurm has restarted the job elsewhere."""
-        if not self._context.claim.holds():
-            self._step.abandon()
-            raise Overtaken("a later attempt has taken the run over: leaving; the ranks end when they lose us")
 
     def _handle(self, event: Any) -> None:
         attempt = self._attempt

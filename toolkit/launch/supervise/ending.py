@@ -62,9 +62,13 @@ def judge(facts: Facts) -> Ending:
         return Ending(Cause.CANCELLED, Decision.GIVE_UP, f"cancelled{_at(facts)}")
     if facts.stop is Stop.USER:
         return Ending(Cause.STOPPED, Decision.FINISH, f"stopped as asked{_at(facts)}; {_kept(facts)}")
-    # Slurm has taken the job back, or too few nodes are left to go on.
-    if facts.slurm in (JobFate.REQUEUED, JobFate.NODE_FAILED) or (facts.lost_nodes and not _is_mendable(facts)):
-        return _judge_taken_away(facts)
+    # Slurm has taken the job back, or a lost node cannot be replaced within it. That is not worth it in a job that is
+    # about to be taken away.
+    is_mendable = facts.can_go_on and _is_left_alone(facts)
+    if facts.slurm in (JobFate.REQUEUED, JobFate.NODE_FAILED) or (facts.lost_nodes and not is_mendable):
+        if facts.lost_nodes or facts.slurm is JobFate.NODE_FAILED:
+            return _requeue(facts, Cause.NODE_FAILURE, f"{_loss(facts)}; {_kept(facts)}")
+        return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
     if facts.slurm is JobFate.PREEMPTED:
         return _requeue(facts, Cause.PREEMPTED, f"preempted{_at(facts)}; {_kept(facts)}")
     if facts.slurm is JobFate.TIMEOUT or facts.stop is Stop.CLOCK:
@@ -78,27 +82,20 @@ def judge(facts: Facts) -> Ending:
         line = f"moved off {'; '.join(facts.left_nodes)}; stopped{_at(facts)}, {_kept(facts)}"
         return Ending(Cause.MOVED, Decision.RESTART, line)
     if facts.stopped_cleanly:
-        return _judge_stopped(facts)
+        # A signal at a rank, of unknown reason: the run is not finished. Without Slurm it ends here.
+        line = f"stopped by a signal{_at(facts)}; {_kept(facts)}"
+        if facts.slurm is JobFate.ABSENT:
+            return Ending(Cause.STOPPED, Decision.FINISH, line)
+        return _requeue(facts, Cause.STOPPED, line)
     # Told to end, but without a stop that all ranks have committed.
     if facts.stop is Stop.SIGNAL:
         return _judge_told_to_end(facts)
     return _judge_fault(facts)
 
 
-def _is_mendable(facts: Facts) -> bool:
-    """True if a lost node can be replaced within the job. Not worth it in a job that is about to be taken away."""
-    return facts.can_go_on and _is_left_alone(facts)
-
-
 def _is_left_alone(facts: Facts) -> bool:
     """True if no request ends the run, nor does Slurm, as far as it answers."""
     return facts.stop in (None, Stop.MOVE) and facts.slurm.is_left_alone
-
-
-def _judge_taken_away(facts: Facts) -> Ending:
-    if facts.lost_nodes or facts.slurm is JobFate.NODE_FAILED:
-        return _requeue(facts, Cause.NODE_FAILURE, f"{_loss(facts)}; {_kept(facts)}")
-    return _requeue(facts, Cause.PREEMPTED, f"put back into the queue by Slurm{_at(facts)}; {_kept(facts)}")
 
 
 def _loss(facts: Facts) -> str:
@@ -115,13 +112,6 @@ def _judge_timeout(facts: Facts) -> Ending:
         line = f"out of time{_at(facts)} without a new step for {stuck} attempts; raise cluster.time_min"
         return Ending(Cause.TIMEOUT, Decision.GIVE_UP, line)
     return _requeue(facts, Cause.TIMEOUT, f"out of time{_at(facts)}; {_kept(facts)}")
-
-
-def _judge_stopped(facts: Facts) -> Ending:
-    """Requeue after a signal at a rank of unknown reason: the run is not finished. Without Slurm it ends here."""
-    if facts.slurm is JobFate.ABSENT:
-        return Ending(Cause.STOPPED, Decision.FINISH, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
-    return _requeue(facts, Cause.STOPPED, f"stopped by a signal{_at(facts)}; {_kept(facts)}")
 
 
 def _judge_told_to_end(facts: Facts) -> Ending:

@@ -100,7 +100,10 @@ class Supervisor:
         # The run is this job's: record its size and id, and remove the result of an earlier start.
         if self._job.slurm is not None:
             _record_size(self._run, self._config, self._allocation)
-            _remember_job(self._run, self._allocation)
+            # An sbatch script that Slurm starts again knows only its job id.
+            key = self._allocation.job_key
+            if key is not None:
+                outages.persist(lambda: rundir.remember_job(self._run, key), self._run.path)
         outages.persist(self._run.clear_result, self._run.path)
         # Go on with the ranks that still run, else start anew.
         self._job.look()
@@ -110,8 +113,12 @@ class Supervisor:
         finally:
             if self._agents is not None:
                 self._agents.close()
+        # A user ended the run before it started again.
         if verdict is None:
-            return self._finish_unstarted()
+            state = request.end_state(self._context.asked())
+            outages.persist(lambda: write_ended(self._run, state, f"{state} before it started again"), self._run.path)
+            notify(self._run)
+            return EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
         # The run is over for good: cancel its follow-up jobs.
         if self._job_requeue is not None and verdict.decision is not Decision.REQUEUE:
             self._job_requeue.dismiss()
@@ -208,16 +215,6 @@ class Supervisor:
         for host, why in bad.items():
             self._nodes.condemn(host, why)
 
-    def _requeue_off_bad_nodes(self) -> Ending:
-        # An attempt without ranks, so that the history has a line for this requeue.
-        bad = self._nodes.out
-        attempt = self._new_attempt(self._allocation)
-        attempt.lost_nodes, attempt.ended = set(bad), time.time()
-        why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
-        verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
-        self._record(attempt, verdict)
-        return verdict
-
     # -------------------------------------------------------------------------------------------------- the attempts
 
     def _run_attempts(self) -> Ending:
@@ -233,8 +230,15 @@ class Supervisor:
             verdict = self._conclude(attempt)
             if verdict.decision is not Decision.RESTART:
                 return verdict
-        # The checks have found bad nodes, or nodes have died together with the last supervisor.
-        return self._requeue_off_bad_nodes()
+        # The checks have found bad nodes, or nodes have died together with the last supervisor. Record an attempt
+        # without ranks, so that the history has a line for this requeue.
+        bad = self._nodes.out
+        attempt = self._new_attempt(self._allocation)
+        attempt.lost_nodes, attempt.ended = set(bad), time.time()
+        why = "; ".join(f"{host}: {reason}" for host, reason in bad.items())
+        verdict = Ending(Cause.NODE_FAILURE, Decision.REQUEUE, f"too few good nodes to start on: {why}")
+        self._record(attempt, verdict)
+        return verdict
 
     def _new_attempt(self, plan: Allocation) -> Attempt:
         start = None if self._context.is_foreign else self._journal.begin(self._job.row)
@@ -293,14 +297,6 @@ class Supervisor:
             self._journal.set_status(state, attempt, why=why, ended=time.time())
         outages.persist(lambda: self._journal.write_result(attempt, state, why), self._run.path)
 
-    def _finish_unstarted(self) -> int:
-        state = request.end_state(self._context.asked())
-        code = EXIT_STOPPED if state is RunState.STOPPED else EXIT_FAILED
-        why = f"{state} before it started again"
-        outages.persist(lambda: write_ended(self._run, state, why), self._run.path)
-        notify(self._run)
-        return code
-
 
 def _state(verdict: Ending) -> RunState:
     """Return the run's state after a verdict that ends the job."""
@@ -328,10 +324,3 @@ def _record_size(run: RunDir, config: JobConfig, allocation: Allocation) -> None
     cluster.cpus_per_task = allocation.cpus_per_task
     cluster.gpus_per_node = allocation.gpus_per_node
     outages.persist(lambda: fsio.write_atomic(run.config, configs.dump_config(config)), run.config)
-
-
-def _remember_job(run: RunDir, allocation: Allocation) -> None:
-    """Record which run the job serves. An sbatch script that Slurm starts again knows only its job id."""
-    key = allocation.job_key
-    if key is not None:
-        outages.persist(lambda: rundir.remember_job(run, key), run.path)
