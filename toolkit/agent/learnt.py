@@ -132,9 +132,9 @@ def _harmful(packages: Sequence[str], modules: Sequence[str], varying: Collectio
         before, threads = set(sys.modules), _threads()
         with _watched(varying) as seen:
             imported = [import_quietly(name) for name in modules if _package(name) == package]
-        if seen.harm or not all(imported) or _threads() != threads or _has_gpu():
+        if seen.harm or not all(imported) or _threads() != threads or has_gpu():
             found += {package, *map(_package, sys.modules.keys() - before)} & {*packages}
-        if _has_gpu():  # the packages after it can no longer be judged
+        if has_gpu():  # the packages after it can no longer be judged
             return list(packages)
     return found
 
@@ -172,5 +172,6 @@ def _threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """True if this process has opened a GPU: a fork could not use it."""
     return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())

@@ -127,7 +127,7 @@ def _unclean() -> str | None:
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"an import has started threads: {', '.join(others)}"
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+    if learnt.has_gpu():
         return "an import has opened the GPU"
     return None
 

@@ -22,7 +22,7 @@ from toolkit import hostlist
 from toolkit.durations import parse_slurms
 from toolkit.errors import SlurmError
 from toolkit.slurm.commands import Settings
-from toolkit.slurm.jobs import JobRow, JobStatus
+from toolkit.slurm.jobs import JobRow, JobStatus, present_of
 from toolkit.slurm.states import Phase, phase
 
 #: Seconds for which a requeued job may not start: ``cred_expire`` + 1.
@@ -240,11 +240,11 @@ class FakeSlurm:
     def _set(self, row: JobRow, **changes: Any) -> None:
         self._jobs[row.job_id] = replace(row, **changes)
 
-    # The first row that is not over, else the last: accounting's rows stand behind the controller's.
     def _status(self, job_id: str) -> JobStatus | None:
+        # Accounting's rows stand behind the controller's.
         gone = [row for row in self._accounted.values() if job_id in (row.requeue_id, row.job_id, row.array_job_id)]
         rows = self._find(job_id) + (gone if self.accounting else [])
-        row = next((row for row in rows if not row.is_over), rows[-1] if rows else None)
+        row = present_of(rows)
         return JobStatus(row.requeue_id, row.state, row.reason, row.node_list) if row else None
 
     def _cancel(self, row: JobRow) -> None:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from toolkit.durations import parse_slurms
 from toolkit.slurm import states
@@ -100,20 +101,16 @@ def parse_drained(text: str) -> dict[str, str]:
 def _fields(record: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in record.splitlines():
-        for name, value in _fields_of_line(line.strip()):
+        rest = line.strip()
+        while rest:
+            name, _, rest = rest.partition("=")
+            if name in _FREE_TEXT:  # it may contain spaces and takes the rest of the line
+                fields.setdefault(name, rest)
+                break
+            value, _, rest = rest.partition(" ")
             fields.setdefault(name, value)
+            rest = rest.strip()
     return {name: value for name, value in fields.items() if value not in _NOTHING}
-
-
-def _fields_of_line(line: str) -> Iterator[tuple[str, str]]:
-    while line:
-        name, _, rest = line.partition("=")
-        if name in _FREE_TEXT:
-            yield name, rest
-            return
-        value, _, line = rest.partition(" ")
-        yield name, value
-        line = line.strip()
 
 
 def _row(fields: Mapping[str, str]) -> JobRow:
@@ -208,6 +205,9 @@ def base_id(job_id: str) -> str:
     return re.split(r"[_+]", job_id)[0]
 
 
+Row = TypeVar("Row", JobRow, JobStatus)
+
+
 def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, JobStatus | None]:
     """Return the row of each id. A whole array or het job gets an unfinished member's row, while there is one."""
     by_id: dict[str, list[JobStatus]] = {}
@@ -215,8 +215,9 @@ def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, J
         # The row of an array element or het component also stands for the whole job.
         for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
             by_id.setdefault(name, []).append(row)
-    return {job_id: _present(by_id.get(job_id, [])) for job_id in job_ids}
+    return {job_id: present_of(by_id.get(job_id, [])) for job_id in job_ids}
 
 
-def _present(rows: Sequence[JobStatus]) -> JobStatus | None:
+def present_of(rows: Sequence[Row]) -> Row | None:
+    """Return the first row of a job that is not over, else the last; None without rows."""
     return next((row for row in rows if not row.is_over), rows[-1] if rows else None)

@@ -201,13 +201,13 @@ def _netdev(device: Path, port: int) -> str | None:
     RoCE names it in the port's first GID. For IPoIB it is the device's interface with this port's ``dev_port``.
     """
     named = _read(device / f"ports/{port}/gid_attrs/ndevs/0")
-    candidates = [path for path in _entries(device / "device/net") if _dev_port(path) in (None, port - 1)]
-    return named or (candidates[0].name if candidates else None)
-
-
-def _dev_port(netdev: Path) -> int | None:
-    text = _read(netdev / "dev_port")
-    return int(text) if text.isdigit() else None
+    if named:
+        return named
+    for netdev in _entries(device / "device/net"):
+        number = _read(netdev / "dev_port")
+        if not number.isdigit() or int(number) == port - 1:
+            return netdev.name
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------ addresses
@@ -232,24 +232,23 @@ def _source_address(peer: str) -> str:
 
 
 def _candidates(peer: str) -> list[tuple[socket.AddressFamily, str]]:
-    addresses = _resolve(peer)
+    """Return addresses whose route leads to ``peer``. Raises ToolkitError for a name that does not resolve."""
+    try:
+        resolved = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as error:
+        raise ToolkitError(
+            f"the host name {peer!r} does not resolve on {socket.gethostname()} ({error}); "
+            "check /etc/hosts and the name server of this node"
+        ) from error
+    addresses: list[tuple[socket.AddressFamily, str]] = [
+        (family, str(sockaddr[0])) for family, _, _, _, sockaddr in resolved
+    ]
     routable = [(family, address) for family, address in addresses if not _is_loopback(address)]
     if routable or _is_loopback(peer) or peer.split(".")[0] == "localhost":
         return routable or addresses
     # Debian maps a node's own name to 127.0.1.1, where no other node finds it: prefer the default route, if there is
     # one.
     return [_ELSEWHERE, *addresses]
-
-
-def _resolve(peer: str) -> list[tuple[socket.AddressFamily, str]]:
-    try:
-        found = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError) as error:
-        raise ToolkitError(
-            f"the host name {peer!r} does not resolve on {socket.gethostname()} ({error}); "
-            "check /etc/hosts and the name server of this node"
-        ) from error
-    return [(family, str(sockaddr[0])) for family, _, _, _, sockaddr in found]
 
 
 def _is_loopback(peer: str) -> bool:

@@ -86,11 +86,12 @@ class SrunAgents:
         unbound = {name: value for name, value in environ.items() if not name.startswith(GPU_BINDINGS)}
         srun = Srun(plan, unbound, self._run.logs / f"agents-{len(self._sruns)}.hosts")
         self._sruns.append((srun, {*hosts}))
-        threading.Thread(target=self._wait, args=[srun, hosts, on_failure], daemon=True).start()
 
-    def _wait(self, srun: Srun, hosts: Sequence[str], on_failure: OnFailure) -> None:
-        code = srun.wait(partial(self._take, hosts, on_failure))
-        on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
+        def wait() -> None:
+            code = srun.wait(partial(self._take, hosts, on_failure))
+            on_failure(hosts, f"the agents' srun ended with exit code {code}", is_certain=False)
+
+        threading.Thread(target=wait, daemon=True).start()
 
     @staticmethod
     def _take(hosts: Sequence[str], on_failure: OnFailure, event: SrunEvent) -> None:
@@ -101,9 +102,8 @@ class SrunAgents:
                 on_failure([host], why)
             case RankEnded():
                 why = f"its agent: {event.how}; see agent-{event.host}.log"
-                on_failure(
-                    [event.host], why, is_certain=event.signal is None
-                )  # srun kills all where one does not start
+                is_certain = event.signal is None  # srun kills all where one does not start
+                on_failure([event.host], why, is_certain=is_certain)
             case NodeFailed(host):  # a dead node ends no connection
                 on_failure([host], "Slurm has given the node up")
 

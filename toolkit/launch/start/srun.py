@@ -267,28 +267,24 @@ def parse_srun_line(line: str, hosts: Sequence[str]) -> SrunEvent | None:
     lines that name only the rank or only the node, or a node by its number in the step. A rank or node that does not
     exist gives None.
     """
-    lost = _NODE_FAILED.match(line)
-    if lost:
+    if lost := _NODE_FAILED.match(line):
         return NodeFailed(lost["host"])
     # srun names this node only by its number in the step.
     if forgot := _NODE_FORGOT.match(line):
-        found = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
-        return NodeFailed(found[0]) if found else None
-    match = _SRUN_ENDED.match(line)
-    return _launch_failed(line, hosts) if match is None else _rank_ended(match)
-
-
-def _launch_failed(line: str, hosts: Sequence[str]) -> LaunchFailed | None:
-    """Parse a failed launch. From slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11; ``--distribution=arbitrary``
-    makes task numbers equal to ranks."""
+        after = sorted(set(hosts), key=_slurms_order)[int(forgot["index"]) :]
+        return NodeFailed(after[0]) if after else None
+    # Failed launches, from slurm/src/api/step_launch.c and libsrun, 22.05 to 24.11. ``--distribution=arbitrary`` makes
+    # task numbers equal to ranks.
     if task := _TASK_NOT_LAUNCHED.match(line):
         rank = int(task["rank"])
         return LaunchFailed((rank,), hosts[rank], task["why"]) if rank < len(hosts) else None
     if node := _NODE_NOT_LAUNCHED.match(line):
         ranks = tuple(rank for rank, host in enumerate(hosts) if host == node["host"])
         return LaunchFailed(ranks, node["host"], node["why"])
-    step = _STEP_NOT_LAUNCHED.match(line)
-    return None if step is None else LaunchFailed((), None, step["why"])
+    if step := _STEP_NOT_LAUNCHED.match(line):
+        return LaunchFailed((), None, step["why"])
+    ended = _SRUN_ENDED.match(line)
+    return None if ended is None else _rank_ended(ended)
 
 
 def _slurms_order(host: str) -> tuple[str, int]:

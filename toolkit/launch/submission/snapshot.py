@@ -144,7 +144,10 @@ class _ProjectFiles:
             elif stat.S_ISREG(found.st_mode) and _is_core_dump(path):
                 self.left_out[name] = "a core dump"
             elif stat.S_ISREG(found.st_mode):
-                self._add_file(path, name, found)
+                self.files[name] = path
+                self._sizes.append((found.st_size, name))
+                if found.st_mode & 0o111:
+                    self.programs.add(name)
             elif is_link:
                 self._add_link(path, name)
             elif stat.S_ISDIR(found.st_mode):  # a repository in this one, a submodule or not
@@ -152,12 +155,6 @@ class _ProjectFiles:
                 self._add_all(path, f"{name}/")
                 if len(self.files) == before:
                     self.left_out[name] = "an empty repository; `git submodule update --init` fills a submodule"
-
-    def _add_file(self, path: Path, name: str, found: os.stat_result) -> None:
-        self.files[name] = path
-        self._sizes.append((found.st_size, name))
-        if found.st_mode & 0o111:
-            self.programs.add(name)
 
     def refuse_if_large(self) -> None:
         """Raise RequestError, naming the largest files, if the sources are too large."""
@@ -179,7 +176,10 @@ class _ProjectFiles:
                 return
         if not target.is_dir():
             self.left_out[name] = "a link that leads nowhere"
-        elif self._project.is_relative_to(target) or not _holds_python(target):
+            return
+        # The first module is enough: a folder of data may be large.
+        has_modules = any(next(target.glob(pattern), None) for pattern in ("*.py", "*/__init__.py"))
+        if self._project.is_relative_to(target) or not has_modules:
             self.left_out[name] = f"a link to {target}, which is no Python package"
         else:
             self._copied[target] = name
@@ -238,10 +238,6 @@ def _is_core_dump(path: Path) -> bool:
         header = file.read(18)
         return header[:4] == b"\x7fELF" and header[16:] == (4).to_bytes(2, sys.byteorder)
     return False
-
-
-def _holds_python(folder: Path) -> bool:
-    return any(next(folder.glob(pattern), None) is not None for pattern in ("*.py", "*/__init__.py"))
 
 
 def _copy(source: Path, target: Path, *, is_program: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from toolkit import records
 from toolkit.errors import EXIT_REQUEST
@@ -62,12 +61,15 @@ def read_error_file(path: Path, damage: list[str] | None = None) -> RankFailure:
 
     A damaged file is a failure without text: torch writes in place, and a kill or a full disk may come in between.
     """
-    fields = _from_torch(records.read_or(path, _ERROR_FILE, {}, damage))
-    how = (
-        f"{fields['type']}: {fields.get('message', '')}"
-        if "type" in fields
-        else str(fields.get("message", "no message"))
-    )
+    fields = records.read_or(path, _ERROR_FILE, {}, damage)
+    inner = fields.get("message")
+    if isinstance(inner, dict):  # torch's format
+        info = inner.get("extraInfo", {})
+        torchs = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
+        fields = {name: value for name, value in torchs.items() if value is not None}
+    how = str(fields.get("message", "no message"))
+    if "type" in fields:
+        how = f"{fields['type']}: {fields.get('message', '')}"
     match = _NAME.fullmatch(path.name)
     assert match, path
     memory = "OutOfMemory" in how or "CUDA out of memory" in how
@@ -91,12 +93,3 @@ def _unreached(how: str) -> str | None:
         return match and plain_address(next(filter(None, match.groups())))
     except ValueError:
         return None
-
-
-def _from_torch(fields: dict[str, Any]) -> dict[str, Any]:
-    inner = fields.get("message")
-    if not isinstance(inner, dict):
-        return fields
-    info = inner.get("extraInfo", {})
-    translated = {"message": inner.get("message"), "traceback": info.get("py_callstack"), "time": info.get("timestamp")}
-    return {name: value for name, value in translated.items() if value is not None}
