@@ -60,7 +60,12 @@ class BadSamples:
         """List what all ranks have noted up to the last collective. Ranks other than 0 do nothing."""
         if self._most is None or not self._session.is_main:
             return
-        new = [bad for bad in sorted(self._hear(), key=lambda bad: bad.position) if self._is_new(bad)]
+        new = []
+        for bad in sorted(self._hear(), key=lambda bad: bad.position):
+            # Several ranks may meet a sample, and an earlier attempt may have listed it.
+            if bad.index not in self._listed:
+                self._listed[bad.index] = bad
+                new.append(bad)
         self._warn(new)
         self._unwritten += new
         self._write()
@@ -86,9 +91,6 @@ class BadSamples:
             store.delete_key(key)
             self._heard += 1
         return said
-
-    def _is_new(self, bad: BadSample) -> bool:
-        return self._listed.setdefault(bad.index, bad) is bad
 
     def _warn(self, new: list[BadSample]) -> None:
         named = max(NAMED - (len(self._listed) - len(new)), 0)

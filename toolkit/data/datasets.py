@@ -72,12 +72,13 @@ def build_datasets(config: DataConfig) -> Datasets:
     (1437, (1, 8, 8))
     """
     catalog.check_datasets(config)
-    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder, "text": _refuse_text}
-    return builders.get(config.name, _from_torchvision)(config)
-
-
-def _refuse_text(config: DataConfig) -> Datasets:
-    raise ConfigError("data.name: text has no images to classify; choose a data set of images, or jobs.language_model")
+    if config.name == "text":
+        raise ConfigError(
+            "data.name: text has no images to classify; choose a data set of images, or jobs.language_model"
+        )
+    builders = {"digits": _digits, "synthetic": _synthetic, "image_folder": _image_folder}
+    build = builders.get(config.name, _from_torchvision)
+    return build(config)
 
 
 def _digits(config: DataConfig) -> Datasets:
@@ -115,17 +116,13 @@ def _from_torchvision(config: DataConfig) -> Datasets:
     try:
         parts = [kind(root, train=train) for train in (True, False)]
     except (RuntimeError, ValueError, EOFError) as error:
-        raise _damaged(config.name, root, error) from error
-    return _in_memory(config, *(_tensors(part) for part in parts))
-
-
-def _damaged(name: str, root: Path, error: Exception) -> DataMissingError:
-    folder = root / catalog.entry_of(name).folder
-    command = catalog.fetch_command(name, root)
-    return DataMissingError(
-        f"data.root: the files of {name} in {folder} cannot be read ({error}). Remove that folder and run on the login "
-        f"node\n    {command}"
-    )
+        folder = root / catalog.entry_of(config.name).folder
+        raise DataMissingError(
+            f"data.root: the files of {config.name} in {folder} cannot be read ({error}). Remove that folder and "
+            f"run on the login node\n    {catalog.fetch_command(config.name, root)}"
+        ) from error
+    train, test = (_tensors(part) for part in parts)
+    return _in_memory(config, train, test)
 
 
 def _tensors(part: Any) -> tuple[Tensor, Tensor]:
@@ -165,27 +162,20 @@ def _image_folder(config: DataConfig) -> Datasets:
     from torchvision.datasets import ImageFolder
 
     root = catalog.data_root(config.root)
-    shape = catalog.sample_shape(config)
-    train, test = _image_transforms(shape[1], augment=config.augment)
+    shape, v2 = catalog.sample_shape(config), _transforms()
+    size = shape[1]
+    shorter_side = round(size * 256 / 224)  # as for ImageNet
+    mean, std = _STATISTICS["image_folder"]
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    centre = v2.Compose([v2.Resize(shorter_side), v2.CenterCrop(size), *finish])
+    random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *finish])
     try:
-        sets = ImageFolder(root / "train", train), ImageFolder(root / "val", test)
+        train = ImageFolder(root / "train", random if config.augment else centre)
+        test = ImageFolder(root / "val", centre)
     except FileNotFoundError as error:
         raise DataMissingError(f"data.root: {root}: {error}") from error
-    pictures = Pictures(shape, *_STATISTICS["image_folder"], shorter_side=_shorter_side(shape[1]))
-    return Datasets(*sets, len(sets[0].classes), shape, tuple(sets[0].classes), pictures)
-
-
-def _image_transforms(size: int, *, augment: bool) -> tuple[Any, Any]:
-    """Return transforms of a PIL image for training and evaluation: crops of ``size`` pixels, as for ImageNet."""
-    v2 = _transforms()
-    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*_STATISTICS["image_folder"])]
-    centre = v2.Compose([v2.Resize(_shorter_side(size)), v2.CenterCrop(size), *finish])
-    random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *finish])
-    return (random if augment else centre), centre
-
-
-def _shorter_side(size: int) -> int:
-    return round(size * 256 / 224)
+    pictures = Pictures(shape, mean, std, shorter_side=shorter_side)
+    return Datasets(train, test, len(train.classes), shape, tuple(train.classes), pictures)
 
 
 def _transforms() -> Any:
@@ -202,7 +192,11 @@ def fetch(name: str, root: str | None = None) -> str:
     """
     place = catalog.data_root(root)
     if name not in _TORCHVISION_NAMES:
-        return _nothing_to_fetch(name, place)
+        if catalog.entry_of(name).classes is None:
+            raise RequestError(
+                f"{name} cannot be fetched: put images in {place}/train/CLASS/IMAGE and {place}/val/CLASS/IMAGE"
+            )
+        return f"{name} needs no files: there is nothing to fetch"
     target = place / catalog.entry_of(name).folder
     if not catalog.missing_files(name, place):
         return f"{name} is in {target} already"
@@ -217,14 +211,6 @@ def fetch(name: str, root: str | None = None) -> str:
     return f"{name} is in {target}"
 
 
-def _nothing_to_fetch(name: str, root: Path) -> str:
-    if catalog.entry_of(name).classes is None:
-        raise RequestError(
-            f"{name} cannot be fetched: put images in {root}/train/CLASS/IMAGE and {root}/val/CLASS/IMAGE"
-        )
-    return f"{name} needs no files: there is nothing to fetch"
-
-
 def _download(name: str, scratch: Path, target: Path) -> None:
     import torchvision
 
@@ -236,16 +222,12 @@ def _download(name: str, scratch: Path, target: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # torchvision prints its progress; stdout is for the command
             kind(scratch, download=True)
     except (OSError, RuntimeError) as error:
-        raise DataMissingError(_no_network(name, kind, target, error)) from error
+        # Say what was tried, and what to do without internet access here.
+        addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
+        files = "\n".join(f"    {target / file}" for file in catalog.entry_of(name).files)
+        raise DataMissingError(
+            f"{name} could not be downloaded from {' or '.join(addresses)}: {error}\n"
+            f"Run this where there is internet, then copy the folder {target.name} here; what must be there:\n{files}"
+        ) from error
     finally:
         socket.setdefaulttimeout(timeout_s)
-
-
-def _no_network(name: str, kind: Any, target: Path, error: Exception) -> str:
-    """Return the error text: what was tried, and what to do without internet access here."""
-    addresses = list(getattr(kind, "mirrors", [])) or [kind.url]
-    files = "\n".join(f"    {target / file}" for file in catalog.entry_of(name).files)
-    return (
-        f"{name} could not be downloaded from {' or '.join(addresses)}: {error}\n"
-        f"Run this where there is internet, then copy the folder {target.name} here; what must be there:\n{files}"
-    )

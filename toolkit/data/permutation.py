@@ -85,7 +85,8 @@ def _items(n: int, seed: int, epoch: int, places: Indices) -> Indices:
     """Return the items at ``places`` of one epoch, each in ``range(n)``."""
     if n <= SORTED_MAX:
         return _sorted_epoch(n, seed, epoch)[places]
-    return _feistel(places.astype(np.uint64), n, _round_keys(seed, epoch)).view(np.int64)
+    keys = [np.uint64(hash64(seed, epoch, number)) for number in range(1, _ROUNDS + 1)]
+    return _feistel(places.astype(np.uint64), n, keys).view(np.int64)
 
 
 @lru_cache(maxsize=4)
@@ -96,25 +97,23 @@ def _sorted_epoch(n: int, seed: int, epoch: int) -> Indices:
     return np.argsort(mix_array(items), kind="stable").astype(np.int64)
 
 
-def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    return [np.uint64(hash64(seed, epoch, number)) for number in range(1, _ROUNDS + 1)]
-
-
 def _feistel(values: Words, n: int, keys: list[np.uint64]) -> Words:
     """Permute ``values`` (all below ``n``): encrypt, and encrypt again each result outside ``range(n)``."""
-    encrypted = _encrypt(values, (n - 1).bit_length(), keys)
+    bits = (n - 1).bit_length()
+    encrypted = _encrypt(values, bits, keys)
     outside = np.flatnonzero(encrypted >= n)
     while outside.size:
-        encrypted[outside] = _encrypt(encrypted[outside], (n - 1).bit_length(), keys)
+        encrypted[outside] = _encrypt(encrypted[outside], bits, keys)
         outside = outside[encrypted[outside] >= n]
     return encrypted
 
 
 def _encrypt(values: Words, bits: int, keys: list[np.uint64]) -> Words:
     """Run one pass of the network on ``bits``-bit words: the two halves take turns in changing each other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    half = bits // 2
+    low_bits = np.uint64(half)
+    low_mask = np.uint64((1 << half) - 1)
+    high_mask = np.uint64((1 << (bits - half)) - 1)
     high, low = values >> low_bits, values & low_mask
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
         high ^= mix_array(low + even) & high_mask

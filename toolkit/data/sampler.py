@@ -79,10 +79,19 @@ class TrainSampler:
         """Return this share's samples of global batch ``step``."""
         if step < 0:
             raise IndexError(f"step {step} is before the beginning of the run")
+        (start, stop), until = self._cut_of(step)
         if not self._first <= step < self._first + len(self._block):
-            self._first, self._block = step, self._generated(step)
-        start = step * self.global_batch_size + self._cut_of(step)[0][0]
-        return BatchPart(self._block[step - self._first], start, self.global_batch_size)
+            # Generate at most a block, an epoch, and the steps up to the next change of the bounds.
+            most = min(BLOCK // max(stop - start, 1), self.order.n // self.global_batch_size)
+            last = min(step + max(most, 1), until)
+            steps = np.arange(step, int(last), dtype=np.int64)[:, np.newaxis]
+            if self._part is not None:
+                self._block = self._part.at(steps * (stop - start) + np.arange(stop - start))
+            else:
+                self._block = self.order.at(steps * self.global_batch_size + np.arange(start, stop))
+            self._first = step
+        first = step * self.global_batch_size + start
+        return BatchPart(self._block[step - self._first], first, self.global_batch_size)
 
     def cut(self, step: int, counts: Sequence[int]) -> None:
         """Give each share i ``counts[i]`` samples of the global batch from ``step`` on. Earlier steps do not change."""
@@ -100,17 +109,6 @@ class TrainSampler:
         """Return this share's bounds in ``step``, and the step at which the next bounds begin."""
         until = [first for first, _ in self._cuts[1:]] + [math.inf]
         return next((bounds, end) for (_, bounds), end in zip(self._cuts, until, strict=True) if step < end)
-
-    def _generated(self, step: int) -> Indices:
-        """Return the samples (steps, n) of this share in ``step`` and some steps after it."""
-        (start, stop), until = self._cut_of(step)
-        count = stop - start
-        # At most a block, an epoch, and the steps up to the next change of the bounds.
-        most = max(min(BLOCK // max(count, 1), self.order.n // self.global_batch_size), 1)
-        steps = np.arange(step, int(min(step + most, until)), dtype=np.int64)[:, np.newaxis]
-        if self._part is not None:
-            return self._part.at(steps * count + np.arange(count))
-        return self.order.at(steps * self.global_batch_size + np.arange(start, stop))
 
 
 class EvalSampler:

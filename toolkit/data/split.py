@@ -42,7 +42,12 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
         case "blocks":
             found = range(*share.bounds(size))
         case "hash":
-            found = np.concatenate([_of_chunk(start, size, share) for start in range(0, size, _CHUNK)])
+            mine = []
+            # In chunks: all indices of a large data set would take many times the memory of a part's.
+            for start in range(0, size, _CHUNK):
+                indices = np.arange(start, min(start + _CHUNK, size), dtype=np.int64)
+                mine.append(indices[part_of(indices, share.count) == share.index])
+            found = np.concatenate(mine)
         case _:
             raise ConfigError(f"data.split: {split} says nothing of which samples a share has")
     if not len(found):
@@ -51,12 +56,6 @@ def samples_of(size: int, share: Share, split: str) -> range | Indices:
             "more data, or data.split: global"
         )
     return found
-
-
-def _of_chunk(start: int, size: int, share: Share) -> Indices:
-    indices: Indices = np.arange(start, min(start + _CHUNK, size), dtype=np.int64)
-    mine: Indices = indices[part_of(indices, share.count) == share.index]
-    return mine
 
 
 class PartOrder:

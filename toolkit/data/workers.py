@@ -154,19 +154,17 @@ class SampleReader(PartReader):
             try:
                 return self.dataset[chosen]
             except Exception as error:
-                found = BadSample(chosen, position, f"{type(error).__name__}: {error}"[:MOST_TEXT])
-                if not self.skips or _is_of_the_machine(error):
+                text = f"{type(error).__name__}: {error}"
+                found = BadSample(chosen, position, text[:MOST_TEXT])
+                # Where memory or descriptors ran out the sample may be good, and any other would fail now.
+                is_machines = isinstance(error, OSError) and error.errno in _EXHAUSTED
+                if not self.skips or is_machines or isinstance(error, MemoryError):
                     raise JobFailedError(f"{found} cannot be loaded: {found.error}") from error
                 bad.append(found)
         raise JobFailedError(
             f"neither sample {index} (position {position} of the run) nor any of {TRIES - 1} drawn in its place can be "
             f"loaded, the last one because of {bad[-1].error}; see whether the storage is there"
         )
-
-
-def _is_of_the_machine(error: Exception) -> bool:
-    """True if the sample itself may be good: memory or descriptors ran out, and any sample would fail now."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)
 
 
 @dataclass(frozen=True)
@@ -325,18 +323,15 @@ class _WorkerStart:
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
-        self._end_with_parent()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.parent:  # the parent died before the line above
+            os._exit(1)
         _ignore_group_signals()
         stacks.answer_in_worker(worker)
         info = torch.utils.data.get_worker_info()
         assert info is not None
         reader: Any = info.dataset
         reader.current = _Slots(self.current, 2 * worker)
-
-    def _end_with_parent(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.parent:  # the parent died before the line above
-            os._exit(1)
 
 
 class _Slots:
