@@ -72,7 +72,7 @@ class LibraryRun(TrainingRun):
     def step_made(self, samples: int = 0, values: Mapping[str, Any] | None = None, *, may_save: bool = True) -> None:
         """Count a step, and log if that is due; with ``may_save`` save or stop here if that is due.
 
-        ``samples``: how many all ranks have trained on in it; 0 where nobody knows. ``values`` are logged.
+        ``samples``: how many all ranks have trained on in it; 0 where that is not known. ``values`` are logged.
         """
         self._samples, self._wait_s, self._in_step = samples, 0.0, True
         self.log_all(values or {})
@@ -110,7 +110,9 @@ class LibraryRun(TrainingRun):
         """Log numbers by name, those of rank 0; within a step when it is time, else at once."""
         self._activity.move()
         if self.rank == 0:
-            self._values |= means_by_tag({tag: x.detach() if isinstance(x, Tensor) else x for tag, x in values.items()})
+            # Not attached: a graph would keep the step's memory until the next write.
+            detached = {tag: value.detach() if isinstance(value, Tensor) else value for tag, value in values.items()}
+            self._values |= means_by_tag(detached)
         if not self._in_step:
             self._write()
 

@@ -33,8 +33,8 @@ class TransformersCallback(TrainerCallback):
     @property
     def checkpoint(self) -> str | None:
         """The newest whole checkpoint of the run, for ``resume_from_checkpoint``; None in a new run."""
-        found = self._run.checkpoint
-        return None if found is None else str(next(found.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+        folder = self._run.checkpoint
+        return None if folder is None else str(next(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
     def _save(self, folder: Path) -> None:
         trainer = self._trainer

@@ -81,8 +81,8 @@ class Balance:
                 shown = ", ".join(map(str, better[:MOST_CURVES]))
                 log.info("from step %d on the ranks have %s samples each", first, shown)
         now = [counts for first, counts in self._cuts if first <= step][-1]
-        digits = len(str(len(now) - 1))
-        return {f"world_share/rank_{rank:0{digits}}": float(n) for rank, n in enumerate(now[:MOST_CURVES])}
+        width = len(str(len(now) - 1))
+        return {f"world_share/rank_{rank:0{width}}": float(count) for rank, count in enumerate(now[:MOST_CURVES])}
 
     def state(self) -> Json:
         """Return the shares and speeds for a checkpoint."""

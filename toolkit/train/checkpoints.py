@@ -56,7 +56,7 @@ class Checkpoints:
         if self._session.is_main:
             log_what_differs(loaded.meta, self._state.meta)
         if is_on_disk:
-            self.saver.found(loaded.step)
+            self.saver.resume_from(loaded.step)
         else:
             self.saver.newest = newest_step(store.folder)
         return loaded

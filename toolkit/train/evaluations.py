@@ -46,15 +46,15 @@ class Evaluations:
         self._session.activity.phase = activity.EVALUATING
         while True:
             try:
-                found = self._evaluate(self._strategy, self._is_cut)
+                means = self._evaluate(self._strategy, self._is_cut)
                 break
             except RankLostError as error:
                 log.warning("step %d: evaluating again: %s", step, error)
         # The stop follows at the next boundary, and the resumed run evaluates this step.
-        if found is None:
+        if means is None:
             log.info("step %d: evaluation cut short to stop", step)
             return None
-        figures = {f"eval/{name}": value for name, value in found.items()}
+        figures = {f"eval/{name}": value for name, value in means.items()}
         log.info("step %d: %s", step, ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         self.newest = step
         if self._keeps_figures:
@@ -76,7 +76,10 @@ class Evaluations:
 
     def state(self) -> dict[str, Json]:
         """Return what a checkpoint must hold."""
-        return {"evaluated": self.newest, **({"evaluations": [*self._figures]} if self._figures else {})}
+        saved: dict[str, Json] = {"evaluated": self.newest}
+        if self._figures:
+            saved["evaluations"] = [*self._figures]
+        return saved
 
     def restore(self, saved: Mapping[str, Any], step: int) -> None:
         """Go on from a :meth:`state` of the checkpoint of ``step``."""

@@ -133,8 +133,8 @@ def _generators(loader: Any) -> set[torch.Generator]:
     """Return the DataLoader's own generators, by which it shuffles; accelerate gives it one."""
     batches = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, name, None) for owner in owners for name in ("generator", "synchronized_generator")]
-    return {generator for generator in found if isinstance(generator, torch.Generator)}
+    parts = [getattr(owner, name, None) for owner in owners for name in ("generator", "synchronized_generator")]
+    return {part for part in parts if isinstance(part, torch.Generator)}
 
 
 def seeder(seed: int, rank: int) -> Reseed:

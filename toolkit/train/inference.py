@@ -131,7 +131,7 @@ def _load(model: nn.Module, folder: Path, manifest: Manifest, weights: str | Non
     # Unlike at a fine-tuning's start, every name and shape must match: it is the run's own model.
     match = fill(model, {name: whole.read(folder, name, record) for name, record in records.items()})
     if match.missing or match.extra or match.misshapen:
-        raise CheckpointError(f"{folder} holds another model than the run's config makes{match.told()}")
+        raise CheckpointError(f"{folder} holds another model than the run's config makes{match.misfits()}")
     for name, module in modules_with_extra_state(model).items():
         stored = manifest.values.get(f"model/{name}")
         module.set_extra_state(whole.read(folder, name, records[name]) if stored is None else stored.value)

@@ -41,17 +41,17 @@ def initialised(build: ModelFactory, config: ModelConfig, session: Session) -> n
         return model
     if config.init_from is not None and not committed(session.run_dir / "checkpoints"):
         session.activity.phase = activity.LOADING
-        found = _read(config.init_from, config.init_weights, session)
-        match = fill(model, found.tensors)
+        source = _read(config.init_from, config.init_weights, session)
+        match = fill(model, source.tensors)
         if not match.filled:
-            raise ConfigError(f"model.init_from: nothing in {found.path} fits this model{match.told(every=True)}")
+            raise ConfigError(f"model.init_from: nothing in {source.path} fits this model{match.misfits(every=True)}")
         if session.is_main:
-            which = _SAID[found.which]
-            log.info("initial weights%s from %s: %d tensors%s", which, found.path, len(match.filled), match.told())
+            which = _WHICH[source.which]
+            log.info("initial weights%s from %s: %d tensors%s", which, source.path, len(match.filled), match.misfits())
     return model
 
 
-_SAID = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}
+_WHICH = {whole.AVERAGE: " (the moving average)", whole.RAW: " (raw)", None: ""}
 
 
 def _read(source: str, which: str | None, session: Session) -> Weights:
@@ -59,23 +59,23 @@ def _read(source: str, which: str | None, session: Session) -> Weights:
 
     In a run that is saving at this moment the other ranks might find a newer checkpoint.
     """
-    found: list[Weights] = []
+    read: list[Weights] = []  #: on rank 0, which alone calls ``look``
 
     def look() -> dict[str, str]:
         chosen = origin.find(source)
         try:
-            found.append(weights.read(chosen, which))
+            read.append(weights.read(chosen, which))
         except RequestError as error:
             raise ConfigError(f"model.init_weights: {which}: {source}: {error}") from None
         kind = origin.CHECKPOINT if chosen.kind == origin.RUN else chosen.kind
-        return {"kind": kind, "path": str(found[0].path)}
+        return {"kind": kind, "path": str(read[0].path)}
 
-    told = session.from_main("model.init_from", look)
-    path = Path(told["path"])
+    choice = session.from_main("model.init_from", look)
+    path = Path(choice["path"])
     # The path comes from the ranks' store: accept only one that the config names.
     if Path(source).is_absolute() and Path(source) not in (path, path.parent.parent):
         raise ConfigError(f"model.init_from: rank 0 cannot have read {path}, which is not in {source}")
-    return found[0] if session.is_main else weights.read(Origin(told["kind"], path), which)
+    return read[0] if session.is_main else weights.read(Origin(choice["kind"], path), which)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Match:
     extra: list[str]
     misshapen: list[str]
 
-    def told(self, *, every: bool = False) -> str:
+    def misfits(self, *, every: bool = False) -> str:
         """Return what did not match, as the end of a sentence. It lists a few names of each sort, or ``every`` one."""
         sorts = {
             "not in the file, and left as made": self.missing,
@@ -95,24 +95,28 @@ class Match:
             "only in the file": self.extra,
         }
         most = 10**9 if every else 10
-        return "".join(f"; {sort} ({len(names)}): {listing(names, most)}" for sort, names in sorts.items() if names)
+        shown = [f"; {sort} ({len(names)}): {listing(names, most)}" for sort, names in sorts.items() if names]
+        return "".join(shown)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> Match:
     """Copy into ``model``, in place and in its own types, what fits in name and shape."""
     # Tensors only: extra state, which may be any object, is not copied.
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    names = pair(own, found)
-    match = Match([], [], [name for name in found if name not in names.values()], [])
+    names = pair(own, tensors)
+    extra = [name for name in tensors if name not in names.values()]
+    match = Match([], [], extra, [])
     for name, value in own.items():
         if name not in names:
             match.missing.append(name)
-        elif value.shape != found[names[name]].shape:
-            match.misshapen.append(f"{name} {tuple(value.shape)}, in the file {tuple(found[names[name]].shape)}")
-        else:
-            value.copy_(found[names[name]])
+            continue
+        tensor = tensors[names[name]]
+        if value.shape == tensor.shape:
+            value.copy_(tensor)
             match.filled.append(name)
+        else:
+            match.misshapen.append(f"{name} {tuple(value.shape)}, in the file {tuple(tensor.shape)}")
     # A tied weight has several names in the model, but perhaps only one in the file.
     filled = {own[name].data_ptr() for name in match.filled}
     match.missing[:] = [name for name in match.missing if own[name].data_ptr() not in filled]
@@ -122,12 +126,12 @@ def fill(model: nn.Module, found: Mapping[str, Tensor]) -> Match:
 def pair(own: Iterable[str], others: Iterable[str]) -> dict[str, str]:
     """Return a partner among ``others`` for each name of ``own`` that has one: the same, wrappers' parts aside."""
     free = dict.fromkeys(others)
-    found = {name: name for name in own if name in free}
-    for name in found:
+    pairs = {name: name for name in own if name in free}
+    for name in pairs:
         del free[name]
-    bare = {_bare(name): name for name in free}
-    rest = [name for name in own if name not in found]
-    return found | {name: bare[_bare(name)] for name in rest if _bare(name) in bare}
+    by_bare_name = {_bare(name): name for name in free}
+    rest = [name for name in own if name not in pairs]
+    return pairs | {name: by_bare_name[_bare(name)] for name in rest if _bare(name) in by_bare_name}
 
 
 def _bare(name: str) -> str:

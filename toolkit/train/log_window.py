@@ -46,14 +46,14 @@ class LogWindow:
 
     def take(self) -> dict[str, float]:
         """Return the means, equal on every rank, and empty the window; a collective and a host sync."""
-        # The last number counts tags that are new on some rank. Only if there are any are tags exchanged.
-        total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
+        total = self._total()
+        # Tags are exchanged only if some are new on any rank.
         if total[-1]:
             self._agree()
-            total = sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
+            total = self._total()
         sums, counts = total[:-1].view(2, -1).tolist()
-        # Ranks may log different tags, so each mean is over the values that there were.
         self._sums, self._counts, self._restored = {}, {}, None
+        # Ranks may log different tags, so each mean is over the values that there were.
         return {tag: sums[i] / counts[i] for i, tag in enumerate(self._tags) if counts[i]}
 
     def agreed_tags(self) -> list[str]:
@@ -90,14 +90,18 @@ class LogWindow:
                 table[1, index] = self._counts[tag]
         return table
 
+    def _total(self) -> Tensor:
+        """Return the tables' sum over all ranks, flat, and last the number of tags that are new on some rank."""
+        return sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
+
     def _new(self) -> Tensor:
         """Return the number of tags that other ranks may not know, (1,)."""
         count = len(self._sums.keys() - set(self._tags))
         return torch.tensor([count], dtype=torch.float64, device=self._device)
 
     def _agree(self) -> None:
-        told = gather_json(sorted(self._sums.keys() - set(self._tags)), self._device)
-        self._tags += sorted({tag for tags in told for tag in tags} - set(self._tags))
+        by_rank = gather_json(sorted(self._sums.keys() - set(self._tags)), self._device)
+        self._tags += sorted({tag for tags in by_rank for tag in tags} - set(self._tags))
 
 
 def gather_json(value: Any, device: torch.device) -> list[Any]:

@@ -67,8 +67,10 @@ class LossWindow:
         Both are equal on every rank. One collective and one host sync. There are no means if every step was left out.
         """
         assert self._sums, "a step comes before each logging step"
-        found = self._by_rank({**self._sums, "": figure})  # no loss has that name
-        means = {name: found[name].sum().item() / self._steps for name in self._sums} if self._steps else {}
+        sums = self._by_rank({**self._sums, "": figure})  # no loss has that name
+        means: dict[str, float] = {}
+        if self._steps:
+            means = {name: sums[name].sum().item() / self._steps for name in self._sums}
         self.taken, self._losses = self._losses, []
         self._sums, self._steps, self._before = {}, 0, {}
-        return means, found[""].tolist()
+        return means, sums[""].tolist()

@@ -36,7 +36,8 @@ class MuonAndAdamW(AdamW):
             self._muon = Muon([torch.zeros(1, 1)], config.lr, config.weight_decay, **given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optim.arguments: torch's Muon does not take {given}: {error}") from error
-        super().__init__([{**self._muon.defaults, **group} if group["muon"] else group for group in groups], **options)
+        groups = [{**self._muon.defaults, **group} if group["muon"] else group for group in groups]
+        super().__init__(groups, **options)
         self.defaults["muon"] = False  # for a group that is added later
 
     @torch.no_grad()
@@ -60,10 +61,10 @@ class MuonAndAdamW(AdamW):
             changed = [local(tensor) for p in trained for tensor in (p, self._momentum(p))]
             before = [(tensor, tensor.clone()) for tensor in changed]
         for group in matrices:
-            sharded = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
-            self._step_whole({**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]})
-            for parameter in sharded:
-                if parameter.grad is not None:
+            whole = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+            self._step_whole({**group, "params": whole})
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
                     self._step_sharded(parameter, group)
         for tensor, copy in before:
             tensor.copy_(torch.where(found_inf.to(tensor.device) > 0, copy, tensor))  # type: ignore[union-attr]

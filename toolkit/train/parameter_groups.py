@@ -110,11 +110,12 @@ def _by_module(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
     """Return norms' parameters, biases, and all others with fewer than two dimensions: gains, temperatures."""
-    return {
-        parameter
-        for name, module, parameter in _by_module(model)
-        if parameter.ndim < 2 or isinstance(module, _NORMS) or name.rpartition(".")[2] == "bias"
-    }
+    spared: set[nn.Parameter] = set()
+    for name, module, parameter in _by_module(model):
+        is_bias = name.rpartition(".")[2] == "bias"
+        if is_bias or parameter.ndim < 2 or isinstance(module, _NORMS):
+            spared.add(parameter)
+    return spared
 
 
 def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
@@ -123,10 +124,15 @@ def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     This follows https://github.com/KellerJordan/Muon. The head is the last layer with such a weight, in the order in
     which the model names its layers. Every rank calls it.
     """
-    matrices = [each for each in _by_module(model) if each[2].ndim == 2 and not isinstance(each[1], _NORMS)]
-    embeddings = {parameter for _, module, parameter in matrices if isinstance(module, _EMBEDDINGS)}
+    by_layer: defaultdict[str, set[nn.Parameter]] = defaultdict(set)
+    embeddings: set[nn.Parameter] = set()
+    for name, module, parameter in _by_module(model):
+        if isinstance(module, _EMBEDDINGS):
+            embeddings.add(parameter)
+        elif parameter.ndim == 2 and not isinstance(module, _NORMS):
+            by_layer[name.rpartition(".")[0]].add(parameter)
     # All ranks must agree on the head, which a stage of a pipeline may not hold.
-    layers = [name.rpartition(".")[0] for name, module, _ in matrices if not isinstance(module, _EMBEDDINGS)]
-    head = (_of_all_ranks(layers) or [""])[-1]
-    outer = {parameter for name, _, parameter in matrices if name.rpartition(".")[0] == head}
-    return {parameter for _, _, parameter in matrices} - embeddings - outer
+    layers = _of_all_ranks([*by_layer])
+    head = by_layer.pop(layers[-1], set()) if layers else set()
+    # A tied weight may be an embedding, or the head, under another name.
+    return set().union(*by_layer.values()) - embeddings - head

@@ -180,7 +180,7 @@ class Saver:
         else:
             self._fail(flight.step, flight.error)
 
-    def found(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Note that the run resumes from the checkpoint of ``step``. Copy it to the second place, if it is not there.
 
         The attempt before may have ended while this checkpoint was being copied.

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -79,8 +79,9 @@ class Witness:
         parts = {"inputs": batch.inputs, "targets": batch.targets} if is_pair else {"inputs": batch.data}
         for name, data in parts.items():
             tensors = [leaf for leaf in nested.leaves(data) if isinstance(leaf, Tensor)]
-            are_rows = all(t.ndim and len(t) == len(batch) for t in tensors)
-            rows = zip(*tensors, strict=True) if are_rows else [tensors]
+            rows: Iterable[Sequence[Tensor]] = [tensors]
+            if all(tensor.ndim and len(tensor) == len(batch) for tensor in tensors):
+                rows = zip(*tensors, strict=True)
             self._line[name] = [" ".join(map(_digest, row)) for row in rows]
 
     def take_start(self, lr: float) -> None:
@@ -100,7 +101,8 @@ class Witness:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Write a line with one system call, so that a rank that is killed leaves whole lines."""
-        os.write(self._file, (json.dumps({"attempt": self._attempt, **line}) + "\n").encode())
+        text = json.dumps({"attempt": self._attempt, **line})
+        os.write(self._file, f"{text}\n".encode())
 
 
 def summoned(session: Session, conditions: Callable[[Session], Mapping[str, Json]]) -> Witness | None:
