@@ -106,21 +106,20 @@ class Exchange:
         """
         number, deadline = next(self._round), time.monotonic() + self._timeout_s
         keys = {rank: self._key(f"reports/{number}/{rank}") for rank in self._others}
-        found = {rank: self._await(key, deadline, rank) for rank, key in keys.items()}
+        reports: dict[int, dict[str, Any]] = {}
+        for rank, key in keys.items():
+            message = self._await(key, deadline, rank)
+            if message is not None:
+                reports[rank] = message
         # The reports are read, and all ranks are in this conversation: the older keys are not needed any more.
         self._forget([*keys.values()])
-        self._forget_previous()
-        reports = {rank: message for rank, message in found.items() if message is not None}
-        self._raise_failures(reports)
-        return reports
-
-    def _raise_failures(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         troubles = [str(message["error"]) for message in reports.values() if "error" in message]
         silent = [str(rank) for rank in self._others if rank not in reports and rank not in self._lost]
         if silent:
             troubles.append(f"no word within {self._timeout_s:g} s from rank {', '.join(silent)}: see their logs")
         if troubles:
             raise CheckpointError("; ".join(troubles))
+        return reports
 
     def _await(self, key: str, deadline: float, sender: int = 0) -> dict[str, Any] | None:
         """Return the message under `key`; None if it is not there by `deadline`, or if `sender` has died.
@@ -146,17 +145,18 @@ class Exchange:
         return f"{self._topic}/{self._number if number is None else number}/{name}"
 
     def _forget(self, keys: list[str]) -> None:
-        """Delete keys where the store can. Other stores keep a few hundred bytes for each save."""
+        """Delete ``keys``, and what rank 0 told in the previous conversation, where the store can delete.
+
+        Other stores keep a few hundred bytes for each save.
+        """
+        if self._kv is None:
+            return
         for key in keys:
             with contextlib.suppress(NotImplementedError, RuntimeError):
-                assert self._kv
                 self._kv.delete_key(key)
-
-    def _forget_previous(self) -> None:
-        """Delete what rank 0 told in the previous conversation. All ranks are in this one, so all have read it."""
+        told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            told = (self._key(f"told/{i}", self._number - 1) for i in itertools.count())
-            while self._kv and self._kv.delete_key(next(told)):
+            while self._kv.delete_key(next(told)):
                 pass
 
 

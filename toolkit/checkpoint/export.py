@@ -10,8 +10,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -47,23 +46,18 @@ def export(
     if not records:
         there = listing(sorted(manifest.tensors)) or "none"
         raise CheckpointError(f"{folder} has no tensors named {whole.MODEL}..., see --all; there are: {there}")
-    with _write_errors(target), fsio.new_path(target) as temporary:
-        _WRITERS[form](temporary, _Content(folder, manifest, records, run, chosen))
-    return len(records), chosen
-
-
-@contextmanager
-def _write_errors(target: Path) -> Iterator[None]:
-    """Turn an OSError, or a RuntimeError that torch wraps around one, into a CheckpointError."""
+    content = _Content(folder, manifest, records, run, chosen)
     try:
-        yield
+        with fsio.new_path(target) as temporary:
+            _WRITERS[form](temporary, content)
     except (OSError, RuntimeError) as error:
-        # torch hides the system's error behind its own: look for the cause.
+        # torch hides the system's error behind a RuntimeError of its own: look for the cause.
         cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
         reason = str(cause).strip().split("\n")[-1]
         raise CheckpointError(
             f"writing {target} failed ({reason}); free space there, or choose another place"
         ) from error
+    return len(records), chosen
 
 
 class _Content:

@@ -160,11 +160,17 @@ _OF_ANOTHER_SHAPE = (ArithmeticError, AttributeError, LookupError, RecursionErro
 
 def _parse(fields: Any) -> Manifest:
     """Build the dataclasses and check every number and name. Raises one of `_OF_ANOTHER_SHAPE` for what is wrong."""
+    meta = fields["meta"]
+    # Commands read the metrics and the identity of the run.
+    for number in (meta.get("metrics") or {}).values():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            raise ValueError(f"the metric {number!r} is no number")
+    dict((meta.get("identity") or {}).items())
     manifest = Manifest(
         step=_count(fields["step"]),
         world_size=_count(fields["world_size"]),
         versions={str(name): str(version) for name, version in fields["versions"].items()},
-        meta=_meta(fields["meta"]),
+        meta=dict(meta),
         files={_file_name(name): _count(size) for name, size in fields["files"].items()},
         tensors={name: parse_tensor(record) for name, record in fields["tensors"].items()},
         values={name: parse_value(record) for name, record in fields["values"].items()},
@@ -172,15 +178,6 @@ def _parse(fields: Any) -> Manifest:
     )
     _check_layout(manifest)
     return manifest
-
-
-def _meta(fields: Any) -> dict[str, Any]:
-    """Return ``fields``; check the metrics and the identity of the run, which commands read."""
-    for number in (fields.get("metrics") or {}).values():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
-            raise ValueError(f"the metric {number!r} is no number")
-    dict((fields.get("identity") or {}).items())
-    return dict(fields)
 
 
 def parse_tensor(record: Any) -> TensorRecord:

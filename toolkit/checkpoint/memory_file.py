@@ -69,7 +69,7 @@ class MemoryFile:
         os.pwrite(self._fd, bytes(_HEAD.size), 0)
         if self._map is None or len(self._map) < end:
             if self._map is not None and self.is_pinned:
-                _unpin(self._map)
+                torch.cuda.cudart().cudaHostUnregister(_address(self._map))  # type: ignore[no-untyped-call]
             os.posix_fallocate(self._fd, 0, end)
             self._map = mmap.mmap(self._fd, end, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
             self.is_pinned = pinned and _pin(self._map)
@@ -159,11 +159,6 @@ def _pin(buffer: mmap.mmap) -> bool:
     if error:
         log.warning("%.1f MB cannot be page-locked (CUDA error %d): copies are waited for", len(buffer) / 1e6, error)
     return not error
-
-
-def _unpin(buffer: mmap.mmap) -> None:
-    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    cuda.cudaHostUnregister(_address(buffer))
 
 
 def _address(buffer: mmap.mmap) -> int:

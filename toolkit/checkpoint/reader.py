@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -257,16 +256,23 @@ def _fill_with_mean(live: torch.Tensor, folder: Path, records: Mapping[str, Tens
 
 def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -> list[str]:
     """Return every difference between the checkpoint and this rank's live state, one phrase each."""
-    stored: dict[str, Any] = {**manifest.tensors, **manifest.values}
-    used = {
-        source: entry for name, entry in state.items() for source in _sources(name, entry, manifest, rank, world_size)
-    }
-    missing = [f"{n} is not in the checkpoint" for n in used if n not in stored and not n.startswith(OPTIONAL)]
+    stored: dict[str, TensorRecord | ValueRecord] = {**manifest.tensors, **manifest.values}
+    used: dict[str, Entry] = {}
+    for name, entry in state.items():
+        used |= dict.fromkeys(_sources(name, entry, manifest, rank, world_size), entry)
+    missing, unexpected, wrong = list[str](), list[str](), list[str]()
+    for name, entry in used.items():
+        if name not in stored:
+            if not name.startswith(OPTIONAL):
+                missing.append(f"{name} is not in the checkpoint")
+        elif (text := _difference(name, entry, stored[name])) is not None:
+            wrong.append(text)
     # A rank must have a place for each stored entry that is not optional, not a library's and not another rank's.
-    others = (*OPTIONAL, FILES)
-    expected = [name for name, record in stored.items() if _is_for(rank, record) and not name.startswith(others)]
-    unexpected = [f"{name} is only in the checkpoint" for name in expected if name not in used]
-    wrong = [text for name in used if name in stored and (text := _difference(name, used[name], stored[name]))]
+    for name, record in stored.items():
+        of_this_rank = record.rank == rank if isinstance(record, ValueRecord) else is_of_rank(record.parts[0], rank)
+        is_needed = of_this_rank or record.kind != "per_rank"
+        if is_needed and name not in used and not name.startswith((*OPTIONAL, FILES)):
+            unexpected.append(f"{name} is only in the checkpoint")
     # Values of one rank alone fit the same number of ranks only, unless they are averaged.
     own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())
     if own and manifest.world_size != world_size:
@@ -278,27 +284,15 @@ def _averages(entry: Entry | None) -> bool:
     return isinstance(entry, PerRank) and entry.averages
 
 
-def _is_for(rank: int, record: TensorRecord | ValueRecord) -> bool:
-    """True if `rank` must have a place for the record. A value that one rank wrote for itself concerns no other."""
-    if record.kind != "per_rank":
-        return True
-    if isinstance(record, ValueRecord):
-        return record.rank == rank
-    return is_of_rank(record.parts[0], rank)
-
-
 def _difference(name: str, entry: Entry, record: TensorRecord | ValueRecord) -> str | None:
     """Return what is different about one value, or None."""
     kind = KINDS[type(entry)]
     if record.kind != kind and "per_rank" in (record.kind, kind):
         return f"{name} is {record.kind} in the checkpoint and {kind} here"
-    if isinstance(entry.value, torch.Tensor) != isinstance(record, TensorRecord):
-        return f"{name} is a tensor only {'here' if isinstance(entry.value, torch.Tensor) else 'in the checkpoint'}"
-    return _tensor_difference(name, entry, record) if isinstance(record, TensorRecord) else None
-
-
-def _tensor_difference(name: str, entry: Entry, record: TensorRecord) -> str | None:
-    assert isinstance(entry.value, torch.Tensor)
+    if not isinstance(entry.value, torch.Tensor):
+        return f"{name} is a tensor only in the checkpoint" if isinstance(record, TensorRecord) else None
+    if isinstance(record, ValueRecord):
+        return f"{name} is a tensor only here"
     shape = entry.global_shape if isinstance(entry, Sharded) else tuple(entry.value.shape)
     dtype = tensors.dtype_name(entry.value)
     if (record.dtype, record.shape) != (dtype, shape):

@@ -47,23 +47,19 @@ def read(source: Origin, which: str | None = None) -> Weights:
     if source.kind == origin.CHECKPOINT:
         chosen, tensors = _model(source.path, manifests.read(source.path), which)
         return Weights(source.path, tensors, chosen)
-    tensors = _read_file(source)
-    # Names without the toolkit's prefix come from another program: which weights they are is unknown.
-    if which is None and not any(name.startswith(whole.MODEL) for name in tensors):
-        return Weights(source.path, tensors, None)
-    chosen, of_model = whole.model_tensors(tensors, which)  # an export of everything by this toolkit
-    return Weights(source.path, of_model or tensors, chosen)
-
-
-def _read_file(source: Origin) -> dict[str, Tensor]:
     try:
-        return _READERS[source.kind](source.path)
+        tensors = _READERS[source.kind](source.path)
     except Exception as error:  # each reader has errors of its own
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
             f"{source.path} cannot be read as {source.kind}: {type(error).__name__}: {reason}; weights are tensors by "
             "their names, such as torch.save(model.state_dict(), path) writes"
         ) from error
+    # Names without the toolkit's prefix come from another program: which weights they are is unknown.
+    if which is None and not any(name.startswith(whole.MODEL) for name in tensors):
+        return Weights(source.path, tensors, None)
+    chosen, of_model = whole.model_tensors(tensors, which)  # an export of everything by this toolkit
+    return Weights(source.path, of_model or tensors, chosen)
 
 
 def _model(folder: Path, manifest: Manifest, which: str | None) -> tuple[str, dict[str, Tensor]]:
@@ -118,13 +114,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler for the classes in the ``.metadata`` of a DCP folder, which refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_NAMES.get(module, ()) or (module == "torch" and _is_dtype(name)):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of tensors")
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(vars(torch).get(name), torch.dtype)
 
 
 #: Names that torch writes, by module (2.13 and 2.15 were tried). Calling one only makes a value.

@@ -343,9 +343,13 @@ def _merge(step: int, world_size: int, meta: Mapping[str, Json], parts: Iterable
             # Shards of one tensor come from several ranks: collect them under its name.
             _check_same_tensor(name, firsts.setdefault(name, record), record)
             pieces.setdefault(name, []).extend(record.parts)
-    merged = {name: dataclasses.replace(record, parts=tuple(pieces[name])) for name, record in firsts.items()}
-    for name, record in merged.items():
-        _check_whole(name, record)
+    merged: dict[str, TensorRecord] = {}
+    for name, record in firsts.items():
+        merged[name] = dataclasses.replace(record, parts=tuple(pieces[name]))
+        try:
+            check_cover(name, merged[name])
+        except ValueError as error:
+            raise CheckpointError(f"the ranks' parts of a sharded tensor overlap or leave a gap: {error}") from error
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return Manifest(step, world_size, versions, meta, files, merged, values, tuple(headers))
 
@@ -365,10 +369,3 @@ def _check_same_tensor(name: str, first: TensorRecord, record: TensorRecord) -> 
         raise CheckpointError(
             f"{name} is {first.dtype} {first.shape} on one rank and {record.dtype} {record.shape} on another"
         )
-
-
-def _check_whole(name: str, record: TensorRecord) -> None:
-    try:
-        check_cover(name, record)
-    except ValueError as error:
-        raise CheckpointError(f"the ranks' parts of a sharded tensor overlap or leave a gap: {error}") from error
