@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import ConfigError
+from toolkit.ranks.state import Entry, Json, Replicated, Sharded
+
 #: The alignment of tensors in a message: torch wants a multiple of the element's size.
 _ALIGN_BYTES = 16
 
@@ -73,6 +76,21 @@ def shadow(model: nn.Module, cuts: Mapping[str, Cut], server: int | None) -> nn.
             start, stop = cuts[name].rows(server)
             memo[id(parameter)] = nn.Parameter(parameter.detach()[start:stop].clone())
     return copy.deepcopy(model, memo)
+
+
+def declared(name: str, value: Tensor | Json, cut: Cut | None, server: int | None) -> Entry:
+    """Return the part of ``server`` of a value that is cut like a parameter, as a checkpoint has it.
+
+    Scalars and what is not cut are declared as equal on every rank.
+    """
+    if cut is None or not isinstance(value, Tensor) or not value.ndim:
+        return Replicated(value.detach() if isinstance(value, Tensor) else value)
+    if tuple(value.shape) != cut.part_shape(server):
+        raise ConfigError(
+            f"optim.name: {name} has another shape than its parameter, and so cannot be cut like it for the servers; "
+            "use another optimizer, or ddp"
+        )
+    return Sharded(value.detach(), cut.shape, cut.offsets(server))
 
 
 class Flat:

@@ -15,7 +15,7 @@ from toolkit.metrics.stopwatch import stopwatch
 from toolkit.ranks.batch import Batch
 from toolkit.ranks.collectives import broadcast_tensors
 from toolkit.ranks.session import Session
-from toolkit.ranks.state import Entry, Json, Replicated, Sharded
+from toolkit.ranks.state import Entry, Json, Replicated
 from toolkit.strategies.extra_state import refuse_extra_state
 from toolkit.strategies.learnt import refuse_learnt
 from toolkit.strategies.modes import in_training
@@ -239,21 +239,10 @@ class Side:
     def _entries(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for name, value in self._part.state_dict(keep_vars=True).items():
-            entries[f"model/{name}"] = self._entry(name, value, self._by_parameter.get(value))
+            entries[f"model/{name}"] = cuts.declared(name, value, self._by_parameter.get(value), self._server)
         for name, entry in self._update.state().items():
-            entries[name] = self._entry(name, entry.value, self._cuts.get(name.split("/")[1]))
+            entries[name] = cuts.declared(name, entry.value, self._cuts.get(name.split("/")[1]), self._server)
         return entries
-
-    def _entry(self, name: str, value: Tensor | Json, cut: Cut | None) -> Entry:
-        # Scalars and what is not cut are declared as equal on every rank.
-        if cut is None or not isinstance(value, Tensor) or not value.ndim:
-            return Replicated(value.detach() if isinstance(value, Tensor) else value)
-        if tuple(value.shape) != cut.part_shape(self._server):
-            raise ConfigError(
-                f"optim.name: {name} has another shape than its parameter, and so cannot be cut like it for the "
-                "servers; use another optimizer, or ddp"
-            )
-        return Sharded(value.detach(), cut.shape, cut.offsets(self._server))
 
     def _equalise(self, entries: dict[str, Entry]) -> None:
         """Set small values that are equal on all servers (step counts) to rank 0's.
