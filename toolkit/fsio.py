@@ -66,7 +66,7 @@ def open_private(path: Path, flags: int, mode: int = FILE_MODE) -> int:
 
 
 def sync_dir(path: Path) -> None:
-    """Flush a folder's entries: without that a renamed file may be gone after a power cut."""
+    """Flush a folder's entries. Without that a renamed file may be gone after a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -134,7 +134,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with None for each float that JSON lacks: a diverged loss must not make a file unreadable."""
+    """Return ``value`` with None for each float that JSON lacks. A diverged loss must not make a file unreadable."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -143,7 +143,7 @@ def finite(value: Any) -> Any:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append ``value`` as one JSON line, flushed to disk, NaN as in :func:`write_json`; all of it or nothing.
+    """Append ``value`` as one JSON line, flushed to disk; all of it or nothing. NaN is as in :func:`write_json`.
 
     If a crash has cut off the last line, it starts a line of its own. The old content stays: someone may read it.
     """
@@ -181,7 +181,7 @@ def rename_dir(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """Yield a free name beside ``path``; the file or folder written there becomes ``path``, durably, at the end.
+    """Yield a free name beside ``path``. The file or folder written there becomes ``path``, durably, at the end.
 
     Raises FileExistsError if ``path`` exists. If the block fails nothing stays. Even what is written for others to read
     is private: its owner opens it to them.
@@ -287,7 +287,7 @@ class PatientFile:
             self._on_disk = size
 
     def flush(self) -> None:
-        """Hand over to the kernel what it takes; the rest is offered again at the next flush."""
+        """Hand over to the kernel what it takes. The rest is offered again at the next flush."""
         try:
             while self._pending:
                 # At its place in the file, so that a retry goes on from the same byte.

@@ -44,7 +44,7 @@ def refuse_of_others(path: Path, doing: str) -> None:
 
 
 def reason_against(path: Path) -> str | None:
-    """Return why what lies at ``path`` is not trusted; None if it is, or if nothing is there.
+    """Return why what lies at ``path`` is not trusted. None: it is, or nothing is there.
 
     A link stands for its target. The folders above are not examined.
     """
@@ -85,7 +85,7 @@ def own_part(folder: Path) -> Path:
 
 
 def trust_owner(path: Path) -> None:
-    """Trust the owner of ``path`` from here on, in this process and in those that it starts."""
+    """Trust the owner of ``path`` in this process and in those that it starts."""
     named = os.environ.get(TRUST_VARIABLE)
     owner = user_name(path.stat().st_uid)
     os.environ[TRUST_VARIABLE] = f"{named},{owner}" if named else owner

@@ -40,7 +40,7 @@ log = logs.get(__name__)
 
 
 def examine(config: JobConfig, nodes: int | None = None) -> NodesReport:
-    """Check nodes: those of the allocation that this process runs in, or new ones, or this machine.
+    """Check the nodes of this process's allocation, or new ones, or this machine.
 
     Outside an allocation Slurm is asked for ``nodes`` nodes (``cluster.nodes`` if None), as it would be for the
     config's job. Without Slurm this machine is checked.
@@ -126,7 +126,7 @@ def about_requeue() -> list[str]:
 
 
 def _folder() -> Path:
-    """Return the folder of runs, or the nearest folder above that exists: a check must not create it."""
+    """Return the folder of runs, or the nearest that exists above. A check must not create it."""
     root = rundir.runs_root()
     return next(folder for folder in (root, *root.parents) if folder.is_dir())
 

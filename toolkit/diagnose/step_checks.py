@@ -33,7 +33,7 @@ Start = Callable[[CheckRequest, Sequence[str]], LineChannel]
 def ask_nodes(
     request: CheckRequest, hosts: Sequence[str], start: Start, *, is_queued: bool = False
 ) -> tuple[list[Heard], list[str], float]:
-    """Return what is heard of each host, srun's errors, and the seconds that the checks took.
+    """Return what is heard of each host, srun's errors, and the seconds it took.
 
     With ``is_queued`` the step may wait for its nodes, so time begins with the first answer. Where srun does not reach
     a host, it ends the whole step. The other hosts are then asked again, without that one.

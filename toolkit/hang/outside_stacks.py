@@ -82,7 +82,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _kernel_words(pid: int) -> str:
-    """Return name, state and the kernel function it waits in; no arguments, which may hold a password."""
+    """Return name, state and the kernel function it waits in. Arguments may hold a password: they are left out."""
     words: list[str] = []
     for name in ("comm", "status", "wchan"):
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[int, int]) -> int | None:
-    """Return the process that is the rank's script, and neither a launcher nor started by a script.
+    """Return the rank's script: the process that is no launcher and was not started by a script.
 
     Of several, as under torchrun, it is the first that waits for no other; None where there is no Python.
     """
@@ -119,7 +119,7 @@ def _script_of(pids: Sequence[int], texts: Mapping[int, str], parents: Mapping[i
 
 
 def _by_py_spy(pid: int) -> str:
-    """Return the stacks that py-spy reads; empty where there is no py-spy, or the system forbids it."""
+    """Return the stacks that py-spy reads. Empty where there is no py-spy, or the system forbids it."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     program = shutil.which("py-spy", path=os.pathsep.join(folders))
     if program is None:
@@ -144,7 +144,7 @@ def from_py_spy(text: str) -> str:
 
 
 def _abort(pid: int, log: Path) -> str:
-    """End a process that is stopped; return the stacks that it writes before, empty if it writes none.
+    """End a process that is stopped. Return the stacks that it writes before, empty if it writes none.
 
     It writes to its standard error: a file of its own, the rank's ``log``, or a pipe to a process that writes the log.
     """

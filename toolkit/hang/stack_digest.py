@@ -91,7 +91,7 @@ _WAITS = {
 
 
 def awaits(stack: Stack) -> str | None:
-    """Return what the rank waits for with others, such as ``in all_reduce``; None if it does something itself.
+    """Return what the rank waits for with others, such as ``in all_reduce``. None: it does something itself.
 
     DDP's all-reduces run beneath the backward pass, so a rank inside torch's autograd engine counts as being in one.
     """
@@ -144,7 +144,7 @@ class RankStack:
 
     @property
     def reported(self) -> tuple[bool, int]:
-        """Return the part of :attr:`order` that follows from reports, so that a rank need not answer for it."""
+        """Return the part of :attr:`order` that follows from reports. A rank need not answer for it."""
         return self.standing.phase is not None, -1 if self.standing.step is None else self.standing.step
 
 

@@ -30,7 +30,7 @@ ANSWERED = "# answered\n"
 
 
 def stack_path(folder: Path, rank: int | str, worker: int | str | None = None) -> Path:
-    """Return the file for the stacks of a rank, or of its data worker, in an attempt's log folder.
+    """Return the file for the stacks of a rank, or of its data worker.
 
     Both numbers may be glob patterns.
     """
@@ -52,7 +52,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def main_stack(text: str) -> Stack:
-    """Return the main thread's stack in faulthandler's output: the last one that ``threading`` has not started."""
+    """Return the main thread's stack in faulthandler's output: the last that ``threading`` has not started."""
     main: Stack = []
     for thread in _THREAD.split(text)[1:]:
         frames = [FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(thread)]
@@ -137,7 +137,7 @@ _RECORDED = ("nccl2", "nccl", "nccl-lazy", "gloo")
 
 
 def _dump_flight_recorder(path: Path) -> None:
-    """Write what torch has recorded of the last collectives, if torch is loaded and a process group is open."""
+    """Write what torch has recorded of the last collectives. Nothing if no process group is open."""
     dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
     if dist is None or c10d is None or not dist.is_initialized():
         return

@@ -56,7 +56,7 @@ class CheckRequest:
     disk_limit_s: float = DISK_LIMIT_S
 
     def cpus_of(self, task: int) -> int:
-        """Return the number of CPUs that the ranks on the node of srun's task ``task`` need."""
+        """Return the number of CPUs that the ranks of srun's task ``task`` need."""
         return self.cpus[task % len(self.cpus)]
 
 

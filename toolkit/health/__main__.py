@@ -45,7 +45,7 @@ class Check:
 
 
 def check_node(request: CheckRequest, name: str, task: int) -> list[Finding]:
-    """Make all checks at once; return their findings when each has ended or its time is up."""
+    """Make all checks at once. Return their findings when each has ended or its time is up."""
     began = time.monotonic()
     running = [(check, _start(check)) for check in _checks(request, name, task)]
     # All checks run already, so their limits run from the same start.

@@ -24,7 +24,7 @@ BAD_SHARE, BAD_CPUS = 0.5, 0.9
 
 
 def check_cpus(asked: int, usable: float | None = None) -> Finding:
-    """Compare the CPUs that this process may use, by affinity and cgroup, with those that this node's ranks need."""
+    """Compare the CPUs that affinity and cgroup leave this process with those that the ranks need."""
     usable = usable_cpus() if usable is None else usable
     figure = f"{usable:g} of {asked}"
     if usable >= asked:
@@ -164,7 +164,7 @@ def measure_use(look_s: float = LOOK_S) -> Use:
 
 
 def steady_demand(looks: Sequence[Mapping[int, Process]]) -> dict[Process, float]:
-    """Return the CPUs that each process of the last look asked for in every interval since the first."""
+    """Return the CPUs that each process of the last look asked for in every interval."""
     demand: dict[Process, float] = {}
     for pid, process in looks[-1].items():
         if not all(pid in look for look in looks):

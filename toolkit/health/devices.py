@@ -47,7 +47,7 @@ def ask_smi(arguments: Sequence[str]) -> str | None:
 
 
 def check_gpus(asked: int, environ: Mapping[str, str], ask: Ask = ask_smi, dev: Path = Path("/dev")) -> list[Finding]:
-    """Compare the visible GPUs with those asked for, and report what others have left in their memory."""
+    """Compare the visible GPUs with those asked for. Report what others have left in their memory."""
     if asked == 0:
         return []
     try:
@@ -84,12 +84,12 @@ def _count(asked: int, there: int, environ: Mapping[str, str]) -> Finding:
 
 
 def _number(text: str) -> float:
-    """Return the number, 0 for ``[N/A]``, which nvidia-smi prints for a GPU without memory of its own."""
+    """Return the number. ``[N/A]`` is 0: nvidia-smi prints it for a GPU without memory of its own."""
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def _leftovers(gpus: Sequence[Gpu], ask: Ask) -> Finding:
-    """Return a finding on memory that is in use already, with the processes that nvidia-smi names."""
+    """Return a finding on memory that is in use, with the processes that nvidia-smi names."""
     shares = {gpu: gpu.used / gpu.total for gpu in gpus if gpu.total}
     worst = max(shares.values(), default=0.0)
     if worst < LEFTOVER_WARNING:

@@ -40,7 +40,7 @@ def check_shared(folder: Path, token: str, node: str, within_s: float = SEEN_WIT
 
 
 def read_soon(path: Path, wanted: str, within_s: float = SEEN_WITHIN_S) -> str | None:
-    """Return the text of ``path`` as soon as it is ``wanted``, at the latest after ``within_s``.
+    """Return the text of ``path`` when it is ``wanted``, at the latest after ``within_s``.
 
     Returns None if there is no such file. Raises OSError for all other errors.
     """

@@ -39,7 +39,7 @@ class NodesReport:
         return not self.bad and not self.common
 
     def summary(self) -> list[str]:
-        """Return lines for a log: a head, then one line for each thing that is wrong."""
+        """Return lines for a log: a head, and one for each thing that is wrong."""
         bad = "all" if self.common else len(self.bad)
         counts = f"{bad} bad, {len(self.warnings)} with warnings" if self.findings else "none could be made"
         plural = "s" if len(self.hosts) > 1 else ""
@@ -126,7 +126,7 @@ def prevented(hosts: Sequence[str], why: str, took_s: float) -> NodesReport:
 
 
 def _texts(by_host: Mapping[str, Sequence[Finding]], severity: str, common: Mapping[str, str]) -> dict[str, str]:
-    """Return for each host what has this severity there and is not common to all hosts."""
+    """Return for each host what has this severity there and is not common to all."""
     texts: dict[str, str] = {}
     for host, findings in by_host.items():
         text = "; ".join(each.text for each in findings if each.severity == severity and each.check not in common)
@@ -146,7 +146,7 @@ def _unanswered(nodes: Sequence[Heard], took_s: float) -> Iterator[tuple[str, Fi
 
 
 def _clocks(nodes: Sequence[Heard]) -> Iterator[tuple[str, Finding]]:
-    """Compare each clock with that of most nodes, or with ours if there are at most two.
+    """Compare each clock with that of most nodes. With two or fewer nodes compare with ours.
 
     Our own clock may be the wrong one.
     """

@@ -70,7 +70,7 @@ class LibraryRun(TrainingRun):
         self._boundary()
 
     def step_made(self, samples: int = 0, values: Mapping[str, Any] | None = None, *, may_save: bool = True) -> None:
-        """Count a step, and log if that is due; with ``may_save`` save or stop here if that is due.
+        """Count a step, and log if that is due. With ``may_save`` save or stop here if that is due.
 
         ``samples``: how many all ranks have trained on in it; 0 where that is not known. ``values`` are logged.
         """
@@ -87,7 +87,7 @@ class LibraryRun(TrainingRun):
         self._activity.move()
 
     def seed(self, number: int) -> None:
-        """Seed all random generators for a step, or with -1 - epoch for an epoch's beginning."""
+        """Seed all random generators for a step. An epoch's beginning has the number -1 - epoch."""
         self._seed(number)
 
     def save_the_end(self) -> None:
@@ -107,7 +107,7 @@ class LibraryRun(TrainingRun):
         raise ConfigError(f"run.resumable: {self._library} saves its own state: take the call out")
 
     def log(self, **values: Tensor | float) -> None:
-        """Log numbers by name, those of rank 0; within a step when it is time, else at once."""
+        """Log numbers by name, those of rank 0. They are written when that is due, outside of a step at once."""
         self._activity.move()
         if self.rank == 0:
             # Not attached: a graph would keep the step's memory until the next write.

@@ -53,7 +53,7 @@ class LightningCallback(Callback):
         self._run.seed(self._run.step)
 
     def _skip_done_batches(self, loop: Any, epoch: int) -> None:
-        """Begin the epoch's data as in an undisturbed run, and read again the batches that are done.
+        """Begin the epoch's data as in an undisturbed run. Batches that are done are read again.
 
         Lightning would begin a plain loader at its first batch again, in the order of epoch 0.
         """

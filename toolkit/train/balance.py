@@ -60,7 +60,7 @@ class Balance:
         self._window: int | None = None  #: first step of the window; None in an attempt's first one: caches are cold
 
     def update(self, step: int, own_s: Sequence[float]) -> dict[str, float]:
-        """Measure the speeds at a logging step, and move the shares if that is worth it.
+        """Measure the speeds at a logging step. Move the shares if that is worth it.
 
         ``step`` steps are done; each since the last call took rank r ``own_s[r]`` seconds. Returns the samples that
         each rank has in the next step, for TensorBoard.
@@ -128,7 +128,7 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
 
 
 def _within(speeds: Sequence[float], size: int, least: int, most: int) -> list[float]:
-    """Return the parts in proportion to the speeds, clipped to the bounds, by bisection of the factor."""
+    """Return the parts in proportion to the speeds, clipped to the bounds. Bisects the factor."""
     low, high = 0.0, most / min(speeds)
     for _ in range(100):  # more than the bits that a float has
         factor = (low + high) / 2

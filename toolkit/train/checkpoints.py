@@ -34,7 +34,7 @@ class Checkpoints:
         self._state.include(loader)
 
     def resume(self) -> Loaded | None:
-        """Fill the strategy from the newest good checkpoint and return it; None if there is none.
+        """Fill the strategy from the newest good checkpoint and return it. None: there is none.
 
         Raises ConfigError when the config is another run's, CheckpointError when no checkpoint can be read.
         """

@@ -40,7 +40,7 @@ _SECTIONS = ("strategy.", "data.", "model.", "optim.", "train.")
 
 
 def describe_run(config: JobConfig, sample: Batch | None, sink: Sink) -> None:
-    """Log the config as text, its training sections as hyper-parameters, and the first images of ``sample``."""
+    """Log the config as text and hyper-parameters, and the first images of ``sample``."""
     sink.text("config", dump_config(config))
     # Keys of the strategies that this run does not use say nothing about it.
     others = tuple(f"strategy.{name}." for name in STRATEGIES if name != config.strategy.name)

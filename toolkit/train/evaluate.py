@@ -72,7 +72,7 @@ _COUNT, _CUT, _ROWS = "\0count", "\0cut", "\0rows"
 
 
 def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:
-    """Return the rows of all ranks by name, in the order of the eval set; a collective."""
+    """Return the rows of all ranks by name, in the order of the eval set. A collective."""
     own: tuple[Tensor, dict[str, Tensor]] | None = None
     if batches:
         positions = [sums.positions for sums in batches if sums.positions is not None]

@@ -38,7 +38,7 @@ class Evaluations:
         self._keeps_figures = type(hooks).is_done is not Hooks.is_done
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Return the figures after ``step`` steps as ``eval/<name>``; None where a stop has cut the evaluation short.
+        """Return the figures after ``step`` steps as ``eval/<name>``. None: a stop has cut it short.
 
         When a rank dies during it, all ranks notice that at the same point and evaluate again.
         """
@@ -62,7 +62,7 @@ class Evaluations:
         return figures
 
     def _is_cut(self) -> bool:
-        """True if the evaluation must end early, to make room for a stop, which has only seconds.
+        """True if the evaluation must end early, for a stop, which has only seconds.
 
         The evaluation is made up for at the resume. It calls this after each batch, which also reports progress.
         """

@@ -27,7 +27,7 @@ class Feed(Protocol):
     """Where a loop's batches come from."""
 
     def epoch(self, number: int, first: int, step: int) -> Iterator[Any]:
-        """Yield the batches of epoch ``number`` from batch ``first`` on, which is that of step ``step``.
+        """Yield the batches of epoch ``number`` from batch ``first`` on. That one is of step ``step``.
 
         The random generators are seeded for each step before its batch is fetched.
         """
@@ -40,7 +40,7 @@ class Feed(Protocol):
 
     @property
     def samples(self) -> int:
-        """Return the number of samples in a step, over all ranks; 0 where it is not known."""
+        """Return the number of samples in a step, over all ranks. 0: it is not known."""
 
 
 class OwnFeed:

@@ -76,7 +76,7 @@ class Trained:
 def trained(
     run: RunDir, paths: Sequence[Path], *, data: Sequence[str] = (), weights: str | None = None
 ) -> Iterator[Trained]:
-    """Load the first undamaged checkpoint of ``run`` among ``paths``, on the GPU if there is one.
+    """Load the first undamaged checkpoint among ``paths``, on the GPU if there is one.
 
     ``data`` are ``key=value`` of the config's data section. ``weights`` is ``average`` or ``raw``, by default the
     average where the checkpoint has one. Raises RequestError for what cannot be asked of this run, and CheckpointError.
@@ -95,7 +95,7 @@ def trained(
 
 
 def _job_of(run: RunDir, config: JobConfig, folder: Path, device: torch.device) -> Job:
-    """Make the job from the run's copy of the sources; it keeps its data in ``folder``.
+    """Make the job from the run's copy of the sources. It keeps its data in ``folder``.
 
     Raises RequestError for runs without a class derived from toolkit.Job.
     """

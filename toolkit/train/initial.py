@@ -101,7 +101,7 @@ class Match:
 
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> Match:
-    """Copy into ``model``, in place and in its own types, what fits in name and shape."""
+    """Copy into ``model``, in place and in its types, what fits in name and shape."""
     # Tensors only: extra state, which may be any object, is not copied.
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     names = pair(own, tensors)
@@ -124,7 +124,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> Match:
 
 
 def pair(own: Iterable[str], others: Iterable[str]) -> dict[str, str]:
-    """Return a partner among ``others`` for each name of ``own`` that has one: the same, wrappers' parts aside."""
+    """Return the name among ``others`` that fits each of ``own``. It is the same one, wrappers' parts aside."""
     free = dict.fromkeys(others)
     pairs = {name: name for name in own if name in free}
     for name in pairs:

@@ -90,7 +90,7 @@ class Job(Hooks):
     # ------------------------------------------------------------------------------------------------------ the data
 
     def train_set(self) -> Dataset | Streams:
-        """Return the samples to train on: anything with ``len()`` and an index, such as a torch ``Dataset``.
+        """Return the samples to train on. Anything with ``len()`` and an index will do, such as a torch ``Dataset``.
 
         A sample may be nested: dictionaries, tuples and dataclasses of tensors, arrays, numbers and texts. Return a
         :class:`toolkit.Streams` for samples without an index.
@@ -154,7 +154,7 @@ class Job(Hooks):
         return figures
 
     def show(self, model: Forward, batch: Batch) -> Mapping[str, Tensor | str]:
-        """Return what TensorBoard is to show after each evaluation, by tag, for some samples of the eval set.
+        """Return by tag what TensorBoard is to show of some eval samples after each evaluation.
 
         Images (n, channels, height, width), numbers (n,) as a histogram, or a text.
         """

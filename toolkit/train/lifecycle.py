@@ -150,7 +150,7 @@ class Lifecycle:
         return True
 
     def save_or_copy(self, is_due: bool, *, must: bool = False) -> None:
-        """Save the state after the steps done if that is due, else copy it into the nodes' memory if that is due."""
+        """Save the state if that is due. Else copy it into the nodes' memory if that is due."""
         if is_due:
             self.save(must=must)
             return

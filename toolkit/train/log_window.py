@@ -45,7 +45,7 @@ class LogWindow:
         self._counts[tag] = self._counts.get(tag, 0) + 1
 
     def take(self) -> dict[str, float]:
-        """Return the means, equal on every rank, and empty the window; a collective and a host sync."""
+        """Return the means, equal on every rank, and empty the window. A collective and a host sync."""
         total = self._total()
         # Tags are exchanged only if some are new on any rank.
         if total[-1]:
@@ -91,7 +91,7 @@ class LogWindow:
         return table
 
     def _total(self) -> Tensor:
-        """Return the tables' sum over all ranks, flat, and last the number of tags that are new on some rank."""
+        """Return the sum of all ranks' tables, flat. Its last number counts tags that are new on some rank."""
         return sum_across_ranks(torch.cat([self._table().flatten(), self._new()]))
 
     def _new(self) -> Tensor:

@@ -48,7 +48,7 @@ Show: TypeAlias = Callable[[Sink, int], None]
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a training: steps done, whole epochs and samples seen, the last figure of each metric."""
+    """The end of a training: steps, whole epochs and samples done, and the last metrics."""
 
     step: int
     epoch: int
@@ -57,7 +57,7 @@ class Result:
 
 
 def total_steps(config: TrainConfig, dataset_size: int, global_batch_size: int) -> int:
-    """Return the steps of ``config.epochs`` epochs, rounded up to a whole batch, or ``max_steps`` if less."""
+    """Return the steps of ``config.epochs`` epochs, rounded up, or ``max_steps`` if that is less."""
     steps = -(-config.epochs * dataset_size // global_batch_size)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 

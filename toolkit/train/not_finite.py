@@ -89,7 +89,7 @@ class NotFinite:
         return listing(list(map(str, self._loader.global_samples(step))), 8)
 
     def _cause(self, step: int) -> str:
-        """Return what is wrong, as the end of a sentence: the layer, where the strategy can find it.
+        """Return what is wrong, as the end of a sentence. It names the layer where the strategy can find it.
 
         It is searched for with the weights of a checkpoint from before the first bad step, if there is one.
         """
@@ -116,7 +116,7 @@ class NotFinite:
 
 
 class Weighed(Protocol):
-    """Weights on every rank: those of a strategy, or those that a user's own loop has handed over."""
+    """Weights on every rank, of a strategy or of a user's own loop."""
 
     def live(self) -> Mapping[str, Tensor]: ...
 

@@ -98,7 +98,7 @@ def _imported(path: str) -> type[Optimizer]:
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """Return ``lr(step)`` for steps 0 to ``total_steps`` - 1: a linear warm-up, then the schedule's shape.
+    """Return ``lr(step)``: a linear warm-up, then the schedule's shape. Steps are 0 to ``total_steps`` - 1.
 
     Warm-up step n (from 0) has lr * (n + 1) / warmup_steps: the first step moves, the last one has the full rate
     ``config.lr``. After the warm-up ``linear`` and ``cosine`` fall from lr toward ``min_lr``, which they would reach

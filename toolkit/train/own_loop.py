@@ -159,7 +159,7 @@ class TrainingRun(OwnSteps):
     def loader(
         self, dataset: Samples | BatchedSamples, *, global_batch_size: int | None = None, workers: int | None = None
     ) -> Loader:
-        """Return batches of ``dataset`` in an order that any number of ranks can resume at any step.
+        """Return batches of ``dataset`` that any number of ranks can resume at any step.
 
         ``global_batch_size`` counts the samples of all ranks in one step. It and ``workers`` default to the config's. A
         batch has ``inputs`` and ``targets`` on this rank's device.
@@ -209,7 +209,7 @@ class TrainingRun(OwnSteps):
         self._save_asked = True
 
     def log(self, **values: Tensor | float) -> None:
-        """Log numbers by name: their mean over the ranks and over the steps since they were last written.
+        """Log numbers by name, as their mean over ranks and steps since the last write.
 
         ``loss`` becomes ``train/loss``; other tags are given as ``run.log(**{"eval/accuracy": x})``. Values are written
         every ``train.log_every`` steps, outside of a step at once. A tensor of one element is read off the device then.
@@ -233,7 +233,7 @@ class TrainingRun(OwnSteps):
         self._epochs = None
 
     def steps(self, loader: Iterable[Any] | Loader, *, total: int | None = None) -> Iterator[Any]:
-        """Yield a batch for each step still to be made, up to ``total`` steps of the run or to the epoch's end.
+        """Yield a batch for each step still to be made. Ends after ``total`` steps of the run or at the epoch's end.
 
         ``loader``: one of :meth:`loader`, a DataLoader, or any iterable that can be begun anew for each epoch. Between
         two steps the run is saved where that is due, and stops where all ranks agree to. ``train.max_steps`` ends it
@@ -295,7 +295,7 @@ class TrainingRun(OwnSteps):
                 self._end_step()
 
     def finish(self) -> None:
-        """End the run after its loop: save what is not saved yet, and hand over the result."""
+        """End the run: save what is not saved yet, and hand over the result."""
         if self._stopped is not None:
             raise self._stopped
         life = self._opened("toolkit.start")

@@ -50,7 +50,7 @@ class OwnSteps:
 
     @property
     def step(self) -> int:
-        """Return the steps done in the whole run; within a step this is its number, from 0."""
+        """Return the steps done in the whole run. Within a step this is its number, from 0."""
         return 0 if self._life is None else self._life.step
 
     def _resume(self, checkpoints: Checkpoints) -> Loaded | None:
@@ -70,7 +70,7 @@ class OwnSteps:
         return loaded
 
     def _end_step(self, *, may_save: bool = True) -> None:
-        """Count the step in progress, if there is one, and do what is due after it.
+        """Count the step in progress, if any, and do what is due after it.
 
         Without ``may_save`` the save and the boundary are put off.
         """

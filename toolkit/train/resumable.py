@@ -156,7 +156,7 @@ class Resumables:
         return entries
 
     def _are_equal(self, parts: Collection[tuple[Json, list[Tensor]]]) -> list[bool]:
-        """Return, for each part, whether it is the same on all ranks, by its digest; a collective."""
+        """Return, for each part, whether it is the same on all ranks. A collective; it compares digests."""
         if not parts:
             return []
         digests: list[int] = []
@@ -234,7 +234,7 @@ class OptimizerSlots:
         return {f"optimizer/{name}": local(value) for name, value in self._slots() if isinstance(value, Tensor)}
 
     def _stored(self, keys: Iterable[str]) -> Iterator[tuple[Tensor, str, str, Mapping[str, Any]]]:
-        """Yield parameter, slot, key and its group's settings for each of ``keys`` that is this optimizer's."""
+        """Yield parameter, slot, key and group for each of ``keys`` that is this optimizer's."""
         groups = self.optimizer.param_groups
         own = {self._names[parameter]: (parameter, group) for group in groups for parameter in group["params"]}
         for key in keys:

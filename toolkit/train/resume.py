@@ -18,7 +18,7 @@ log = logs.get(__name__)
 
 
 def refuse_another_run(store: CheckpointStore, state: TrainingState, world_size: int) -> None:
-    """Raise ConfigError, before anything is filled, where the newest readable checkpoint does not fit this run.
+    """Raise ConfigError where the newest readable checkpoint does not fit this run. Nothing is filled yet.
 
     Without this check another model would fail later, with a list of tensors that says less.
     """

@@ -34,7 +34,7 @@ SHOWN = 16
 
 
 def train(kind: type[Job], config: JobConfig, params: Any) -> Result:
-    """Be one rank of the training of a job of class ``kind``; every rank calls it."""
+    """Be one rank of the training of a job of class ``kind``. Every rank calls it."""
     with open_session(config.dist) as session, closing(trainer_of(kind, config, params, session)) as training:
         return training.fit()
 
@@ -55,7 +55,7 @@ class Training:
 
 
 def trainer_of(kind: type[Job], config: JobConfig, params: Any, session: Session) -> Training:
-    """Make all that a rank needs to train a job of class ``kind``; every rank calls it."""
+    """Make all that a rank needs to train a job of class ``kind``. Every rank calls it."""
     # Seeds first: the job may draw random numbers when it is made.
     prepare(config.train.seed, deterministic=config.train.deterministic)
     job = kind(config, params, session.run_dir, session.device, session.main_first, session.activity.move)
@@ -132,7 +132,7 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _showing(job: Job, strategy: Strategy) -> Show:
-    """Return a function that logs what ``job`` shows of the first samples of its eval set.
+    """Return a function that logs what ``job`` shows of its first eval samples.
 
     They are read once. Every rank calls it, because passes through the model may be joint.
     """

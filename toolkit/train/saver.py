@@ -77,7 +77,7 @@ class Saver:
         return any(step % every == 0 for every in (self._every_steps, self.store.keep.every) if isinstance(every, int))
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """True if the run is to be saved because no earlier evaluation was as good as ``metrics``.
+        """True if a save is due because no earlier evaluation was as good as ``metrics``.
 
         ``metrics`` are equal on all ranks.
         """
@@ -94,7 +94,7 @@ class Saver:
         return True
 
     def set_timer(self) -> None:
-        """Start the timer for the next save by time, after a save or where one is left out.
+        """Start the timer for the next save by time. Called after a save or where one is left out.
 
         Only rank 0's clock counts. When it fires, the ranks agree on the step of the save (see ``SAVE``).
         """

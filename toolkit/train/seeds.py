@@ -20,7 +20,7 @@ _MODEL = 0x4D4F4445
 
 
 def prepare(seed: int, *, deterministic: bool = False) -> None:
-    """Seed the generators before the model is made, so that every rank draws the same first weights.
+    """Seed the generators before the model is made. Every rank then draws the same first weights.
 
     ``deterministic`` allows only algorithms that give the same bits every time. An operation without one raises, and
     names itself.

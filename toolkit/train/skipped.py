@@ -139,7 +139,7 @@ class SkippedSteps:
             self._waits = saved["waits"]
 
     def _list(self, new: list[tuple[int, int]]) -> None:
-        """List the ``new`` steps on rank 0, with their positions in the run's order and their samples."""
+        """List the ``new`` steps on rank 0, with their positions and samples."""
         if not self._writes:
             return
         for step, why in new:

@@ -30,13 +30,13 @@ DATA = "the data set"
 
 
 def identity(config: JobConfig) -> dict[str, Json]:
-    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``), and the mesh, which may change."""
+    """Return the values that tie a checkpoint to its run (``FIXED_ON_RESUME``). The mesh beside them may change."""
     mesh = {name: size for name, size in asdict(config.strategy.mesh).items() if size is not None}
     return {**{key: value_of(config, key) for key in FIXED_ON_RESUME}, MESH: mesh}
 
 
 def conditions(session: Session) -> dict[str, Json]:
-    """Return what must stay the same, beside the run's identity, for a resume to reproduce every bit."""
+    """Return what a resume needs, beside the run's identity, to reproduce every bit."""
     if session.device.type == "cuda":
         processor = torch.cuda.get_device_name(session.device)
     else:
@@ -125,7 +125,7 @@ class TrainingState:
         return entered
 
     def restore(self, loaded: Loaded) -> None:
-        """Hand over what was loaded beside the tensors, and put the loader back to its position."""
+        """Hand over what was loaded beside the tensors, and restore the loader's position."""
         self.source.loaded({**loaded.values, "step": loaded.step})
         if self._loader is not None and self._position in loaded.values:
             self._loader.restore(loaded.values[self._position])

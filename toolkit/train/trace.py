@@ -85,7 +85,7 @@ class Witness:
             self._line[name] = [" ".join(map(_digest, row)) for row in rows]
 
     def take_start(self, lr: float) -> None:
-        """Take the learning rate, and the state of the random generators from which the step will draw."""
+        """Take the learning rate, and the random generators' state before the step."""
         states = [torch.get_rng_state()]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states.append(torch.cuda.get_rng_state())
@@ -100,7 +100,7 @@ class Witness:
         self._write(self._line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Write a line with one system call, so that a rank that is killed leaves whole lines."""
+        """Write a line with one system call. So a rank that is killed leaves whole lines."""
         text = json.dumps({"attempt": self._attempt, **line})
         os.write(self._file, f"{text}\n".encode())
 
