@@ -48,11 +48,10 @@ class NodesReport:
 
     def problems(self) -> list[str]:
         """Return a line for each thing that is wrong, with all nodes that it concerns."""
-        return [
-            *(f"every node: bad: {text}" if self.findings else text for text in self.common),
-            *(f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)),
-            *(f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)),
-        ]
+        lines = [f"every node: bad: {text}" if self.findings else text for text in self.common]
+        lines += [f"{hosts}: bad: {text}" for text, hosts in _grouped(self.bad)]
+        lines += [f"{hosts}: warning: {text}" for text, hosts in _grouped(self.warnings)]
+        return lines
 
 
 def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -60,7 +59,8 @@ def _grouped(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     hosts: dict[str, list[str]] = {}
     for host, text in texts.items():
         hosts.setdefault(text, []).append(host)
-    yield from ((text, hostlist.compress(names)) for text, names in hosts.items())
+    for text, names in hosts.items():
+        yield text, hostlist.compress(names)
 
 
 @dataclass

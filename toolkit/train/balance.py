@@ -129,14 +129,18 @@ def shares(speeds: Sequence[float], size: int, least: int, most: int) -> list[in
 
 def _within(speeds: Sequence[float], size: int, least: int, most: int) -> list[float]:
     """Return the parts in proportion to the speeds, clipped to the bounds. Bisects the factor."""
+
+    def parts(factor: float) -> list[float]:
+        return [min(max(factor * speed, float(least)), float(most)) for speed in speeds]
+
     low, high = 0.0, most / min(speeds)
     for _ in range(100):  # more than the bits that a float has
         factor = (low + high) / 2
-        if sum(min(max(factor * speed, least), most) for speed in speeds) < size:
+        if sum(parts(factor)) < size:
             low = factor
         else:
             high = factor
-    return [min(max(low * speed, float(least)), float(most)) for speed in speeds]
+    return parts(low)
 
 
 def _slowest(counts: Sequence[int], speeds: Sequence[float]) -> float:

@@ -61,10 +61,22 @@ def evaluate(
     totals = strategy.sum({**sums, _COUNT: float(count), _CUT: float(cut), _ROWS: float(bool(rows))})
     if strategy.lost != lost:
         raise RankLostError(f"ranks have died: {sorted(strategy.lost - lost)}; their part was not evaluated")
+    counted, was_cut, has_rows = totals.pop(_COUNT), totals.pop(_CUT), totals.pop(_ROWS)
+    if was_cut:
+        return None
+    # A sample that was seen twice, or by no rank, would make the means wrong without a sign.
+    if counted != size:
+        raise ToolkitError(
+            f"evaluation looked at {counted:.0f} samples, the eval set has {size}: the figures would be wrong; "
+            "the ranks' parts must tile the set without padding"
+        )
+    # A figure without a weight of its own is divided by the number of samples.
+    weights = {name: totals.get(name + WEIGHT, size) for name in totals if not name.endswith(WEIGHT)}
+    figures: dict[str, Any] = {name: totals[name] / weight if weight else 0.0 for name, weight in weights.items()}
     # Rows are gathered on all ranks or on none: a rank without samples has none of its own, and must join in.
-    has_rows = totals.pop(_ROWS) > 0
-    means = _means(totals, size)
-    return means if means is None or not has_rows else {**means, **_gathered(strategy, rows)}
+    if has_rows:
+        figures |= _gathered(strategy, rows)
+    return figures
 
 
 #: Names that no figure of a measure has.
@@ -82,18 +94,3 @@ def _gathered(strategy: Strategy, batches: Sequence[Sums]) -> dict[str, Tensor]:
     every = [part for part in strategy.gather(own) if part is not None]
     order = torch.cat([places for places, _ in every]).argsort()
     return {name: torch.cat([part[name] for _, part in every])[order] for name in every[0][1]}
-
-
-def _means(totals: dict[str, float], size: int) -> dict[str, float] | None:
-    counted, cuts = totals.pop(_COUNT), totals.pop(_CUT)
-    if cuts:
-        return None
-    # A sample that was seen twice, or by no rank, would make the means wrong without a sign.
-    if counted != size:
-        raise ToolkitError(
-            f"evaluation looked at {counted:.0f} samples, the eval set has {size}: the figures would be wrong; "
-            "the ranks' parts must tile the set without padding"
-        )
-    # A figure without a weight of its own is divided by the number of samples.
-    weights = {name: totals.get(name + WEIGHT, size) for name in totals if not name.endswith(WEIGHT)}
-    return {name: totals[name] / weight if weight else 0.0 for name, weight in weights.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -78,15 +78,23 @@ def _encode_tensor(value: Tensor | np.ndarray | np.generic, where: str, tensors:
     return {word: len(tensors) - 1}
 
 
+def _pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
+    return [list(pair) for pair in value.items()]
+
+
+def _in_order(value: Iterable[Any]) -> list[Any]:
+    return sorted(value, key=repr)
+
+
 #: Key, type, how to take it apart into items that are encoded, and how to put it together.
 _KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
     ("$tuple", tuple, list, tuple),
     ("$size", torch.Size, list, torch.Size),
-    ("$dict", dict, lambda value: [list(pair) for pair in value.items()], dict),
-    ("$ordered", OrderedDict, lambda value: [list(pair) for pair in value.items()], OrderedDict),
-    ("$counter", Counter, lambda value: [list(pair) for pair in value.items()], lambda pairs: Counter(dict(pairs))),
-    ("$set", set, lambda value: sorted(value, key=repr), set),
-    ("$frozenset", frozenset, lambda value: sorted(value, key=repr), frozenset),
+    ("$dict", dict, _pairs, dict),
+    ("$ordered", OrderedDict, _pairs, OrderedDict),
+    ("$counter", Counter, _pairs, lambda pairs: Counter(dict(pairs))),
+    ("$set", set, _in_order, set),
+    ("$frozenset", frozenset, _in_order, frozenset),
     ("$deque", deque, lambda value: [value.maxlen, *value], lambda items: deque(items[1:], items[0])),
 )
 

@@ -93,16 +93,11 @@ def _build(job: Job, strategy: Strategy, config: JobConfig, session: Session, sa
             raise JobFailedError(
                 f"job: a train_step needs networks by name, and model() gave a {type(networks).__name__}"
             )
-        cast(Custom, strategy).build(
-            {name: (partial(_same, network), job.optimizer) for name, network in networks.items()}
-        )
+        builders = {name: (lambda network=network: network, job.optimizer) for name, network in networks.items()}
+        cast(Custom, strategy).build(builders)
         return
     model = partial(initialised, cast(Callable[[], nn.Module], job.model), config.model, session)
     strategy.build(model, job.optimizer, Objective(job.loss, job.criterion), sample)
-
-
-def _same(network: nn.Module) -> nn.Module:
-    return network
 
 
 def evaluation(job: Job) -> Evaluate | None:
