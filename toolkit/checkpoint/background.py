@@ -31,8 +31,10 @@ class Staging:
 
         Returns the copy, and a callable that waits until it is complete. The next call overwrites the copy.
         """
-        own = {name: entry for name, entry in state.items() if is_written_by(entry, rank)}
-        staged = {name: dataclasses.replace(entry, value=self._copy(name, entry)) for name, entry in own.items()}
+        staged: dict[str, Entry] = {}
+        for name, entry in state.items():
+            if is_written_by(entry, rank):
+                staged[name] = dataclasses.replace(entry, value=self._copy(name, entry))
         # Without CUDA the copies are complete already.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return staged, lambda: None

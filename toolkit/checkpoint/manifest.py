@@ -299,7 +299,8 @@ def _meet(parts: tuple[TensorPart, ...]) -> bool:
     if not solid or not solid[0].shape:
         # A tensor without dimensions has one element: two parts of it always meet.
         return len(solid) > 1
-    axis = max(range(len(solid[0].shape)), key=lambda dim: len({part.offsets[dim] for part in solid}))
+    cuts = [len(set(along)) for along in zip(*(part.offsets for part in solid), strict=True)]
+    axis = cuts.index(max(cuts))
     solid.sort(key=lambda part: part.offsets[axis])
     for index, p in enumerate(solid):
         for other in range(index + 1, len(solid)):

@@ -71,7 +71,8 @@ class MemoryFile:
             if self._map is not None and self.is_pinned:
                 torch.cuda.cudart().cudaHostUnregister(_address(self._map))  # type: ignore[no-untyped-call]
             os.posix_fallocate(self._fd, 0, end)
-            self._map = mmap.mmap(self._fd, end, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
+            self._map = mmap.mmap(self._fd, end, flags=flags)
             self.is_pinned = pinned and _pin(self._map)
 
     def bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
@@ -87,7 +88,8 @@ class MemoryFile:
     def seal(self, described: bytes, end: int) -> None:
         """Declare the file complete, with the description ``described`` at ``end``."""
         os.pwrite(self._fd, described, end)
-        os.pwrite(self._fd, _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described)), 0)
+        head = _HEAD.pack(_MAGIC, end, len(described), zlib.crc32(described))
+        os.pwrite(self._fd, head, 0)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -106,8 +108,9 @@ class MemoryFile:
         extent = self.extent()
         if extent is None:
             return None
-        found: dict[str, Any] = json.loads(os.pread(self._fd, extent[1], extent[0]))
-        return found
+        start, size_bytes = extent
+        described: dict[str, Any] = json.loads(os.pread(self._fd, size_bytes, start))
+        return described
 
     def label(self) -> Label | None:
         """Return what the file holds; None if it is empty or not complete."""
@@ -119,7 +122,8 @@ class MemoryFile:
 
     def placed(self, record: TensorRecord) -> TensorRecord:
         """Return ``record`` with the name under which this process finds the file."""
-        return dataclasses.replace(record, parts=tuple(dataclasses.replace(p, file=self.name) for p in record.parts))
+        parts = (dataclasses.replace(part, file=self.name) for part in record.parts)
+        return dataclasses.replace(record, parts=tuple(parts))
 
 
 class Pair:

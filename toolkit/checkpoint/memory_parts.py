@@ -17,8 +17,12 @@ from toolkit.ranks.state import Entry, Json, Replicated, State
 
 def split(state: State) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """Return what all ranks have in common, and what this rank alone has."""
-    shared: dict[str, Entry] = {name: entry for name, entry in state.items() if isinstance(entry, Replicated)}
-    return shared, {name: entry for name, entry in state.items() if name not in shared}
+    shared: dict[str, Entry] = {}
+    own: dict[str, Entry] = {}
+    for name, entry in state.items():
+        part = shared if isinstance(entry, Replicated) else own
+        part[name] = entry
+    return shared, own
 
 
 def layout(own: Mapping[str, Entry]) -> tuple[dict[str, int], int]:
@@ -53,13 +57,15 @@ class PartWriter:
 
     def copy(self) -> None:
         """Copy the tensors, or enqueue the copies on the GPU."""
-        self._copies = {name: _copy(name, self._entries[name], self.file, at) for name, at in self._starts.items()}
+        for name, start in self._starts.items():
+            self._copies[name] = _copy(name, self._entries[name], self.file, start)
 
     def seal(self) -> None:
         """Compute the digests, and mark the file complete."""
         records: dict[str, dict[str, Json]] = {}
         for name, entry in self._copies.items():
-            parts = [part for _, part in parts_of(name, entry, file_name(self._rank), self._starts[name])]
+            pieces = parts_of(name, entry, file_name(self._rank), self._starts[name])
+            parts = [part for _, part in pieces]
             records[name] = dataclasses.asdict(record_of(entry, parts))
         described = json.dumps(records)
         self.file.seal(f'{{"about": {self._about}, "tensors": {described}}}'.encode(), self._end)

@@ -30,7 +30,10 @@ class RestorePlan:
     @staticmethod
     def of_json(told: Mapping[str, Any]) -> RestorePlan:
         """Return the plan from the JSON of :func:`dataclasses.asdict`."""
-        moment = None if told["moment"] is None else (told["moment"][0], told["moment"][1])
+        moment = None
+        if told["moment"] is not None:
+            attempt, step = told["moment"]
+            moment = attempt, step
         transfers = [Transfer(**each) for each in told["transfers"]]
         return RestorePlan(moment, told["without"], transfers, told["has_partners"])
 
@@ -51,16 +54,19 @@ def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> Restor
     if without:
         return RestorePlan(without=without)
     nodes = {rank: report for rank, report in reports.items() if rank == report.node}
-    has_partners = len(nodes) > 1 and len({report.local_world_size for report in reports.values()}) == 1
+    sizes = {report.local_world_size for report in reports.values()}
+    has_partners = len(nodes) > 1 and len(sizes) == 1
     # Which nodes hold each part of each moment.
     holders: dict[tuple[Moment, int | None], list[int]] = {}
     for node, report in sorted(nodes.items()):
         for attempt, step, of in report.held:
             holders.setdefault(((attempt, step), of), []).append(node)
-    parts = [None, *sorted(reports)]
-    moments = {moment for moment, _ in holders if moment[1] > newer_than}
     # A state is usable only with the common part and every rank's own.
-    whole = [moment for moment in moments if all((moment, of) in holders for of in parts)]
+    parts = [None, *sorted(reports)]
+    whole = []
+    for moment in {moment for moment, _ in holders}:
+        if moment[1] > newer_than and all((moment, of) in holders for of in parts):
+            whole.append(moment)
     if not whole:
         return RestorePlan(has_partners=has_partners)
     moment = max(whole)
@@ -74,6 +80,7 @@ def plan_restore(reports: Mapping[int, MemoryReport], newer_than: int) -> Restor
     for rank, report in sorted(reports.items()):
         sources = holders[moment, rank]
         if report.node not in sources:
-            source = sources[0]
-            transfers.append(Transfer(source + (rank - report.node) % nodes[source].local_world_size, rank, rank))
+            node = sources[0]
+            place = (rank - report.node) % nodes[node].local_world_size  # of the rank with the same place on that node
+            transfers.append(Transfer(node + place, rank, rank))
     return RestorePlan(moment, (), transfers, has_partners)

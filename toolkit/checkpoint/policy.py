@@ -72,7 +72,9 @@ class CopyClock:
         """Set the next step from all ranks' sums. Return the new distance in steps if it has changed."""
         if not self.is_auto:
             return None
-        before, self._every = self._every, steps_between_copies(*(sums[name] for name in _FIGURES))
+        before = self._every
+        copy_s, background_s, step_s = (sums[name] for name in _FIGURES)
+        self._every = steps_between_copies(copy_s, background_s, step_s)
         self._next = step + self._every
         return self._every if self._every != before else None
 
@@ -113,14 +115,19 @@ class Keep:
         """Return the steps to keep of valid checkpoints, newest first. The newest with finite weights always stays."""
         steps = [manifest.step for manifest in manifests]
         finite = [manifest.step for manifest in manifests if manifest.meta.get("finite", True)]
-        stay = set(steps[: self.newest] + finite[:1]) | {
-            step for step in steps if self.every and step % self.every == 0
-        }
-        # The metrics in a checkpoint whose own step was not evaluated are an earlier step's.
-        evaluated = [m for m in manifests if m.meta.get("evaluated") == m.step]
-        figures = {m.step: self.figure(m.meta.get("metrics") or {}) for m in evaluated}
-        ranked = sorted((-figure, step) for step, figure in figures.items() if figure is not None)
-        return stay | {step for _, step in ranked[:1]}
+        stay = {*steps[: self.newest], *finite[:1]}
+        if self.every:
+            stay |= {step for step in steps if step % self.every == 0}
+        ranked: list[tuple[float, int]] = []
+        for manifest in manifests:
+            figure = self.figure(manifest.meta.get("metrics") or {})
+            # The metrics in a checkpoint whose own step was not evaluated are an earlier step's.
+            if figure is not None and manifest.meta.get("evaluated") == manifest.step:
+                ranked.append((-figure, manifest.step))
+        if ranked:
+            _, best = min(ranked)
+            stay.add(best)
+        return stay
 
     def figure(self, metrics: Mapping[str, Any]) -> float | None:
         """Return what a checkpoint with these metrics is worth; higher is better.

@@ -132,13 +132,13 @@ def fill_state(
         raise CheckpointError(f"{path} does not fit this model and strategy: {listing(problems, 20)}")
     # Optional entries that the checkpoint lacks keep their values.
     there = manifest.tensors
-    wanted = {key: entry for key, entry in state.items() if key in there or not key.startswith(OPTIONAL)}
-    held = {key: (entry, entry.value) for key, entry in wanted.items() if isinstance(entry.value, torch.Tensor)}
     with ThreadPoolExecutor(READERS) as pool:  # reading and the crc32 release the interpreter lock
         fills = []
-        for name, (entry, live) in held.items():
-            records = {source: there[source] for source in _sources(name, entry, manifest, rank, world_size)}
-            fills.append(pool.submit(_fill, entry, live, path, records))
+        for name, entry in state.items():
+            is_absent = name not in there and name.startswith(OPTIONAL)
+            if isinstance(entry.value, torch.Tensor) and not is_absent:
+                records = {source: there[source] for source in _sources(name, entry, manifest, rank, world_size)}
+                fills.append(pool.submit(_fill, entry, entry.value, path, records))
         # Report progress as each tensor completes; the first failure cancels those not yet begun.
         for fill in as_completed(fills):
             try:
@@ -274,8 +274,8 @@ def _differences(manifest: Manifest, state: State, rank: int, world_size: int) -
         if is_needed and name not in used and not name.startswith((*OPTIONAL, FILES)):
             unexpected.append(f"{name} is only in the checkpoint")
     # Values of one rank alone fit the same number of ranks only, unless they are averaged.
-    own = any(record.kind == "per_rank" and not _averages(used.get(name)) for name, record in stored.items())
-    if own and manifest.world_size != world_size:
+    own = (name for name, record in stored.items() if record.kind == "per_rank")
+    if any(not _averages(used.get(name)) for name in own) and manifest.world_size != world_size:
         wrong.append(f"it holds values of each of {manifest.world_size} ranks, and now there are {world_size}")
     return missing + unexpected + wrong
 

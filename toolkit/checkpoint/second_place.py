@@ -49,7 +49,8 @@ class SecondPlace:
         try:
             self._refuse_of_others()
             self._store.sweep()
-            newest = max((m.step for path in home.list() if (m := home.valid(path)) is not None), default=-1)
+            valid = (home.valid(path) for path in home.list())
+            newest = max((manifest.step for manifest in valid if manifest is not None), default=-1)
             # The newest alone decides: if it is not newer than home's, no other is.
             for path in self._store.list()[:1]:
                 if step_of(path) > newest:

@@ -44,7 +44,9 @@ def model_tensors(found: Mapping[str, T], weights: str | None = None) -> tuple[s
     if weights == AVERAGE and not averages:
         raise RequestError("there is no moving average of the weights (train.ema_decay was not set); ask for raw ones")
     chosen = weights or (AVERAGE if averages else RAW)
-    return chosen, {name: averages.get(name, one) if chosen == AVERAGE else one for name, one in raw.items()}
+    if chosen == RAW:
+        return chosen, raw
+    return chosen, {name: averages.get(name, one) for name, one in raw.items()}
 
 
 def _below(prefix: str, found: Mapping[str, T]) -> dict[str, T]:

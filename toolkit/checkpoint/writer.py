@@ -123,7 +123,8 @@ def _write_with_others(
     for rank, report in reports.items():
         _check_replicas(state, own, rank, report["replicas"])
     files = manifests.library_files(folder)  # files of all ranks: each has reported that its own are written
-    library = _WrittenPart({record.parts[0].file: record.parts[0].size_bytes for record in files.values()}, files, {})
+    sizes = {part.file: part.size_bytes for record in files.values() for part in record.parts}
+    library = _WrittenPart(sizes, files, {})
     parts = [own, *(_WrittenPart.from_json(report["part"]) for report in reports.values()), library]
     manifest = _merge(step, world_size, meta, parts)
     # Copies of shards are compared last: any rank may have written the original.

@@ -35,7 +35,8 @@ class InMemory:
         self._shift = -torch.tensor(mean).view(-1, 1, 1) * self._scale
         #: What a pixel of 0 becomes, (c, 1, 1).
         self.background = self._shift
-        self._resize = image_size if image_size != images.shape[-1] or image_size != images.shape[-2] else None
+        is_of_size = images.shape[-2:] == (image_size, image_size)
+        self._resize = None if is_of_size else image_size
         # Without a resize, float images are prepared once; all others batch by batch.
         self._ready = images.is_floating_point() and self._resize is None
         self._images = self._prepare(images) if self._ready else images.contiguous()
@@ -99,7 +100,8 @@ class Synthetic:
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
     """Return uniform float32 numbers of mean 0 and variance 1, from our own hash: equal on every version of torch."""
-    words = mix_array(np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(key))
+    numbers = np.arange(int(np.prod(shape)), dtype=np.uint64)
+    words = mix_array(numbers + np.uint64(key))
     uniform = (words >> np.uint64(40)).astype(np.float32) / 2**24  # a float32 holds 24 bits
     return torch.from_numpy((uniform - 0.5) * 12**0.5).view(shape)
 

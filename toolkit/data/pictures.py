@@ -46,9 +46,12 @@ class Pictures:
     def _transform(self) -> Any:
         v2: Any = import_module("torchvision.transforms.v2")  # takes seconds: imported only where files are read
         size = list(self.shape[1:])
-        cut = [v2.Resize(size)] if self.shorter_side is None else [v2.Resize(self.shorter_side), v2.CenterCrop(size)]
-        finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std)]
-        return v2.Compose([*cut, *finish])
+        if self.shorter_side is None:
+            steps = [v2.Resize(size)]
+        else:
+            steps = [v2.Resize(self.shorter_side), v2.CenterCrop(size)]
+        steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        return v2.Compose([*steps, v2.Normalize(self.mean, self.std)])
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -58,8 +61,11 @@ def image_files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise RequestError(f"--images {folder}: no such folder")
-    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES and path.is_file()]
-    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.suffix.lower() in SUFFIXES and path.is_file():
+            found.append(path)
     if not found:
         raise RequestError(f"--images {folder}: holds no images ({', '.join(sorted(SUFFIXES))})")
     return found

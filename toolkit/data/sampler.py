@@ -101,14 +101,20 @@ class TrainSampler:
         ends = [0, *accumulate(counts)]
         bounds = ends[self._share.index], ends[self._share.index + 1]
         # Earlier bounds are kept: workers may ask for earlier steps again.
-        self._cuts = [*(cut for cut in self._cuts[-KEPT_CUTS:] if cut[0] < step), (step, bounds)]
+        earlier = [cut for cut in self._cuts[-KEPT_CUTS:] if cut[0] < step]
+        self._cuts = [*earlier, (step, bounds)]
         # The samples generated from `step` on have the old bounds.
         self._block = self._block[: max(step - self._first, 0)]
 
     def _cut_of(self, step: int) -> tuple[tuple[int, int], float]:
         """Return this share's bounds in ``step``, and the step at which the next bounds begin."""
-        until = [first for first, _ in self._cuts[1:]] + [math.inf]
-        return next((bounds, end) for (_, bounds), end in zip(self._cuts, until, strict=True) if step < end)
+        until = math.inf
+        # From the last cut backwards, to one that begins at or before the step. The first one has what is before it.
+        for first, bounds in reversed(self._cuts[1:]):
+            if first <= step:
+                return bounds, until
+            until = first
+        return self._cuts[0][1], until
 
 
 class EvalSampler:

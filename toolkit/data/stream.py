@@ -252,7 +252,8 @@ class _StreamSampler:
 
     def bounds_of(self, step: int) -> tuple[int, int]:
         """Return the positions of the samples of ``step``: the first, and the one after the last."""
-        return step * self.global_batch_size + self.bounds[0], step * self.global_batch_size + self.bounds[1]
+        first, (start, stop) = step * self.global_batch_size, self.bounds
+        return first + start, first + stop
 
     def at(self, step: int) -> _StreamBatchPart:
         start, stop = self.bounds_of(step)

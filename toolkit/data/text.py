@@ -83,7 +83,11 @@ class TextWindows:
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return bytes (n, length) int64 of the windows ``indices`` (n,), and the byte that follows each of them."""
         # Window 0 of each ``_every`` is held out; the others are counted without it.
-        windows = indices * self._every if self._held_out else indices + indices // (self._every - 1) + 1
-        rows = self._bytes[(windows * self._length)[:, None] + np.arange(self._length + 1)]
+        if self._held_out:
+            windows = indices * self._every
+        else:
+            windows = indices + indices // (self._every - 1) + 1
+        first = windows[:, None] * self._length
+        rows = self._bytes[first + np.arange(self._length + 1)]
         text = torch.from_numpy(rows.astype(np.int64))
         return text[:, :-1], text[:, 1:]
