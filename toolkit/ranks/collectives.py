@@ -154,7 +154,10 @@ def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    for same in _by_dtype(tensors):
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
         bucket, size = list[Tensor](), 0
         for tensor in same:
             if bucket and size + tensor.nbytes > BUCKET_BYTES:
@@ -164,10 +167,3 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             size += tensor.nbytes
         if bucket:
             yield bucket
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())

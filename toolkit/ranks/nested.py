@@ -110,24 +110,26 @@ def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) 
         for other in others:
             if differing := sorted(map(repr, tree.keys() ^ other.keys())):
                 raise NestingError(f"{path} has {differing[0]} in one sample only")
-        made = {key: function(f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in tree}
-        return _like(tree, made)
+        made = {}
+        for key in tree:
+            made[key] = function(f"{path}[{key!r}]", tree[key], *(other[key] for other in others))
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
+            return made
+        # Tokenizers of the Hugging Face kind have a type of their own.
+        same = copy.copy(tree)
+        same.update(made)
+        return same
     if isinstance(tree, (list, tuple)):
         for other in others:
             if len(other) != len(tree):
                 raise NestingError(f"{path} has {len(tree)} elements in one sample, {len(other)} in another")
-        items = [function(f"{path}[{i}]", *each) for i, each in enumerate(zip(tree, *others, strict=True))]
+        rows = enumerate(zip(tree, *others, strict=True))
+        items = [function(f"{path}[{i}]", *row) for i, row in rows]
         # A named tuple takes its items as arguments, a list or tuple as one sequence.
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     names = [field.name for field in fields(tree) if field.init]
     trees = (tree, *others)
-    return replace(tree, **{name: function(f"{path}.{name}", *(getattr(t, name) for t in trees)) for name in names})
-
-
-def _like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """Return ``made`` as a mapping of the type of ``tree``. Tokenizers of the Hugging Face kind have their own type."""
-    if type(tree) is dict or not isinstance(tree, MutableMapping):
-        return made
-    same = copy.copy(tree)
-    same.update(made)
-    return same
+    values = {}
+    for name in names:
+        values[name] = function(f"{path}.{name}", *(getattr(each, name) for each in trees))
+    return replace(tree, **values)

@@ -81,7 +81,8 @@ def store_of_environment(rank: int, world_size: int, timeout: timedelta) -> Stor
 
 def _host(path: Path, world_size: int, timeout: timedelta) -> Store:
     nonce = secrets.token_hex(8)
-    address = _interface_address()
+    peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    address = network.interface_for(peer).address if peer else None  # under which the other nodes reach this one
     # Without a known address: listen on all of them, and let the others use the host name.
     store = _served(address or network.wildcard(), world_size, timeout)
     store.set(NONCE_KEY, nonce)
@@ -133,9 +134,3 @@ def _served(address: str, world_size: int, timeout: timedelta) -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-
-
-def _interface_address() -> str | None:
-    """Return the address under which the other nodes reach this one; None if only its name is known."""
-    peer = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    return network.interface_for(peer).address if peer else None

@@ -101,7 +101,12 @@ class AgentReporter(_Latest):
         # Too long for one message: leave the metrics out.
         data = report.as_bytes()
         if len(data) > MAX_BYTES:
-            data = self._without_metrics(report).as_bytes()
+            if not self._is_cut:
+                self._is_cut = True
+                only = "only TensorBoard and metrics.jsonl have them"
+                log.warning("there are too many metrics for `toolkit status`: %s", only)
+            fields, result = ({**extra, "metrics": {}} if extra else extra for extra in (report.fields, report.result))
+            data = replace(report, fields=fields, result=result).as_bytes()
         try:
             with self._sending:
                 is_sent = self._outbox.send(data, wait_s)
@@ -112,13 +117,6 @@ class AgentReporter(_Latest):
                 return
             log.error("the agent of this node is gone, and nobody looks after this rank any more: it ends")
             os._exit(EXIT_FAILED)  # the main thread may hang in a collective and would never see an exception
-
-    def _without_metrics(self, report: RankReport) -> RankReport:
-        if not self._is_cut:
-            self._is_cut = True
-            log.warning("there are too many metrics for `toolkit status`: only TensorBoard and metrics.jsonl have them")
-        fields, result = ({**extra, "metrics": {}} if extra else extra for extra in (report.fields, report.result))
-        return replace(report, fields=fields, result=result)
 
 
 class FileReporter(_Latest):

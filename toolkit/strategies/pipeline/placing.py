@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,17 @@ def place(
     if recompute:
         checkpoint_activations(model)
     here = next(model.parameters()).device  # the inputs may be on the GPU already
-    plan = _rank_0s_plan(lambda: stages.plan(model, inputs.to(here), grid.count, split))
+    # Only rank 0's model has values, so it plans for all. Its refusal is raised on every rank.
+    plan: StagePlan | None = None
+    refusal = ""
+    if dist.get_rank() == 0:
+        try:
+            plan = stages.plan(model, inputs.to(here), grid.count, split)
+        except ConfigError as error:
+            refusal = str(error)
+    plan, refusal = from_rank(0, (plan, refusal))
+    if plan is None:
+        raise ConfigError(refusal)
     # Rank 0 keeps all tensors to send them; every rank, rank 0 as well, then deletes the layers of other ranks.
     whole = stages.tensors(model, plan.kept(range(grid.count))) if dist.get_rank() == 0 else {}
     stages.keep(model, plan.kept(grid.stages))
@@ -42,21 +51,6 @@ def place(
     model = in_training(model.to_empty(device=device) if is_meta else model.to(device))
     _hand_out(whole, model, plan, grid, device)
     return model, plan
-
-
-def _rank_0s_plan(make: Callable[[], StagePlan]) -> StagePlan:
-    """Return what rank 0 makes, on every rank: only its model has values. Raises its ConfigError on every rank."""
-    plan: StagePlan | None = None
-    refusal: str | None = None
-    if dist.get_rank() == 0:
-        try:
-            plan = make()
-        except ConfigError as error:
-            refusal = str(error)
-    plan, refusal = from_rank(0, (plan, refusal))
-    if refusal is not None:
-        raise ConfigError(refusal)
-    return cast(StagePlan, plan)
 
 
 def _hand_out(whole: Mapping[str, Tensor], model: nn.Module, plan: StagePlan, grid: Grid, device: torch.device) -> None:

@@ -62,7 +62,9 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     names = [call.name for call in calls]
     idle = [name for name in _layers(model) if name not in names]
     _refuse_what_no_layer_has(model, [*names, *idle])
-    _refuse_unused(model, idle)
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and owner(name, idle) is not None]
+    if unused:
+        raise ConfigError(unused_message(unused))
     # Cut where the config says, or so that stages cost about the same.
     groups = _groups(calls)
     starts = _named_starts(calls, split) if split else _even_starts(groups, stages)
@@ -72,7 +74,12 @@ def plan(model: nn.Module, inputs: Tensor, stages: int, split: Sequence[str]) ->
     # Refuse cuts that cannot be trained.
     _refuse_shared(model, found)
     _refuse_empty(model, found)
-    _refuse_other_rows([calls[end - 1] for end in ends], len(inputs))
+    bent = [calls[end - 1].name for end in ends if calls[end - 1].rows != (len(inputs),)]
+    if bent:
+        raise ConfigError(
+            f"strategy.pipeline.split: {listing(bent, 5)} ends a stage and does not return one row for each sample; "
+            "let stages end where samples are the first dimension"
+        )
     return found
 
 
@@ -291,13 +298,6 @@ def _refuse_what_no_layer_has(model: nn.Module, layers: Sequence[str]) -> None:
         )
 
 
-def _refuse_unused(model: nn.Module, idle: Sequence[str]) -> None:
-    named = model.named_parameters()
-    unused = [name for name, parameter in named if parameter.requires_grad and owner(name, idle) is not None]
-    if unused:
-        raise ConfigError(unused_message(unused))
-
-
 def _refuse_shared(model: nn.Module, found: StagePlan) -> None:
     users: dict[Tensor, set[int]] = defaultdict(set)
     names: dict[Tensor, list[str]] = defaultdict(list)
@@ -321,12 +321,3 @@ def _refuse_empty(model: nn.Module, found: StagePlan) -> None:
                 f"strategy.pipeline.split: stage {number} ({listing(list(names), 5)}) has no parameter to train; "
                 "move the boundary"
             )
-
-
-def _refuse_other_rows(lasts: Sequence[_Call], samples: int) -> None:
-    bent = [call.name for call in lasts if call.rows != (samples,)]
-    if bent:
-        raise ConfigError(
-            f"strategy.pipeline.split: {listing(bent, 5)} ends a stage and does not return one row for each sample; "
-            "let stages end where samples are the first dimension"
-        )

@@ -207,14 +207,19 @@ class Pipeline(AllNeeded):
         self._batches = batch.to(self._device).split(self._micro_batches)
         self._losses = {}
         seed = int(torch.randint(1 << 62, ()))  # equal in a pipeline, whose ranks were seeded alike
-        for part in self._parts:
-            part.begin(seed)
+        for stage in self._parts:
+            stage.begin(seed)
         self.own_time.stop()  # from here on ranks wait for each other
         # The first stage gets the inputs, the last stage the numbers of the micro-batches, by which _loss() finds them.
         inputs: tuple[Tensor, ...] = ()
         if self._grid.is_first:
-            given = [_model_input(self._objective, part) for part in self._batches]
-            inputs = (torch.cat([_filled_up(each, self._size) for each in given]),)
+            whole: list[Tensor] = []
+            for part in self._batches:
+                given = _model_input(self._objective, part)
+                # Shorter micro-batches are filled up with copies of their last sample.
+                copies = given[-1:].expand(self._size - len(given), *given.shape[1:])
+                whole += [given, copies]
+            inputs = (torch.cat(whole),)
         numbers = torch.arange(self._micro_batches) if self._grid.is_last else None
         self._schedule.step(*inputs, target=numbers, return_outputs=False)
         return self._complete(batch.global_count)
@@ -311,12 +316,6 @@ def _refuse_random_inputs(objective: Objective, batch: Batch) -> None:
             f"({objective.where}) draws random numbers before it calls the model; draw them in the data set, or "
             "use ddp or fsdp"
         )
-
-
-def _filled_up(inputs: Tensor, size: int) -> Tensor:
-    """Return ``inputs`` with copies of its last sample at the end, ``size`` samples in all."""
-    copies = inputs[-1:].expand(size - len(inputs), *inputs.shape[1:])
-    return torch.cat([inputs, copies])
 
 
 @contextmanager

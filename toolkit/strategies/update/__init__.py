@@ -66,8 +66,12 @@ class Update:
         looks = Gradients.are_looked_at(train)
         self._gradients = Gradients(names, train, total) if looks else None
         leaves_out = train.skip_bad_steps or train.precision == "fp16"
-        if leaves_out:
-            _refuse_without_skip(optimizer, train)
+        if leaves_out and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            key = "skip_bad_steps" if train.skip_bad_steps else "precision"
+            raise ConfigError(
+                f"train.{key}: this {type(optimizer).__name__} cannot leave out a step on the device; use torch's Adam "
+                "or AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
+            )
         self._buffers = _Buffers(model) if leaves_out else None
         self._pruning = Pruning(model, train.pruning, total) if train.pruning.amount else None
         self._average = Average(model, train.ema_decay) if train.ema_decay is not None else None
@@ -289,15 +293,6 @@ def _ratios(optimizer: Optimizer) -> list[float]:
         parts = ", ".join(f"{ratio:g} ({len(g['params'])} tensors)" for ratio, g in zip(ratios, groups, strict=True))
         log.info("parameter groups have their own part of the learning rate: %s", parts)
     return ratios
-
-
-def _refuse_without_skip(optimizer: Optimizer, train: TrainConfig) -> None:
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        key = "skip_bad_steps" if train.skip_bad_steps else "precision"
-        raise ConfigError(
-            f"train.{key}: this {type(optimizer).__name__} cannot leave out a step on the device; use torch's Adam or "
-            "AdamW with fused=True, or its SGD, which has that for weights that are not sharded only"
-        )
 
 
 def _make_momenta(optimizer: Optimizer) -> None:

@@ -121,7 +121,12 @@ class Pruning:
 
     def _prune(self, part: float) -> None:
         # One group of scores for the whole model, or one for each layer where whole outputs are pruned.
-        scores = {weight: self._score(weight) for weight in self._weights}
+        scores: dict[Tensor, Tensor] = {}
+        for weight in self._weights:
+            # Each weight's magnitude, or the norm of each output (the first dimension), as ordered integers.
+            values = local(weight).float()
+            magnitudes = values.flatten(1).norm(dim=1) if self._config.structured else values.abs()
+            scores[weight] = magnitudes.contiguous().view(torch.int32)
         groups = {weight: number if self._config.structured else 0 for number, weight in enumerate(scores)}
         highest = self._highest_pruned(scores, groups, part)
         for weight, score in scores.items():
@@ -132,12 +137,6 @@ class Pruning:
                 inner = [1] * (weight.ndim - 1)
                 stays = stays.view(-1, *inner)
             self._masks[weight].copy_(stays)
-
-    def _score(self, weight: Tensor) -> Tensor:
-        """Return each weight's magnitude, or the norm of each output (the first dimension), as ordered integers."""
-        part = local(weight).float()
-        magnitudes = part.flatten(1).norm(dim=1) if self._config.structured else part.abs()
-        return magnitudes.contiguous().view(torch.int32)
 
     def _highest_pruned(self, scores: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int], part: float) -> Tensor:
         """Return each group's k-th smallest score, for k = ``part`` of its scores.
