@@ -110,14 +110,14 @@ def _children(tree: Any, path: str, function: Callable[..., Any], *others: Any) 
         for other in others:
             if differing := sorted(map(repr, tree.keys() ^ other.keys())):
                 raise NestingError(f"{path} has {differing[0]} in one sample only")
-        made = {}
+        children = {}
         for key in tree:
-            made[key] = function(f"{path}[{key!r}]", tree[key], *(other[key] for other in others))
+            children[key] = function(f"{path}[{key!r}]", tree[key], *(other[key] for other in others))
         if type(tree) is dict or not isinstance(tree, MutableMapping):
-            return made
+            return children
         # Tokenizers of the Hugging Face kind have a type of their own.
         same = copy.copy(tree)
-        same.update(made)
+        same.update(children)
         return same
     if isinstance(tree, (list, tuple)):
         for other in others:

@@ -132,9 +132,9 @@ def _agreed(session: Session, decide: Callable[[int], tuple[str, str]]) -> str:
     # The rank with the least memory decides for all.
     memory = torch.tensor(memory_bytes(session.device), dtype=torch.int64, device=session.device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
-    told = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
-    log.info("strategy.name: auto takes %s: %s", told["strategy"], told["why"])
-    return str(told["strategy"])
+    choice = session.from_main("strategy.name", lambda: _decided(session, lambda: decide(int(memory.item()))))
+    log.info("strategy.name: auto takes %s: %s", choice["strategy"], choice["why"])
+    return str(choice["strategy"])
 
 
 def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _decided(session: Session, decide: Callable[[], tuple[str, str]]) -> dict[st
     if kept is not None and kept["ranks"] == session.world_size:
         return {**kept, "why": f"{kept['why']} (as decided when the run began on so many ranks, see {path.name})"}
     name, why = decide()
-    made = {"ranks": session.world_size, "strategy": name, "why": why}
-    fsio.write_json(path, made)
-    return made
+    choice = {"ranks": session.world_size, "strategy": name, "why": why}
+    fsio.write_json(path, choice)
+    return choice
 
 
 # -------------------------------------------------------------------------------- what is needed, and what there is

@@ -24,7 +24,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 def synchronised(make: ModelFactory) -> ModelFactory:
     """Return a factory of the same model whose BatchNorm layers train on the samples of all ranks."""
 
-    def made() -> nn.Module:
+    def make_synchronised() -> nn.Module:
         model = make()
         norms = [module for module in model.modules() if type(module) in _KINDS]
         for norm in norms:
@@ -33,7 +33,7 @@ def synchronised(make: ModelFactory) -> ModelFactory:
             log.warning("train.sync_batch_norm changes nothing: this model has no BatchNorm of torch's")
         return model
 
-    return made
+    return make_synchronised
 
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

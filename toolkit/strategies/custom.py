@@ -79,8 +79,8 @@ class Custom(AllNeeded):
 
     def build(self, networks: Mapping[str, tuple[ModelFactory, OptimizerFactory]]) -> None:
         """Make the networks with rank 0's first weights. They are in evaluation mode only while evaluated."""
-        made = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
-        self.networks = nn.ModuleDict(made)
+        models = {name: in_training(make().to(self.device)) for name, (make, _) in networks.items()}
+        self.networks = nn.ModuleDict(models)
         broadcast_tensors([*self.networks.parameters(), *self.networks.buffers()], source=0)
         refuse_extra_state(self.networks, "custom")
         optimizers = {name: make(self.networks[name]) for name, (_, make) in networks.items()}

@@ -21,7 +21,7 @@ from toolkit.strategies.protocol import ModelFactory
 log = logs.get(__name__)
 
 
-def made(make: ModelFactory) -> nn.Module:
+def make_on_rank_0(make: ModelFactory) -> nn.Module:
     """Return ``make()`` on rank 0; elsewhere the model without memory, if that is possible."""
     return make() if dist.get_rank() == 0 else without_memory(make)
 

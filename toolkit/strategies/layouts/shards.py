@@ -31,7 +31,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout
-from toolkit.strategies.layouts.first_values import hand_out, made
+from toolkit.strategies.layouts.first_values import hand_out, make_on_rank_0
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients
 from toolkit.strategies.objective import TrialPass
@@ -77,7 +77,7 @@ class Shards(Layout):
     def place(self, make: ModelFactory, trial: TrialPass) -> nn.Module:
         """Shard the model. Raises ConfigError for a model that cannot be sharded."""
         mesh = device_mesh(self._session, self._sizes, ("shards",))
-        model = made(make)
+        model = make_on_rank_0(make)
         # Rank 0 keeps the whole tensors for hand_out(); cutting and sharding below change the model's parameters.
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())

@@ -26,7 +26,7 @@ from toolkit.ranks.session import Session
 from toolkit.ranks.state import Entry
 from toolkit.strategies.blocks import blocks, checkpoint_activations
 from toolkit.strategies.layouts import Layout, autocast, local
-from toolkit.strategies.layouts.first_values import hand_out, made
+from toolkit.strategies.layouts.first_values import hand_out, make_on_rank_0
 from toolkit.strategies.layouts.mesh import describe, device_mesh, is_first, part_of, share_of
 from toolkit.strategies.layouts.plan import CutLayers, TensorPlan, refuse_partial_gradients, tie, tied
 from toolkit.strategies.objective import TrialPass
@@ -63,7 +63,7 @@ class TensorParallel(Layout):
         """Cut the model. Raises ConfigError for a plan that does not fit the model."""
         mesh = device_mesh(self._session, self._sizes, ("tensor",))
         self._mesh, self._replicas = mesh["tensor"], part_of(mesh, "replicas")
-        self._model = model = made(make)
+        self._model = model = make_on_rank_0(make)
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         ties = tied(model)
         # The cut replaces parameters in the model; hand_out() below reads the whole ones.

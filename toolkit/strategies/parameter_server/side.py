@@ -80,19 +80,19 @@ class Side:
         peers = {*self._servers} if self._server is None else {*self._servers, *self._workers}
         self._mail = Mail(sorted(peers - {self._rank}), self._noticed)
         self._inbox = PeerInbox(self._mail, self._servers, self._workers, self._handlers())
-        made = in_training(model().to(self._device))
-        refuse_extra_state(made, "a parameter server")
+        whole = in_training(model().to(self._device))
+        refuse_extra_state(whole, "a parameter server")
         with torch.no_grad():
-            broadcast_tensors([*made.parameters(), *made.buffers()], source=0)
-        self._cuts = cuts.cut(made, len(self._servers))
-        self._part = cuts.shadow(made, self._cuts, self._server)
+            broadcast_tensors([*whole.parameters(), *whole.buffers()], source=0)
+        self._cuts = cuts.cut(whole, len(self._servers))
+        self._part = cuts.shadow(whole, self._cuts, self._server)
         self._by_parameter = {p: self._cuts[name] for name, p in self._part.named_parameters() if name in self._cuts}
         self._update = Update(self._part, optimizer(self._part), self._train)
         refusal: str | None = None
         try:
             self._refuse_scalars()
             self._try_optimizer()
-            self._get_ready(made, objective, sample)
+            self._get_ready(whole, objective, sample)
         except ConfigError as error:
             refusal = str(error)
         # A rank that raised alone would leave the others waiting for its messages.

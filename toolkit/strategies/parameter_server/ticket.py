@@ -8,7 +8,7 @@ from typing import TypeAlias
 from toolkit.strategies.parameter_server.mail import PeerMessage
 
 #: Loss, weight, samples, samples of the global batch; see Push.
-Told: TypeAlias = tuple[float, float, int, int]
+PassFigures: TypeAlias = tuple[float, float, int, int]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from toolkit.strategies.parameter_server.cuts import Flat
 from toolkit.strategies.parameter_server.inbox import Handler
 from toolkit.strategies.parameter_server.mail import Kind, PeerMessage
 from toolkit.strategies.parameter_server.side import Side
-from toolkit.strategies.parameter_server.ticket import Push, Told
+from toolkit.strategies.parameter_server.ticket import PassFigures, Push
 from toolkit.strategies.priming import priming, shareable, undone, unused_message, without_gradient
 from toolkit.strategies.protocol import StepOutput
 from toolkit.strategies.update import weights_and_buffers
@@ -44,7 +44,7 @@ class Worker(Side):
         self._mine = self._rank - config.servers  #: its share in training
         self._recompute = recompute
         self._versions = dict.fromkeys(self._servers, 0)
-        self._again_done: dict[int, tuple[int, dict[int, Tensor], Told]] = {}  #: by share
+        self._again_done: dict[int, tuple[int, dict[int, Tensor], PassFigures]] = {}  #: by share
 
     @property
     def share(self) -> Share:
@@ -81,16 +81,16 @@ class Worker(Side):
         """Compute the ticket, push it, and wait for the weights that the mode requires."""
         assert batch is not None, "build() made sure that every worker has a sample"
         self._settled = False
-        told = self._pass(batch)
+        figures = self._pass(batch)
         self.own_time.stop()
         for server in self._servers:
-            self._push(server, self._mine, self._n, told, self._packed(server))
+            self._push(server, self._mine, self._n, figures, self._packed(server))
         self._model.zero_grad()
         self._refresh()
         self._n += 1
         return StepOutput(torch.zeros((), dtype=torch.float64, device=self._device))
 
-    def _pass(self, batch: Batch) -> Told:
+    def _pass(self, batch: Batch) -> PassFigures:
         """Leave the gradient in ``.grad``; return what else a push says of it, from the loss on."""
         batch = batch.to(self._device)
         # No more micro-batches than the smallest share has samples.
@@ -118,8 +118,8 @@ class Worker(Side):
         packed = self._outbox[server] = self._places[server].pack(gradients, self._outbox[server])
         return packed
 
-    def _push(self, server: int, share: int, step: int, told: Told, payload: Tensor) -> None:
-        pushed = Push(step, share, self._versions[server], *told)
+    def _push(self, server: int, share: int, step: int, figures: PassFigures, payload: Tensor) -> None:
+        pushed = Push(step, share, self._versions[server], *figures)
         self._mail.send(server, Kind.PUSH, pushed.numbers(), payload)
 
     def _refresh(self) -> None:
@@ -156,13 +156,13 @@ class Worker(Side):
             # This also seeds the random generators: the pass draws what the dead worker would have drawn.
             batch = self._again(step, Share(share, self._count))
             with undone(self._model):
-                told = self._pass(batch)
+                figures = self._pass(batch)
             # Copies: the next step overwrites the packed gradients, and other servers may ask later.
             payloads = {server: self._packed(server).clone() for server in self._servers}
-            self._again_done[share] = step, payloads, told
+            self._again_done[share] = step, payloads, figures
             self._model.zero_grad()
-        _, payloads, told = self._again_done[share]
-        self._push(message.sender, share, step, told, payloads[message.sender])
+        _, payloads, figures = self._again_done[share]
+        self._push(message.sender, share, step, figures, payloads[message.sender])
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | None, measure: Measure) -> Sums:

@@ -12,7 +12,7 @@ from toolkit.errors import ConfigError
 from toolkit.ranks.collectives import from_rank
 from toolkit.strategies.blocks import checkpoint_activations
 from toolkit.strategies.extra_state import refuse_extra_state
-from toolkit.strategies.layouts.first_values import made
+from toolkit.strategies.layouts.first_values import make_on_rank_0
 from toolkit.strategies.modes import in_training
 from toolkit.strategies.pipeline import stages
 from toolkit.strategies.pipeline.grid import Grid
@@ -28,7 +28,7 @@ def place(
     Only rank 0 makes the model with values. Every rank calls it. ``inputs`` and ``split``: see :func:`.stages.plan`.
     Raises ConfigError, on all ranks, for a model that cannot be cut.
     """
-    model = made(make)
+    model = make_on_rank_0(make)
     refuse_extra_state(model, "a pipeline")
     if recompute:
         checkpoint_activations(model)
