@@ -24,8 +24,10 @@ def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[i
     """
     gpus: list[dict[str, str]] = []
     for folder in sorted((root / DRIVER.relative_to("/")).iterdir()):  # named by PCI addresses
-        lines = (folder / "information").read_text().splitlines()
-        fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        fields = {}
+        for line in (folder / "information").read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields[key] = value.strip()
         # access(2) does not open the device. It asks the device cgroup, which Slurm's ConstrainDevices sets.
         if os.access(root / f"dev/nvidia{fields['Device Minor']}", os.R_OK | os.W_OK):
             gpus.append({**fields, "address": folder.name, "index": str(len(gpus))})
@@ -33,7 +35,8 @@ def near_cpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[list[i
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu["Model"] for gpu in gpus}) > 1:
         raise ValueError("CUDA numbers unequal GPUs by their speed")
     near = []
-    for word in environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpu["index"] for gpu in gpus)).split(","):
+    all_gpus = ",".join(gpu["index"] for gpu in gpus)
+    for word in environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(","):
         if word.startswith("GPU-"):  # CUDA also accepts the beginning of a UUID
             [gpu] = [gpu for gpu in gpus if gpu["GPU UUID"].startswith(word)]
         else:

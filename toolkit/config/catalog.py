@@ -121,10 +121,13 @@ def text_files(root: str | None) -> list[Path]:
     Null means the Python files of the standard library.
     """
     folder = fsio.expand(root or sysconfig.get_path("stdlib")).absolute()
-    inner = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*" if root else "*.py")))
-    files = [path for path, parts in inner if path.is_file() and not any(part.startswith(".") for part in parts)]
-    if root is None:
-        files = [path for path in files if not _NOT_OURS & set(path.relative_to(folder).parts)]
+    files = []
+    for path in sorted(folder.rglob("*" if root else "*.py")):
+        parts = path.relative_to(folder).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        is_installed = root is None and not _NOT_OURS.isdisjoint(parts)
+        if path.is_file() and not is_hidden and not is_installed:
+            files.append(path)
     if not files:
         raise DataMissingError(f"data.root: there are no text files below {folder}; give it a folder that holds some")
     return files

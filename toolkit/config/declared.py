@@ -189,12 +189,17 @@ class _DataclassReader:
         return self._plain(node, value, hint)
 
     def _section(self, node: ast.expr, kind: Any) -> dict[str, Any]:
-        called = self._source.full_name(node.func) if isinstance(node, ast.Call) else ""
-        if not isinstance(node, ast.Call) or called != kind.__name__ or None in [key.arg for key in node.keywords]:
+        # ``Sub(**values)`` does not say which keys it gives.
+        if (
+            not isinstance(node, ast.Call)
+            or self._source.full_name(node.func) != kind.__name__
+            or any(key.arg is None for key in node.keywords)
+        ):
             raise self._error(node, f"the default {ast.unparse(node)} is no {kind.__name__}(...) with its keys")
-        # Positional arguments get their names, so that all defaults can be merged by key.
         by_name = {f.name: hints.hints_of(kind)[f.name] for f in fields(kind)}
-        given = dict(zip(by_name, node.args, strict=False)) | {str(key.arg): key.value for key in node.keywords}
+        # Positional arguments get their names, so that all defaults can be merged by key.
+        given = dict(zip(by_name, node.args, strict=False))
+        given |= {str(key.arg): key.value for key in node.keywords}
         if len(node.args) > len(by_name) or not given.keys() <= by_name.keys():
             raise self._error(node, f"{ast.unparse(node)}: {kind.__name__} has the keys {', '.join(by_name)}")
         return {key: self._default(value, by_name[key]) for key, value in given.items()}

@@ -72,10 +72,14 @@ def _derived(source: PythonSource, project: Path) -> dict[str, ast.ClassDef]:
 def _is_elsewhere(name: str, source: PythonSource, project: Path) -> bool:
     """True if ``name`` is a job's class in another file of the project."""
     module, _, kind = name.rpartition(".")
-    path = Path(module.replace(".", "/") + ".py")
-    files = [folder / path for folder in (project, project / "src", source.path.parent)] if module else []
-    file = next((file for file in files if file.is_file() and file != source.path), None)
-    return file is not None and kind in _derived(PythonSource(file), project)
+    if not module:
+        return False
+    path = module.replace(".", "/") + ".py"
+    for folder in (project, project / "src", source.path.parent):
+        file = folder / path
+        if file.is_file() and file != source.path:
+            return kind in _derived(PythonSource(file), project)
+    return False
 
 
 def is_loop(job: str, project: Path | None = None) -> bool:
@@ -166,20 +170,22 @@ def _declared_models(tree: ast.Module) -> list[str] | None:
     ``"torchvision"`` among them stands for every classification model of torchvision.
     """
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "MODELS" for t in node.targets):
-            names = _literal_names(node.value)
-            return [n for n in names if n != "torchvision"] + (torchvision_models() if "torchvision" in names else [])
+        if not isinstance(node, ast.Assign):
+            continue
+        if "MODELS" not in [target.id for target in node.targets if isinstance(target, ast.Name)]:
+            continue
+        try:
+            names = [str(name) for name in ast.literal_eval(node.value)]
+        except (ValueError, TypeError):
+            raise ConfigError(
+                f"job: line {node.value.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read "
+                "without running the job; or leave it out"
+            ) from None
+        if "torchvision" in names:
+            names.remove("torchvision")
+            names += torchvision_models()
+        return names
     return None
-
-
-def _literal_names(node: ast.expr) -> list[str]:
-    try:
-        return [str(name) for name in ast.literal_eval(node)]
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"job: line {node.lineno}: MODELS must be a literal such as ('mlp', 'lenet'), for it is read without "
-            "running the job; or leave it out"
-        ) from None
 
 
 @lru_cache(maxsize=1)

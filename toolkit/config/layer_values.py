@@ -83,8 +83,10 @@ def _value(layer: Layer, node: Node, hint: Any, full: str) -> Any:
             hints = item_hints(listed, len(node.value))
         except ValueError as error:
             raise layer.error(node, f"{full}: {error}") from None
-        items = enumerate(zip(node.value, hints, strict=True))
-        return [_value(layer, item, each, f"{full}[{index}]") for index, (item, each) in items]
+        values = []
+        for index, (item, each) in enumerate(zip(node.value, hints, strict=True)):
+            values.append(_value(layer, item, each, f"{full}[{index}]"))
+        return values
     if mapping is not None and isinstance(node, MappingNode):
         each = get_args(mapping)[1]
         return {key: _value(layer, value, each, f"{full}.{key}") for key, (_, value) in layer.pairs(node).items()}
@@ -106,7 +108,9 @@ def _plain(layer: Layer, node: Node, full: str) -> Any:
         raise layer.error(node, f"{full}: nests too deep")
     if isinstance(node, SequenceNode):
         return [_plain(layer, item, f"{full}[{index}]") for index, item in enumerate(node.value)]
-    return read_mapping(layer, node, full) if isinstance(node, MappingNode) else _scalar(layer, node, PLAIN, full)
+    if isinstance(node, MappingNode):
+        return read_mapping(layer, node, full)
+    return _scalar(layer, node, PLAIN, full)
 
 
 def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
@@ -124,7 +128,8 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
         return value
     # Keep a number as it is written where YAML would write it differently.
     if full.startswith(f"{_AS_WRITTEN}.") and not isinstance(value, (str, bool, type(None))):
-        return value if yaml_core.dump(value).split("\n")[0] == node.value else str(node.value)
+        written = yaml_core.dump(value).split("\n")[0]
+        return value if written == node.value else str(node.value)
     if value == MISSING:
         return value
     if not fits(value, kinds):
@@ -139,11 +144,15 @@ def _scalar(layer: Layer, node: Node, hint: Any, full: str) -> Scalar:
 def _misfit(layer: Layer, written: str, value: Any, kinds: tuple[type, ...], full: str) -> str:
     """Return what to write instead of a value of another type."""
     # Each branch is a mistake of its own: an empty value, missing quotes, a time as Slurm writes it.
+    takes = f"this key takes {kind_names(kinds)}"
     if value is None:
-        return f"{full}: is empty (null), and this key takes {kind_names(kinds)}"
+        return f"{full}: is empty (null), and {takes}"
+    kind = NAME_OF_KIND[type(value)]
     if not isinstance(value, str) and str in kinds:
-        quoted = f"{full.rpartition('.')[2]}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
-        return f"{full}: takes text, and {written} is {NAME_OF_KIND[type(value)]} to YAML; quote it: {quoted}"
+        key = full.rpartition(".")[2]
+        quoted = f"{key}: '{written}'" if layer.has_lines else f"""'{full}="{written}"'"""
+        return f"{full}: takes text, and {written} is {kind} to YAML; quote it: {quoted}"
     seconds = parse_slurms(str(value)) if full == "cluster.time_min" else None
-    instead = f"; in minutes that is {math.ceil(seconds / 60)}" if seconds else ""
-    return f"{full}: {written!r} is {NAME_OF_KIND[type(value)]}, and this key takes {kind_names(kinds)}{instead}"
+    if seconds:
+        takes += f"; in minutes that is {math.ceil(seconds / 60)}"
+    return f"{full}: {written!r} is {kind}, and {takes}"

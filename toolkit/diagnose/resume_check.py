@@ -43,14 +43,18 @@ def check(config: str, overrides: Sequence[str], plan: CheckPlan, executor: str 
     if not any(text.startswith("checkpoint.every_steps=") for text in overrides):
         common.append(f"checkpoint.every_steps={max(1, plan.steps // 6)}")
     common.append(f"checkpoint.keep={max(2, loaded.checkpoint.keep)}")
-    undisturbed = _run(config, [*common, f"name={loaded.name}-undisturbed"], {}, executor)
+    with _brief({}):
+        run = submit(config, [*common, f"name={loaded.name}-undisturbed"], executor=executor)
+    undisturbed = _completed(run)
     # A loop of one's own, or few epochs, may end before ``plan.steps``.
     steps = len(read(undisturbed).steps)
     log.info("%s: undisturbed, %d steps on %d ranks", undisturbed.path, steps, ranks)
     strike = _strike(plan, _needed(loaded, ranks), steps)
     plan = replace(plan, step=strike["step"], moving_shares=loaded.data.share == "auto")
-    disturbed = _disturb(config, [*common, f"name={loaded.name}-disturbed"], plan, {"strikes": {"1": strike}}, executor)
-    return compare(undisturbed, disturbed, plan, f"rank {strike['rank']}, {plan.how}, in step {strike['step']}")
+    common.append(f"name={loaded.name}-disturbed")
+    disturbed = _disturb(config, common, plan, {"strikes": {"1": strike}}, executor)
+    struck = f"rank {strike['rank']}, {plan.how}, in step {strike['step']}"
+    return compare(undisturbed, disturbed, plan, struck)
 
 
 def _needed(config: configs.JobConfig, ranks: int) -> int:
@@ -99,12 +103,6 @@ def _strike(plan: CheckPlan, ranks: int, steps: int) -> dict[str, Any]:
         "late": dice.random(),
         "signal": SIGNALS[plan.how],
     }
-
-
-def _run(config: str, overrides: Sequence[str], brief: Mapping[str, Any], executor: str) -> RunDir:
-    with _brief(brief):
-        run = submit(config, overrides, executor=executor)
-    return _completed(run)
 
 
 def _disturb(config: str, overrides: list[str], plan: CheckPlan, brief: Mapping[str, Any], executor: str) -> RunDir:

@@ -116,11 +116,14 @@ def _where(kind: str, one: Any, two: Any, line: Mapping[str, Any]) -> str:
         names = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
         return f" ({listing(sorted(names), 2)})"
     if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
-        samples = [line["samples"][i] for i in range(len(one)) if one[i] != two[i]]
+        columns = zip(line["samples"], one, two, strict=False)
+        samples = [sample for sample, mine, other in columns if mine != other]
         return f" ({len(samples)} of {len(one)} samples, the first of them {samples[0]})"
     if kind == "loss":
         return f" ({float.fromhex(one)!r} and {float.fromhex(two)!r})"
-    return f" ({one} and {two})" if kind == "lr" else ""
+    if kind == "lr":
+        return f" ({one} and {two})"
+    return ""
 
 
 def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> dict[str, str]:
@@ -138,14 +141,19 @@ def _samples_that_differ(mine: Mapping[int, Any], other: Mapping[int, Any]) -> d
 
 def _by_position(lines: Mapping[int, Any]) -> dict[int, tuple[Any, ...]]:
     """Return what stands at each position of one global batch, on any rank. Other loaders record no positions."""
-    found: dict[int, tuple[Any, ...]] = {}
+    by_position: dict[int, tuple[Any, ...]] = {}
     for line in lines.values():
         positions = line.get("positions", ())
-        columns = [line.get(kind, ()) for kind in OF_SAMPLES]
-        # A batch that is no pair has no targets, and one that a collate function has packed has no row for each sample.
-        known = [column if len(column) == len(positions) else [None] * len(positions) for column in columns]
-        found |= dict(zip(positions, zip(*known, strict=True), strict=True))
-    return found
+        columns = []
+        for kind in OF_SAMPLES:
+            column = line.get(kind, ())
+            # A batch that is no pair has no targets, and a packed one has no row for each sample.
+            if len(column) != len(positions):
+                column = [None] * len(positions)
+            columns.append(column)
+        rows = zip(*columns, strict=True)
+        by_position |= dict(zip(positions, rows, strict=True))
+    return by_position
 
 
 def _deviation(mine: Mapping[int, Any], other: Mapping[int, Any]) -> float:
@@ -159,8 +167,9 @@ def _last_checkpoints(one: RunDir, two: RunDir) -> dict[str, str]:
     mine, other = (store.verify(store.list()[0]) for store in stores)
     if mine.step != other.step:
         return {"last checkpoint": f"of step {mine.step} and of step {other.step}"}
-    names = [n for n in mine.tensors.keys() | other.tensors.keys() if mine.tensors.get(n) != other.tensors.get(n)]
-    return {"last checkpoint": listing(sorted(names), 3)} if names else {}
+    names = sorted(mine.tensors.keys() | other.tensors.keys())
+    differing = [name for name in names if mine.tensors.get(name) != other.tensors.get(name)]
+    return {"last checkpoint": listing(differing, 3)} if differing else {}
 
 
 def _curves(one: RunDir, two: RunDir) -> dict[str, str]:

@@ -50,13 +50,17 @@ def unreachable(hosts: Iterable[str], port: int, *, here: str, timeout_s: float 
     All hosts are asked at once, as far as the limit of open files allows. Blocks for ``timeout_s`` plus the time that
     the look-ups of the names take.
     """
-    addresses = _look_up(dict.fromkeys([here, *hosts]), port)
-    questions = [(host, *address) for host, found in addresses.items() for address in found]
-    there, silent = set[str](), {host for host, found in addresses.items() if not found}
+    questions: list[Question] = []
+    there, silent = set[str](), set[str]()
+    for host, addresses in _look_up(dict.fromkeys([here, *hosts]), port).items():
+        questions += [(host, *address) for address in addresses]
+        if not addresses:
+            silent.add(host)
     with open_files.all_claimed():
         # Ask in waves of as many connections as there are free descriptors.
         while questions:
-            at_once = max(1, open_files.hard_limit() - len(list(Path("/proc/self/fd").iterdir())) - KEPT_FREE)
+            in_use = len(list(Path("/proc/self/fd").iterdir()))
+            at_once = max(1, open_files.hard_limit() - in_use - KEPT_FREE)
             wave, questions = questions[:at_once], questions[at_once:]
             heard, unheard = _ask(wave, timeout_s)
             there |= heard
@@ -83,8 +87,14 @@ def _look_up(names: Iterable[str], port: int) -> dict[str, list[tuple[socket.Add
     # After LOOK_UP_S a look-up that hangs is left behind: its name counts as not asked.
     wait(futures.values(), LOOK_UP_S)
     pool.shutdown(wait=False, cancel_futures=True)
-    found = {name: future.result() for name, future in futures.items() if future.done() and not future.cancelled()}
-    return {name: addresses for name, addresses in found.items() if addresses is not None}
+    looked_up = {}
+    for name, future in futures.items():
+        if not future.done() or future.cancelled():
+            continue
+        addresses = future.result()
+        if addresses is not None:
+            looked_up[name] = addresses
+    return looked_up
 
 
 def _addresses(name: str, port: int) -> list[tuple[socket.AddressFamily, Any]] | None:

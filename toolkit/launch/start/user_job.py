@@ -106,7 +106,8 @@ def job_class(module: ModuleType) -> Any:
     """
     base: Any = toolkit.Job  # looked up here: it imports torch
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
-    leaves = [kind for kind in own if kind.__module__ == module.__name__ and not any(kind in k.__bases__ for k in own)]
+    above = {parent for kind in own for parent in kind.__bases__}
+    leaves = [kind for kind in own if kind.__module__ == module.__name__ and kind not in above]
     if len(leaves) > 1:
         names = ", ".join(kind.__name__ for kind in leaves)
         raise ConfigError(f"job: {module.__file__} has several classes derived from toolkit.Job: {names}; leave one")

@@ -26,10 +26,12 @@ def follow_up_script(run: RunDir, config: JobConfig, token: str, job_id: str) ->
     """Return the script of a follow-up job. It lacks requests about one job's place in the queue."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    extra = {key: value for key, value in config.cluster.extra.items() if not follow_up.is_for_one_job(key)}
-    values = slurm_parameters(replace(config, cluster=replace(config.cluster, extra=extra)), run, token)
-    variables = follow_up.environment(run, [job_id])
-    values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    cluster = config.cluster
+    extra = {key: value for key, value in cluster.extra.items() if not follow_up.is_for_one_job(key)}
+    inherited = replace(config, cluster=replace(cluster, extra=extra))
+    values = slurm_parameters(inherited, run, token)
+    for name, value in follow_up.environment(run, [job_id]).items():
+        values["setup"].append(f"export {name}={shlex.quote(value)}")
     return str(_make_sbatch_string(command=follow_up.command(run), folder=run.submitit, **values))
 
 
@@ -58,18 +60,23 @@ def slurm_parameters(config: JobConfig, run: RunDir, token: str) -> dict[str, An
         "use_srun": False,  # the supervisor runs on the batch host, outside any step, and starts srun itself
         "stderr_to_stdout": True,
         "setup": [*cluster.setup, *_environment_lines(run, token)],  # ours last: `module load` may set PYTHONPATH
-        "additional_parameters": {
-            "signal": f"B:USR2@{cluster.signal_delay_s}",  # to the supervisor; a rank's default action is to die
-            **({"no-kill": True} if may_lose_nodes(config, nodes) else {}),
-            **({} if cluster.mem_gb is None else {"mem": f"{round(cluster.mem_gb * 1024)}M"}),
-            **{str(key).replace("_", "-"): _text(value) for key, value in cluster.extra.items() if value is not False},
-        },
     }
-    for name in ("partition", "account", "qos", "constraint", "exclude"):
+    others: dict[str, Any] = {"signal": f"B:USR2@{cluster.signal_delay_s}"}  # to the supervisor; ranks would die of it
+    if may_lose_nodes(config, nodes):
+        others["no-kill"] = True
+    if cluster.mem_gb is not None:
+        others["mem"] = f"{round(cluster.mem_gb * 1024)}M"
+    for key, value in cluster.extra.items():
+        if value is not False:
+            others[str(key).replace("_", "-")] = _text(value)
+    values["additional_parameters"] = others
+    for name in _CHOOSING_NODES:
         values[name] = _text(getattr(cluster, name))
     return {name: value for name, value in values.items() if value is not None or name == "wckey"}
 
 
+#: Keys of ``cluster`` that are named as the flags which choose the nodes.
+_CHOOSING_NODES = ("partition", "account", "qos", "constraint", "exclude")
 #: Flags of sbatch without a config key of their own that decide whether and where srun gets nodes.
 _PLACING = ("nodelist", "reservation", "wckey", "licenses")
 
@@ -78,10 +85,12 @@ def srun_options(config: JobConfig) -> list[str]:
     """Return the node choice of ``cluster`` as options of srun, which holds nodes for seconds from the login node."""
     cluster = config.cluster
     values: dict[str, Any] = {"job-name": "doctor", "time": 5, "gpus-per-node": _gpus(cluster)}
-    values |= {name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude")}
+    values |= {name: getattr(cluster, name) for name in _CHOOSING_NODES}
     values |= {name: cluster.extra.get(name) for name in _PLACING}
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
-    return [*options, "--exclusive"] if cluster.exclusive else options
+    if cluster.exclusive:
+        options.append("--exclusive")
+    return options
 
 
 def _text(value: Any) -> Any:

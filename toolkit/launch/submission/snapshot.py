@@ -202,10 +202,15 @@ def _names(folder: Path, *, is_top: bool) -> Iterator[str]:
 def _walk(top: Path, is_top: bool) -> Iterator[str]:
     for folder, folders, files in os.walk(top):
         here = Path(folder)
-        skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS if is_top and here == top else SKIPPED_DIRS
+        skipped = SKIPPED_DIRS
+        if is_top and here == top:
+            skipped = SKIPPED_DIRS | SKIPPED_TOP_DIRS
         links = [name for name in folders if (here / name).is_symlink()]
+        # os.walk goes on with the folders that are left in its list.
         folders[:] = [name for name in folders if name not in skipped and name not in links]
-        yield from (str((here / name).relative_to(top)) for name in sorted([*files, *links]) if name not in skipped)
+        for name in sorted([*files, *links]):
+            if name not in skipped:
+                yield str((here / name).relative_to(top))
 
 
 def _secret(name: str) -> str | None:

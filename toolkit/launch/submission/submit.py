@@ -84,9 +84,12 @@ def supervise_command(command: Sequence[str], overrides: Sequence[str] = (), *, 
 
 def _foreign_config(command: Sequence[str], overrides: Sequence[str], name: str | None) -> JobConfig:
     config = configs.load_config(None, [*overrides, f"job={configs.FOREIGN_JOB}"])
-    scripts = [word for word in command if word.endswith((".py", ".sh"))]
     is_named = any(override.startswith("name=") for override in overrides)
-    config.name = name or (config.name if is_named else Path(scripts[0] if scripts else command[0]).stem)
+    if name:
+        config.name = name
+    elif not is_named:
+        scripts = [word for word in command if word.endswith((".py", ".sh"))]
+        config.name = Path([*scripts, command[0]][0]).stem
     configs.validate(config)
     return config
 

@@ -163,12 +163,13 @@ def _container(run: RunDir, config: JobConfig, allocation: Allocation) -> Contai
     """Return the container, if any. It shows all runs, the start folder, the data, and what the config names."""
     if config.cluster.container is None:
         return None
+    here = Path.cwd()
     data = config.data.root or os.environ.get("TOOLKIT_DATA") or "data"
-    named = [config.model.init_from, config.checkpoint.copy_to, *config.cluster.container_mounts]
-    folders: list[str | Path] = [run.path.parent.parent, Path.cwd(), data, *filter(None, named)]
+    folders: list[str | Path] = [run.path.parent.parent, here, data, *config.cluster.container_mounts]
+    folders += [folder for folder in (config.model.init_from, config.checkpoint.copy_to) if folder]
     gpus = allocation.gpus_per_node > 0
     image = parse_image(config.cluster.container)
-    return Container(image, outermost(folders), workdir=str(Path.cwd()), code=str(run.code), gpus=gpus)
+    return Container(image, outermost(folders), workdir=str(here), code=str(run.code), gpus=gpus)
 
 
 def _write_own_failure(run: RunDir, error: Exception) -> None:

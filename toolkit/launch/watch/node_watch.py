@@ -112,8 +112,11 @@ class RankProcesses:
 
     def read(self) -> dict[int, Usages]:
         """Return the living processes of each rank."""
-        pids = [entry.name for entry in self._proc.iterdir() if entry.name.isdigit()]
-        stats = {int(pid): stat for pid in pids if (stat := self._stat(pid))}
+        stats: dict[int, _Stat] = {}
+        for entry in self._proc.iterdir():
+            stat = self._stat(entry.name) if entry.name.isdigit() else None
+            if stat is not None:
+                stats[int(entry.name)] = stat
         alive = {(pid, stat.started) for pid, stat in stats.items()}
         # Forget processes that have ended.
         self._ranks = {process: rank for process, rank in self._ranks.items() if process in alive}
@@ -213,9 +216,11 @@ def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:
     """True if a rank's processes did anything in between, or may have."""
     if before.keys() != after.keys():
         return True
-    if any(usage.transfers is None or usage.transfers != before[process].transfers for process, usage in after.items()):
-        return True
-    used_s = sum(usage.cpu_s - before[process].cpu_s for process, usage in after.items())
+    used_s = 0.0
+    for process, usage in after.items():
+        if usage.transfers is None or usage.transfers != before[process].transfers:
+            return True
+        used_s += usage.cpu_s - before[process].cpu_s
     return used_s > IDLE_SHARE * elapsed_s + CPU_GRAIN_S
 
 
