@@ -66,9 +66,12 @@ class Sharded:
             return
         # The copy orders its runs of rows by rank, then part; the global tensor by part, then rank.
         run = self.global_shape[0] // (parts * ranks)
-        begin, end = self.offsets[0], self.offsets[0] + self.value.shape[0]
-        for start, stop in pairwise([begin, *range(begin - begin % run + run, end, run), end]):
-            (rank, part), inside = divmod(start // run, parts), start % run
+        begin = self.offsets[0]
+        end = begin + self.value.shape[0]
+        next_run = begin - begin % run + run
+        for start, stop in pairwise([begin, *range(next_run, end, run), end]):
+            number, inside = divmod(start, run)
+            rank, part = divmod(number, parts)
             rows = (part * ranks + rank) * run + inside
             yield self.value[start - begin : stop - begin], (rows, *self.offsets[1:])
 
@@ -91,7 +94,9 @@ State: TypeAlias = Mapping[str, Entry]
 
 def is_written_by(entry: Entry, rank: int) -> bool:
     """True if `rank`, which declares `entry`, is the one that writes it into a checkpoint."""
-    return rank == 0 if isinstance(entry, Replicated) else not (isinstance(entry, Sharded) and entry.is_copy)
+    if isinstance(entry, Replicated):
+        return rank == 0
+    return not (isinstance(entry, Sharded) and entry.is_copy)
 
 
 def pieces_of(entry: Entry) -> list[tuple[torch.Tensor, tuple[int, ...]]]:

@@ -104,16 +104,16 @@ def pick(
 
     ``memory_bytes`` is what each of the ``ranks`` has.
     """
-    found = needs(size, ranks, bf16=bf16, accumulates=accumulates)
+    required = needs(size, ranks, bf16=bf16, accumulates=accumulates)
     # One rank has nothing to shard over. fsdp is the last choice, even if its need is too large.
     room = (1 - ROOM) * memory_bytes
-    name = "ddp" if ranks == 1 else next((name for name, need in found.items() if need <= room), "fsdp")
-    of = " + ".join(
-        f"{_shown(getattr(size, part))} {part}" for part in ("weights", "gradients", "slots") if getattr(size, part)
-    )
-    tried = ", ".join(f"{other} {_shown(need)}" for other, need in found.items())
+    fitting = [name for name, need in required.items() if need <= room]
+    name = "ddp" if ranks == 1 else [*fitting, "fsdp"][0]
+    parts = {"weights": size.weights, "gradients": size.gradients, "slots": size.slots}
+    of = " + ".join(f"{_shown(part)} {kind}" for kind, part in parts.items() if part)
+    tried = ", ".join(f"{other} {_shown(need)}" for other, need in required.items())
     why = f"{of}; a rank would keep: {tried}; {_shown(room)} of its {_shown(memory_bytes)} may be filled so"
-    if found[name] > room:
+    if required[name] > room:
         why += (
             ". That is more than there is: try strategy.activation_checkpointing, train.precision bf16, more ranks, or "
             "fsdp with strategy.cpu_offload"

@@ -146,8 +146,12 @@ class Custom(AllNeeded):
     def loaded(self, values: Mapping[str, Json]) -> None:
         for network, update in self._updates.items():
             # Each network's update gets its own entries, under the names that it has without the network.
-            own = {name: value for name, value in values.items() if name.partition("/")[2].startswith(f"{network}.")}
-            update.loaded({name.replace(f"/{network}.", "/", 1): value for name, value in own.items()})
+            own: dict[str, Json] = {}
+            for name, value in values.items():
+                kind, _, rest = name.partition("/")
+                if rest.startswith(f"{network}."):
+                    own[f"{kind}/{rest.removeprefix(f'{network}.')}"] = value
+            update.loaded(own)
 
     def close(self) -> None:
         for name in ("networks", "_updates"):
@@ -164,5 +168,8 @@ def _of(network: str, entries: Mapping[str, T]) -> dict[str, T]:
 
     ``optim/0.weight/exp_avg`` becomes ``optim/generator.0.weight/exp_avg``.
     """
-    parts = ((name.partition("/"), entry) for name, entry in entries.items())
-    return {f"{kind}/{network}.{rest}": entry for (kind, _, rest), entry in parts}
+    named = {}
+    for name, entry in entries.items():
+        kind, _, rest = name.partition("/")
+        named[f"{kind}/{network}.{rest}"] = entry
+    return named

@@ -122,9 +122,9 @@ class Objective:
         if isinstance(value, Tensor) and value.shape == (samples,):
             return Loss(value.sum())
         if not isinstance(value, Loss):
-            kind = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            )
+            kind = f"a {type(value).__name__}"
+            if isinstance(value, Tensor):
+                kind = f"a tensor of shape {tuple(value.shape)}"
             raise JobFailedError(f"{self.where}: the loss{_called(name)} is {kind}; {HOW}")
         if not isinstance(value.total, Tensor) or value.total.numel() != 1:
             shape = tuple(getattr(value.total, "shape", ()))
@@ -180,9 +180,8 @@ def common_weight(losses: Mapping[str, Loss]) -> bool:
 def refuse_other_weights(losses: Mapping[str, Loss], key: str) -> None:
     """Raise ConfigError, naming ``key``, unless the sums of all losses are divided by the same weight."""
     if not common_weight(losses):
-        names = ", ".join(
-            f"{name} ({'samples' if loss.weight is None else 'its own'})" for name, loss in losses.items()
-        )
+        weights = {name: "samples" if loss.weight is None else "its own" for name, loss in losses.items()}
+        names = ", ".join(f"{name} ({weight})" for name, weight in weights.items())
         raise ConfigError(
             f"{key}: the job's losses are divided by different weights: {names}; that takes one pass for the whole "
             "batch of a rank, under ddp, fsdp, zero or tensor: give all of them the same weight (one tensor)"

@@ -13,6 +13,7 @@ throw-away pass over a real batch, after which every step of every attempt sums 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -142,31 +143,30 @@ class Spmd(AllNeeded):
         """
         assert batch is not None, "build() made sure that every share holds a sample"
         modules = {"": self._model} if self._train.compile else dict(self._model.named_modules())
-        layers = (
-            f"layer {name} ({type(module).__name__})" if name else "the model" for name, module in modules.items()
-        )
-        names, found = [*layers, "the loss"], list[int]()
+        names = [f"layer {name} ({type(module).__name__})" if name else "the model" for name, module in modules.items()]
+        names.append("the loss")
+        bad: list[int] = []  #: the number of the first
 
         def look(number: int, output: object) -> None:
-            if isinstance(output, Tensor) and not found and not local(output).isfinite().all():
-                found.append(number)
+            if isinstance(output, Tensor) and not bad and not local(output).isfinite().all():
+                bad.append(number)
 
         # Repeat the step's forward passes; hooks note the first output that is not finite, the loss comes last.
-        hooks = [
-            module.register_forward_hook(lambda _module, _args, output, number=number: look(number, output))
-            for number, module in enumerate(modules.values())
-        ]
+        handles = []
+        for number, module in enumerate(modules.values()):
+            hook = partial(lambda number, _module, _args, output: look(number, output), number)
+            handles.append(module.register_forward_hook(hook))
         try:
             for part in self._parts(batch.to(self._device)):
                 with self._layout.precision():
                     for loss in self._objective(self._layout.forward, part).values():
                         look(len(modules), loss.total)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
         self._layout.rest()
         # The first bad layer of a rank is one number. Over all ranks the smallest such number is the answer.
-        counts = self.sum({str(number): float(number in found) for number in range(len(names))})
+        counts = self.sum({str(number): float(number in bad) for number in range(len(names))})
         return next((names[int(number)] for number, count in counts.items() if count), None)
 
     def close(self) -> None:

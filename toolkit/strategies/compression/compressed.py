@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -103,13 +103,13 @@ class Compressed(LocalReplica):
 
     def state(self) -> dict[str, Entry]:
         """Return ``residual/rank3/<parameter>``, ``moving/rank3/<parameter>`` and the scheme's own state."""
-        own = self._own("residual", self._residual, self._pieces if len(self._residual) else [])
-        own |= self._own("moving", self._moving, [*self._pieces, *self._whole] if len(self._moving) else [])
-        return own | self._scheme.state()
-
-    def _own(self, kind: str, vector: Tensor, pieces: Sequence[Piece]) -> dict[str, Entry]:
-        place = f"{kind}/rank{self.share.index}/"
-        return {place + piece.name: PerRank(piece.of(vector).view(piece.shape), averages=True) for piece in pieces}
+        entries: dict[str, Entry] = {}
+        everything = [*self._pieces, *self._whole]
+        for kind, vector, pieces in (("residual", self._residual, self._pieces), ("moving", self._moving, everything)):
+            for piece in pieces if len(vector) else ():
+                value = piece.of(vector).view(piece.shape)
+                entries[f"{kind}/rank{self.share.index}/{piece.name}"] = PerRank(value, averages=True)
+        return entries | self._scheme.state()
 
     def figures(self) -> dict[str, float]:
         """Return the bytes, the error and the time of compression, beside those of a plain all-reduce.
@@ -248,7 +248,8 @@ class _AllReduceCost:
 
     def __init__(self, small: tuple[float, float], large: tuple[float, float]) -> None:
         self._bytes, self._seconds = small
-        self._per_byte = max(0.0, large[1] - small[1]) / max(1.0, large[0] - small[0])
+        more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
+        self._per_byte = max(0.0, more_seconds) / max(1.0, more_bytes)
 
     def seconds(self, sent_bytes: float) -> float:
         return self._seconds + max(0.0, sent_bytes - self._bytes) * self._per_byte

@@ -61,9 +61,9 @@ class Worker(Side):
             model.compile()
         # For each server: the parameters that concern it, and their places in its messages.
         self._placed = {server: self._exchanged(model, server) for server in self._servers}
-        self._places = {
-            server: Flat([rows_of(p, rows) for p, rows in placed]) for server, placed in self._placed.items()
-        }
+        self._places: dict[int, Flat] = {}
+        for server, placed in self._placed.items():
+            self._places[server] = Flat([rows_of(p, rows) for p, rows in placed])
         self._outbox: dict[int, Tensor | None] = dict.fromkeys(self._servers)
         # One pass that leaves nothing behind: it compiles, and shows which parameters are not used.
         with priming(objective, self._train, model, self._session.activity) as checked:

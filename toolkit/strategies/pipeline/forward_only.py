@@ -74,9 +74,9 @@ class ForwardOnly:
 
         Both go in one batch of operations, so that no order in which a backend makes them can block.
         """
-        following, previous = (
-            dist.get_global_rank(self._line, (self._grid.place + way) % self._grid.ranks) for way in (1, -1)
-        )
+        place, ranks = self._grid.place, self._grid.ranks
+        following = dist.get_global_rank(self._line, (place + 1) % ranks)
+        previous = dist.get_global_rank(self._line, (place - 1) % ranks)
         operations = []
         if result is not None:
             operations.append(dist.P2POp(dist.isend, result.contiguous(), following, self._line))

@@ -261,7 +261,9 @@ def _names(model: nn.Module, criterion: nn.Module | None) -> dict[Tensor, str]:
 
 def _complete(optimizer: Optimizer, criterion: nn.Module | None, names: Mapping[Tensor, str]) -> None:
     """Give ``optimizer`` what the criterion learns. Raises ConfigError for a parameter that has no name."""
-    has = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    has: set[Tensor] = set()
+    for group in optimizer.param_groups:
+        has.update(group["params"])
     unknown = [f"one of shape {tuple(parameter.shape)}" for parameter in has if parameter not in names]
     if unknown:
         raise ConfigError(
@@ -290,8 +292,9 @@ def _ratios(optimizer: Optimizer) -> list[float]:
         return [1.0] * len(groups)
     ratios = [float(group["lr"]) / own for group in groups]
     if any(ratio != 1 for ratio in ratios):
-        parts = ", ".join(f"{ratio:g} ({len(g['params'])} tensors)" for ratio, g in zip(ratios, groups, strict=True))
-        log.info("parameter groups have their own part of the learning rate: %s", parts)
+        sizes = [len(group["params"]) for group in groups]
+        parts = [f"{ratio:g} ({size} tensors)" for ratio, size in zip(ratios, sizes, strict=True)]
+        log.info("parameter groups have their own part of the learning rate: %s", ", ".join(parts))
     return ratios
 
 

@@ -70,15 +70,17 @@ class Average:
             self._swap()
 
     def state(self) -> dict[str, Entry]:
-        averages = {
-            f"ema/{name}": dataclasses.replace(entry(tensor), value=self.of[tensor])
-            for name, tensor in self._live.items()
-        }
-        return {_DECAY: Replicated(self._decay), _STEPS: Replicated(int(self._steps)), **averages}
+        entries: dict[str, Entry] = {_DECAY: Replicated(self._decay), _STEPS: Replicated(int(self._steps))}
+        for name, tensor in self._live.items():  # an average lies on the ranks as its tensor does
+            entries[f"ema/{name}"] = dataclasses.replace(entry(tensor), value=self.of[tensor])
+        return entries
 
     def live(self) -> dict[str, Tensor]:
-        kinds = {name: "buffers" if name in self._buffers else "optimizer" for name in self._live}
-        return {f"{kinds[name]}/ema/{name}": self.of[tensor] for name, tensor in self._live.items()}
+        averages = {}
+        for name, tensor in self._live.items():
+            kind = "buffers" if name in self._buffers else "optimizer"
+            averages[f"{kind}/ema/{name}"] = self.of[tensor]
+        return averages
 
     @torch.no_grad()
     def loaded(self, values: Mapping[str, Json]) -> None:
