@@ -44,11 +44,13 @@ def parse(data: bytes) -> RankReport | None:
         report = RankReport(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
         return None
-    counts = [report.attempt, report.rank, report.count, 0 if report.step is None else report.step]
-    extras = [{} if extra is None else extra for extra in (report.fields, report.result)]
-    fits = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-    fits = fits and isinstance(report.phase, str) and all(isinstance(extra, dict) for extra in extras)
-    return report if fits else None
+    counts = [report.attempt, report.rank, report.count]
+    if report.step is not None:
+        counts.append(report.step)
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        return None
+    has_mappings = all(extra is None or isinstance(extra, dict) for extra in (report.fields, report.result))
+    return report if isinstance(report.phase, str) and has_mappings else None
 
 
 @dataclass(frozen=True)

@@ -100,14 +100,16 @@ def is_job(job: str, project: Path | None = None) -> bool:
 
 def _check_step_owner(config: JobConfig, job: ast.ClassDef) -> None:
     """Raise ConfigError where a job with its own step asks for a strategy of the toolkit, or the other way round."""
-    own = any(isinstance(node, ast.FunctionDef) and node.name == "train_step" for node in job.body)
-    if own and config.strategy.name != "custom":
+    own = "train_step" in [node.name for node in job.body if isinstance(node, ast.FunctionDef)]
+    is_custom = config.strategy.name == "custom"
+    if own and not is_custom:
         raise ConfigError(
             f"strategy.name: {config.strategy.name} is not what {config.job} does: its step is its own (train_step of "
             f"{job.name}); set it to custom"
         )
     # A base class without a dot in its name may define the step itself; its methods are not read.
-    if not own and config.strategy.name == "custom" and not any("." not in ast.unparse(base) for base in job.bases):
+    may_inherit = not all("." in ast.unparse(base) for base in job.bases)
+    if is_custom and not own and not may_inherit:
         raise ConfigError(
             f"strategy.name: custom is for a job with a step of its own, a method train_step (see jobs/custom.py), and "
             f"{job.name} of {config.job} has none: use ddp"
@@ -124,7 +126,8 @@ def job_source(job: str, project: Path | None = None) -> Path:
         path = project / job
         if os.path.isfile(path):  # noqa: PTH113  # Path's own raises for a name that is too long
             return path
-        scripts = sorted(str(p.relative_to(project)) for p in (*project.glob("*.py"), *project.glob("jobs/*.py")))
+        paths = [*project.glob("*.py"), *project.glob("jobs/*.py")]
+        scripts = sorted(str(path.relative_to(project)) for path in paths)
         raise ConfigError(f"job: there is no file {path}; {nearest(job, scripts)}".rstrip("; "))
     spec = _spec(job.split("."), project)
     if spec is None or spec.origin is None or not spec.has_location:

@@ -60,13 +60,15 @@ def merged_layers(
     See :func:`load_config`.
     """
     is_script = path is not None and Path(path).suffix == ".py"
-    files = [] if path is None or is_script else file_layers(Path(path), ())
-    layers = [*site_layers(site), *files, *map(override_layer, overrides)]
+    layers = site_layers(site)
     merged: dict[str, Any] = asdict(JobConfig())
     if path is not None:
         merged["name"] = Path(path).stem
     if is_script:
         merged["job"] = str(path)
+    elif path is not None:
+        layers += file_layers(Path(path), ())
+    layers += map(override_layer, overrides)
     # ``params`` are merged later: only the job, which any layer may name, knows which keys they have.
     given = [(layer, pair[1]) for layer in layers if (pair := layer.pairs(layer.root).get("params"))]
     for layer in layers:

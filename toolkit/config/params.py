@@ -23,13 +23,16 @@ def filled(kind: type[T], values: Mapping[str, Any], key: str = "params") -> T:
     valid = {f.name: f for f in fields(kind) if f.init}  # type: ignore[arg-type]
     for name in values:
         if name not in valid:
-            hint = nearest(f"{key}.{name}", [f"{key}.{other}" for other in valid])
-            raise ConfigError(f"unknown key '{key}.{name}'; {hint}valid here: {', '.join(sorted(valid))}")
+            likeliest = nearest(f"{key}.{name}", [f"{key}.{other}" for other in valid])
+            raise ConfigError(f"unknown key '{key}.{name}'; {likeliest}valid here: {', '.join(sorted(valid))}")
     for name, f in valid.items():
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"{key}.{name}: must be given, for {kind.__name__} has no default for it")
     hints = get_type_hints(kind)
-    return kind(**{name: _as_declared(value, hints[name], f"{key}.{name}") for name, value in values.items()})
+    arguments = {}
+    for name, value in values.items():
+        arguments[name] = _as_declared(value, hints[name], f"{key}.{name}")
+    return kind(**arguments)
 
 
 def _as_declared(value: Any, hint: Any, key: str) -> Any:

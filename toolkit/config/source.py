@@ -98,7 +98,9 @@ class PythonSource:
 
 def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and value is not None:
-            yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value

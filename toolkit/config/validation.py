@@ -71,13 +71,15 @@ def validate(
 
 def _key_of(config: JobConfig, path: str) -> str:
     """Return the key whose value is the longest part of ``path``."""
-    found = [(0, "a path")]
+    candidates = [(0, "a path")]
     for key in all_keys():
         value = value_of(config, key)
-        texts = [str(text) for text in (value if isinstance(value, list) else [value]) if text]
-        # The name of a module is a path with dots.
-        found += [(len(text), key) for text in texts if text in path or text.replace(".", "/") in path]
-    return max(found)[1]
+        for part in value if isinstance(value, list) else [value]:
+            text = str(part or "")
+            # The name of a module is a path with dots.
+            if text and (text in path or text.replace(".", "/") in path):
+                candidates.append((len(text), key))
+    return max(candidates)[1]
 
 
 def _validate(config: JobConfig, ranks: int | None, login_node: bool, project: Path | None, goes_on: bool) -> None:

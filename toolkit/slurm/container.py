@@ -108,10 +108,12 @@ def outermost(folders: Iterable[str | Path]) -> tuple[str, ...]:
     Symbolic links are kept: ranks use the paths as they are given. Raises ConfigError for a path that no mount can
     name.
     """
-    found: list[Path] = []
-    for folder in sorted({fsio.expand(folder).absolute() for folder in folders}, key=lambda path: path.parts):
-        if set(":,") & set(str(folder)):
-            raise ConfigError(f"cluster.container: {folder} cannot be mounted: no : or , may be in its path")
-        if folder.is_dir() and not any(other in folder.parents for other in found):
-            found.append(folder)
-    return tuple(map(str, found))
+    paths = {fsio.expand(folder).absolute() for folder in folders}
+    mounted: list[Path] = []
+    # A folder comes before those in it.
+    for path in sorted(paths, key=lambda path: path.parts):
+        if set(":,") & set(str(path)):
+            raise ConfigError(f"cluster.container: {path} cannot be mounted: no : or , may be in its path")
+        if path.is_dir() and not any(other in path.parents for other in mounted):
+            mounted.append(path)
+    return tuple(map(str, mounted))

@@ -91,7 +91,8 @@ def parse_drained(text: str) -> dict[str, str]:
     """
     found = {}
     for record in re.split(r"\n(?=NodeName=)", text):
-        name, state = re.match(r"NodeName=(\S+)", record), re.search(r"^ +State=(\S+)", record, re.MULTILINE)
+        name = re.match(r"NodeName=(\S+)", record)
+        state = re.search(r"^ +State=(\S+)", record, re.MULTILINE)
         reason = re.search(r"^ +Reason=(.*?)(?: \[([^\s@]+)@\S+\])?$", record, re.MULTILINE)
         if name and state and "DRAIN" in re.split(r"\W", state[1]):
             found[name[1]] = "no reason given" if reason is None else " by ".join(filter(None, reason.groups()))
@@ -213,7 +214,7 @@ def rows_by_id(job_ids: Iterable[str], rows: Sequence[JobStatus]) -> dict[str, J
     by_id: dict[str, list[JobStatus]] = {}
     for row in rows:
         # The row of an array element or het component also stands for the whole job.
-        for name in {row.job_id, re.split(r"[_+]", row.job_id)[0]}:
+        for name in {row.job_id, base_id(row.job_id)}:
             by_id.setdefault(name, []).append(row)
     return {job_id: present_of(by_id.get(job_id, [])) for job_id in job_ids}
 

@@ -110,8 +110,11 @@ class Nodes:
     def note(self, *, sick: Mapping[str, str], drained: Mapping[str, str]) -> None:
         """Note what is wrong with which nodes at this moment. A new problem is logged once."""
         before, now = self._ailing, time.time()
-        self._ailing = {host: BadNode(what, now) for host, what in sick.items()}
-        self._ailing |= {host: BadNode(f"drained: {why}", now, is_drained=True) for host, why in drained.items()}
+        self._ailing = {}
+        for host, what in sick.items():
+            self._ailing[host] = BadNode(what, now)
+        for host, why in drained.items():
+            self._ailing[host] = BadNode(f"drained: {why}", now, is_drained=True)
         for host, ailing in self.ailing.items():
             if host not in before or before[host].why != ailing.why:
                 log.warning("node %s: %s", host, ailing.why)
@@ -123,11 +126,16 @@ class Nodes:
         with or without ranks.
         """
         spares = ({*self._usable()} & {*heard}).difference(at_work)
-        good = [host for host in spares if not self._is_suspicious(host)]
-        ailing, batch_host = self.ailing, self._allocation.hosts[0]
-        leaving = [h for h in at_work if h in ailing and not (ailing[h].is_drained and h == batch_host)]
-        # No more nodes leave than there are good spares.
-        return {host: ailing[host] for host in leaving[: len(good)]}
+        good_count = sum(not self._is_suspicious(host) for host in spares)
+        in_use, leaving = self.ailing, dict[str, BadNode]()
+        for host in at_work:
+            ailing = in_use.get(host)
+            if ailing is None or (ailing.is_drained and host == self._allocation.hosts[0]):
+                continue
+            # No more nodes leave than there are good spares.
+            if len(leaving) < good_count:
+                leaving[host] = ailing
+        return leaving
 
     def condemn(self, host: str, why: str, *, is_drained: bool = False) -> None:
         """Exclude ``host`` from this job, and remember it in the run."""

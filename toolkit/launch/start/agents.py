@@ -177,12 +177,14 @@ class Agents:
         The ranks' reports and the errors of the links' thread go into ``events``. ``awaited``: the ranks that already
         run.
         """
-        at = self._endpoint or Endpoint.open(self._run, self._allocation.hosts, environ)
-        self._at, self._awaited = at, awaited
+        hosts = self._allocation.hosts
+        at = self._endpoint or Endpoint.open(self._run, hosts, environ)
         outages.persist(lambda: fsio.write_atomic(at.secret_file, at.secret), self._run.path)
-        self.environ, self._events, self._user = dict(environ), events, user
+        self._at, self._awaited = at, awaited
+        self._events, self._user = events, user
+        self.environ = dict(environ)
         self.reports_token = reports.token_of(at.secret)
-        self._links = AgentLinks(at.listening.dup(), at.secret, self, len(self._allocation.hosts))
+        self._links = AgentLinks(at.listening.dup(), at.secret, self, len(hosts))
 
     def request(self, orders: Mapping[str, Message], heard: Events) -> int:
         """Send each host its order, as soon as its agent is there; return the request's number.
@@ -191,7 +193,8 @@ class Agents:
         for a host that hangs.
         """
         number = next(self._numbers)
-        request = AgentRequest(heard, {host: {**order, "request": number} for host, order in orders.items()})
+        numbered = {host: {**order, "request": number} for host, order in orders.items()}
+        request = AgentRequest(heard, numbered)
         self.links.call(lambda: self._requests.begin(number, request, self.links.hosts, self._starting))
         return number
 

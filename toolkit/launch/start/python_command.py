@@ -163,7 +163,8 @@ class _ProgramSources:
         for part in parts:
             spec = PathFinder.find_spec(part, path)
             if spec is None or parts[0] == "toolkit":
-                self.others |= {parts[0]} if path is self._path else set()
+                if path is self._path:
+                    self.others.add(parts[0])
                 return []
             path = list(spec.submodule_search_locations or [])
         package = name if path else name.rpartition(".")[0]
@@ -186,7 +187,9 @@ class _ProgramSources:
                 case ast.Import(names):
                     imported += [alias.name for alias in names]
                 case ast.ImportFrom(module, names, level) if package or not level:
-                    origin = resolve_name("." * level + (module or ""), package) if level else str(module)
+                    origin = str(module)
+                    if level:
+                        origin = resolve_name("." * level + (module or ""), package)
                     imported += [origin, *(f"{origin}.{alias.name}" for alias in names)]
                 case ast.Constant(str(text)) | ast.keyword(str(text)):
                     self.texts.add(text)

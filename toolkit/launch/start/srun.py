@@ -295,12 +295,15 @@ def _slurms_order(host: str) -> tuple[str, int]:
 
 
 def _rank_ended(match: re.Match[str]) -> RankEnded:
-    ranks = tuple(int(r) for r in hostlist.expand(f"[{match['ranks'].strip('[]')}]"))
-    how, code = match["how"], _EXIT_CODE.search(match["how"])
+    host, how, now = match["host"], match["how"], time.time()
+    numbers = match["ranks"].strip("[]")
+    ranks = tuple(map(int, hostlist.expand(f"[{numbers}]")))
+    code = _EXIT_CODE.search(how)
     if code:
-        return RankEnded(ranks, match["host"], f"exit code {code[1]}", None, time.time(), int(code[1]))
+        return RankEnded(ranks, host, f"exit code {code[1]}", None, now, int(code[1]))
     text = how.removesuffix(" (core dumped)")
     out_of_memory = "Out Of Memory" in text
     number = signal.SIGKILL if out_of_memory else _SIGNAL_TEXTS.get(text)
-    named = f"killed by {signal_name(number)} ({how})" if number else how
-    return RankEnded(ranks, match["host"], named, number, time.time(), None, out_of_memory)
+    if number:
+        how = f"killed by {signal_name(number)} ({how})"
+    return RankEnded(ranks, host, how, number, now, None, out_of_memory)

@@ -29,17 +29,26 @@ def load(job: str, folder: Path) -> ModuleType:
     imported as a module of that package. Raises ConfigError that names the line where the code is wrong.
     """
     source = configs.job_source(job, folder)
+    is_file = job.endswith(".py")
     name, root = _name_and_root(job, source, folder)
     # The last one comes first on the path.
-    for first in (folder / "src", folder, root, *([source.parent] if job.endswith(".py") else [])):
+    firsts = [folder / "src", folder, root]
+    if is_file:
+        firsts.append(source.parent)
+    for first in firsts:
         if first.is_dir():
             sys.path[:] = [str(first), *(other for other in sys.path if other != str(first))]
     importlib.invalidate_caches()
     try:
         # A file outside of packages is imported by its path.
-        if job.endswith(".py") and root == source.parent:
+        if is_file and root == source.parent:
             return _of_file(name, source)
-        _forget_other_copy(name.partition(".")[0], root)
+        # Modules of this package that are not from here are from another run's copy of the sources.
+        package = name.partition(".")[0]
+        for other, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None)
+            if other.partition(".")[0] == package and not (file and Path(file).is_relative_to(root)):
+                del sys.modules[other]
         return importlib.import_module(name)
     except _FAULTS as error:
         if isinstance(error, ImportError) and (error.path or "").endswith(".so"):  # a library that this node lacks
@@ -60,14 +69,6 @@ def _name_and_root(job: str, source: Path, folder: Path) -> tuple[str, Path]:
     while root != folder and (root / "__init__.py").is_file():
         name, root = f"{root.name}.{name}", root.parent
     return name, root
-
-
-def _forget_other_copy(package: str, root: Path) -> None:
-    """Forget the modules of ``package`` that are not from ``root``. They are from another run's copy of the sources."""
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if name.partition(".")[0] == package and not (file and Path(file).is_relative_to(root)):
-            del sys.modules[name]
 
 
 def _of_file(name: str, source: Path) -> ModuleType:

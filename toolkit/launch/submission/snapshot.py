@@ -258,11 +258,18 @@ def _copy(source: Path, target: Path, *, is_program: bool) -> None:
 def _note_revision(project: Path, code: Path, left_out: Mapping[str, str]) -> None:
     """Write ``SNAPSHOT.json`` and ``SNAPSHOT.diff``: the commit, and what was changed since, without secrets."""
     revision = _git(project, "rev-parse", "HEAD")
-    changed = (_git(project, "diff", "--name-only", "-z", "HEAD") or "") if revision else ""
+    changed = _git(project, "diff", "--name-only", "-z", "HEAD") if revision else None
+    note = {
+        "project": str(project),
+        "git_sha": revision and revision.strip(),
+        "dirty": bool(changed),
+        "left_out": left_out,
+    }
+    fsio.write_json(code / "SNAPSHOT.json", note)
+    if not changed:
+        return
     # The diff must not hold the secrets that the copy leaves out.
     secret = [f":(exclude,top,literal){name}" for name in changed.split("\0") if _secret(name)]
-    diff = _git(project, "diff", "HEAD", "--", ":/", *secret) if changed else None
-    note = {"project": str(project), "git_sha": revision and revision.strip(), "dirty": bool(changed)}
-    fsio.write_json(code / "SNAPSHOT.json", {**note, "left_out": left_out})
+    diff = _git(project, "diff", "HEAD", "--", ":/", *secret)
     if diff:
         fsio.write_atomic(code / "SNAPSHOT.diff", diff.encode(errors="surrogateescape"))

@@ -144,12 +144,18 @@ def blame(groups: Sequence[RankGroup]) -> tuple[list[int], str]:
     # All wait, as far as is known, and some stacks are unread: the culprit may be one of those.
     if _count(behind) > 1 and furthest[2] > 0 and not all(group.is_read for group in behind):
         read = [group for group in groups if group.is_read]
-        unread = f"{_count(groups) - _count(read)} of {_count(groups)}"
-        line = f"nobody knows who is behind: there was no time to read the stacks of {unread} ranks"
-        return [], f"{line}; {_counts(read, 'rank')}" if read else line
+        total = _count(groups)
+        unread = total - _count(read)
+        line = f"nobody knows who is behind: there was no time to read the stacks of {unread} of {total} ranks"
+        if read:
+            line += f"; {_counts(read, 'rank')}"
+        return [], line
     last = [group for group in groups if group.place == furthest]
     # Of those furthest behind the rarest activity is blamed.
-    doing = min(last, key=lambda group: _count(other for other in last if other.doing == group.doing)).doing
+    does: Counter[str] = Counter()
+    for group in last:
+        does[group.doing] += len(group.ranks)
+    doing = min(does, key=does.__getitem__)
     blamed = [group for group in last if group.doing == doing]
     culprits = sorted(rank for group in blamed for rank in group.ranks)
     line = f"{doing}, {blamed[0].still_s:.0f} s"

@@ -102,9 +102,9 @@ class RankProcesses:
 
     def __init__(self, run: RunDir, attempt: int, proc: Path = Path("/proc")) -> None:
         wanted = re.escape(mark(run, attempt, "RANK")).replace("RANK", "([0-9]+)")
-        self._mark = re.compile(rf"(?:^|\0){MARK_VARIABLE}={wanted}\0".encode())
+        self._mark = _variable(MARK_VARIABLE, wanted)
         node = os.environ.get("SLURMD_NODENAME")  # nodes of a test cluster may see each other's processes
-        self._node = None if node is None else re.compile(rf"(?:^|\0)SLURMD_NODENAME={re.escape(node)}\0".encode())
+        self._node = None if node is None else _variable("SLURMD_NODENAME", re.escape(node))
         self._proc = proc
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._ranks: dict[tuple[int, int], int | None] = {}  #: by process whose environment has been read
@@ -188,7 +188,9 @@ class RankProcesses:
             return None
         counters = dict(re.findall(r"(\w+): (\d+)", self._text(f"{pid}/io")))
         names = ("rchar", "wchar", "read_bytes", "write_bytes")
-        return (*(int(counters[name]) for name in names), stat.pages) if counters.keys() >= {*names} else None
+        if not counters.keys() >= {*names}:
+            return None
+        return (*(int(counters[name]) for name in names), stat.pages)
 
     def _text(self, name: str) -> str:
         return self._bytes(name).decode(errors="replace")
@@ -210,6 +212,11 @@ def is_agent(words: Sequence[str]) -> bool:
         if word == "-c" or not word.startswith("-"):
             return Path(word).name in _AGENT_PROGRAMS
     return False
+
+
+def _variable(name: str, value: str) -> re.Pattern[bytes]:
+    """Return the pattern of a variable in ``/proc/PID/environ``; ``value`` is a pattern, too."""
+    return re.compile(rf"(?:^|\0){name}={value}\0".encode())
 
 
 def has_moved(before: Usages, after: Usages, elapsed_s: float) -> bool:
@@ -285,10 +292,13 @@ class NodeWatch:
             self._ranks[rank] = _WatchedRank()
         for rank, known in self._ranks.items():
             usages = found.get(rank, {})
-            known.still_s = 0.0 if has_moved(known.usages, usages, elapsed_s) else known.still_s + elapsed_s
+            known.still_s += elapsed_s
+            if has_moved(known.usages, usages, elapsed_s):
+                known.still_s = 0.0
             known.usages = usages
         # nvidia-smi is asked only when it matters. A busy GPU counts as a sign of life of all ranks.
-        if any(r.usages and r.still_s > self._bound_s / 2 for r in self._ranks.values()) and self._is_gpu_busy():
+        is_any_still = any(rank.usages and rank.still_s > self._bound_s / 2 for rank in self._ranks.values())
+        if is_any_still and self._is_gpu_busy():
             for known in self._ranks.values():
                 known.still_s = 0.0
         # Only changes are reported.
