@@ -65,7 +65,9 @@ def _read_yaml(path: Path) -> Layer:
     try:
         root = yaml_core.compose(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file{_nearby_files(path)}") from None
+        others = sorted(map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else []
+        hint = f"; {nearest(str(path), others)}there are: {', '.join(others)}" if others else ""
+        raise ConfigError(f"{path}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:
@@ -75,11 +77,6 @@ def _read_yaml(path: Path) -> Layer:
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{path}: must hold `key: value` lines, not a list or a single value")
     return Layer(str(path), root)
-
-
-def _nearby_files(path: Path) -> str:
-    found = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    return f"; {nearest(str(path), found)}there are: {', '.join(found)}" if found else ""
 
 
 def override_layer(text: str) -> Layer:

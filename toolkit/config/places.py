@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from pathlib import Path
 
 from toolkit import fsio
 from toolkit.config.schema import JobConfig
@@ -24,14 +23,11 @@ def check_places(config: JobConfig) -> None:
             f"notify: there is no program {config.notify[0]!r}; give its path, or [sh, -c, 'LINE'] for a shell's"
         )
     if config.checkpoint.copy_to is not None:
-        _check_writable("checkpoint.copy_to", fsio.expand(config.checkpoint.copy_to))
-
-
-def _check_writable(key: str, folder: Path) -> None:
-    """Create and remove a folder there. Permissions do not show that a disk is read-only, full or /proc."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=there):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be written: {there}: {error.strerror}") from None
+        copy_to = fsio.expand(config.checkpoint.copy_to)
+        there = next(path for path in (copy_to, *copy_to.parents) if path.exists())
+        # Create a folder there: permissions do not show that a disk is read-only, full or /proc.
+        try:
+            with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=there):
+                pass
+        except OSError as error:
+            raise ConfigError(f"checkpoint.copy_to: {copy_to} cannot be written: {there}: {error.strerror}") from None

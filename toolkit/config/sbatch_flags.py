@@ -109,11 +109,17 @@ def check_extra(cluster: ClusterConfig) -> None:
         if flag not in FLAGS and flag not in _plugins_flags():
             raise ConfigError(f"{where}: sbatch has no flag --{flag}; {nearest(flag, FLAGS.keys() - REFUSED.keys())}")
         _check_value(where, flag, value)
-    _check_together(cluster, seen)
+    # Last, flags that do not go together.
+    for limit in ("mem-per-cpu", "mem-per-gpu"):
+        if limit in seen and cluster.mem_gb is not None:
+            raise ConfigError(f"cluster.extra.{seen[limit]}: does not go with cluster.mem_gb; leave one of them out")
+    if {"requeue", "no-requeue"} <= seen.keys():
+        raise ConfigError("cluster.extra.no-requeue: does not go with requeue; leave one of them out")
 
 
 def _check_value(where: str, flag: str, value: object) -> None:
-    if not isinstance(value, (str, int, float)) or value == "" or (isinstance(value, float) and not isfinite(value)):
+    is_finite = not isinstance(value, float) or isfinite(value)
+    if not isinstance(value, (str, int, float)) or value == "" or not is_finite:
         raise ConfigError(f"{where}: {value!r} must be a text, a number or true")
     if value is False and flag == "requeue":
         raise ConfigError(f"{where}: false leaves the flag out, and the job is requeued; write no-requeue: true")
@@ -123,16 +129,9 @@ def _check_value(where: str, flag: str, value: object) -> None:
         raise ConfigError(f"{where}: --{flag} takes no value; write true")
     if flag == "nodelist" and isinstance(value, str):
         check_hosts(where, value)
-    if flag == "gres" and "gpu" in [part.partition(":")[0].removeprefix("gres/") for part in str(value).split(",")]:
+    resources = [part.partition(":")[0].removeprefix("gres/") for part in str(value).split(",")]
+    if flag == "gres" and "gpu" in resources:
         raise ConfigError(f"{where}: use cluster.gpus_per_node and cluster.gpu_type for GPUs")
-
-
-def _check_together(cluster: ClusterConfig, flags: Mapping[str, str]) -> None:
-    for flag in ("mem-per-cpu", "mem-per-gpu"):
-        if flag in flags and cluster.mem_gb is not None:
-            raise ConfigError(f"cluster.extra.{flags[flag]}: does not go with cluster.mem_gb; leave one of them out")
-    if {"requeue", "no-requeue"} <= flags.keys():
-        raise ConfigError("cluster.extra.no-requeue: does not go with requeue; leave one of them out")
 
 
 def check_hosts(key: str, text: str) -> None:

@@ -71,7 +71,10 @@ def page(report: CheckReport) -> str:
     elif report.different:
         lines.append(f"DIFFERENT after {report.steps} steps ({ranks} ranks):")
     else:
-        lines.append(f"IDENTICAL: {report.steps} steps on {ranks} ranks: {_what_is_identical(report)}")
+        what = ", ".join(RECORDED.values()) + ", the bytes of the last checkpoint, and the curves"
+        if report.worst_loss is not None:
+            what = "positions, sample ids, inputs (augmentation) and targets of every sample"
+        lines.append(f"IDENTICAL: {report.steps} steps on {ranks} ranks: {what}")
     lines += [f"  {RECORDED.get(kind, kind)}: {text}" for kind, text in report.different.items()]
     lines += [
         f"not the same all the time: {key} ({listing([str(v) for v in seen], 4)})"
@@ -100,9 +103,3 @@ def _what_of_the_loss(report: CheckReport, worst: float) -> list[str]:
         f"{equal} models with batch statistics or dropout draw",
         "  them for each rank, so that another number of ranks is another training (--tolerance)",
     ]
-
-
-def _what_is_identical(report: CheckReport) -> str:
-    if report.worst_loss is not None:
-        return "positions, sample ids, inputs (augmentation) and targets of every sample"
-    return ", ".join(RECORDED.values()) + ", the bytes of the last checkpoint, and the curves"

@@ -123,7 +123,14 @@ class AgentLinks:
 
     def _serve(self) -> None:
         try:
-            self._serve_until_closed()
+            while not self._is_closed:
+                for key, ready in self._selector.select(LOOK_EVERY_S):
+                    if not isinstance(key.data, _Peer):
+                        key.data()
+                    elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select
+                        self._serve_peer(key.data, ready)
+                self._close_strangers()
+                self._listener.time_passed()
         except Exception as error:
             self._listener.broke(error)
         finally:
@@ -132,16 +139,6 @@ class AgentLinks:
                 end.close()
             for peer in self._peers.values():
                 peer.connection.close()
-
-    def _serve_until_closed(self) -> None:
-        while not self._is_closed:
-            for key, ready in self._selector.select(LOOK_EVERY_S):
-                if not isinstance(key.data, _Peer):
-                    key.data()
-                elif key.data.connection.fileno() >= 0:  # else a call has dropped it since the select
-                    self._serve_peer(key.data, ready)
-            self._close_strangers()
-            self._listener.time_passed()
 
     def _be_called(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -208,12 +208,15 @@ def attach(run: RunDir) -> Run:
     if ownership.is_being_submitted(run, owner):
         raise RequestError(f"run {run.id} is being submitted at this moment; try again when it has a job id")
     if jobs or owner is not None:  # after an interrupted submission the job id is unknown
-        executor = owner.executor if owner is not None else run.submission().get("executor", "slurm")
+        executor = run.submission().get("executor", "slurm") if owner is None else owner.executor
         return Run(run, executor, jobs[0] if jobs else "")
     # Neither owner nor job: the reason is a damaged file, or a run that was started without a supervisor.
     damage: list[str] = []
-    run.owner(damage), run.submission(damage), run.status(damage)
-    why = f"which job it is cannot be said: {'; '.join(damage)}" if damage else "it was started without a supervisor"
+    for read in (run.owner, run.submission, run.status):
+        read(damage)
+    why = "it was started without a supervisor"
+    if damage:
+        why = f"which job it is cannot be said: {'; '.join(damage)}"
     raise RequestError(f"run {run.id}: {why}; end its processes where they run")
 
 

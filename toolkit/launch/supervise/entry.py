@@ -52,7 +52,14 @@ def supervise(run_dir: str, where: str) -> None:
     os.umask(0o077)
     logs.setup("supervisor")
     try:
-        code = _supervise(run, where, None, None) if where == "local" else _guard(run, where)
+        if where == "local":
+            code = _supervise(run, where, None, None)
+        else:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # held until there is a child to pass them to
+            try:
+                code = guarded(partial(_supervise, run, where, _endpoint(run)), partial(_step, run))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     except ToolkitError as error:
         _write_own_failure(run, error)
         code = EXIT_FAILED
@@ -61,14 +68,6 @@ def supervise(run_dir: str, where: str) -> None:
         if where == "slurm" and run.result() is not None:
             forbid_expedited_requeue(Slurm(), os.environ["SLURM_JOB_ID"])
         raise SystemExit(code)
-
-
-def _guard(run: RunDir, where: str) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # held until there is a child to pass them to
-    try:
-        return guarded(partial(_supervise, run, where, _endpoint(run)), partial(_step, run))
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _endpoint(run: RunDir) -> Endpoint | None:
